@@ -13,11 +13,14 @@ where the vectors r_c = integral alpha_c p e solve the linear system that follow
     sum_c' R_cc' r_c' = integral b_c p e,   R_cc' = delta_cc' (I - integral q_c u u^T) + integral b_c q_c' u u^T.
 
 The paper solves it for one channel only, where the first term of R vanishes. Here integrals are means over samples of
-all proposals, and outputs are measured with other samples. The oracle knows every query's p, f and mu.
+all proposals, so that the optimal weights are an estimate, and none have less variance on these samples. Outputs and
+variance are measured on other samples, where others may have less. The oracle knows every query's p, f and mu.
 """
 
 import argparse
-from collections.abc import Mapping
+import itertools
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +35,7 @@ from attention.parts.features import log_features, scale
 from attention.parts.geometry import split_prefix
 from attention.parts.groups import group_mean, segments
 from engine.reporting.tables import compact_table, plus_minus, spread
+from engine.runtime.errors import UserError
 from engine.runtime.files import make_output, to_csv, write_file
 from models.base import attention_layers
 
@@ -51,7 +55,10 @@ WEIGHTS = {
 
 
 VALUES = "error", "variance"
-"""What is measured: the normalised error of outputs, and the normalised variance of the linearised estimate."""
+"""What is measured: the normalised error of outputs, and the normalised variance of the linearised estimate.
+
+Only outputs have LARA's floor of weights, `MIN_ALPHA`.
+"""
 
 
 class Samples(NamedTuple):
@@ -74,8 +81,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--landmarks", type=int, nargs="+", default=[4, 16], metavar="C", help="numbers of proposals (4 16)")
     add("--queries", type=int, default=8, help="queries of each image and head, evenly spaced (8)")
-    add("--samples", type=int, default=256, help="samples of each proposal for the integrals (256)")
-    add("--passes", type=int, default=64, help="outputs, from a sample of each proposal, to measure (64)")
+    add("--samples", type=int, default=256, help="samples of each proposal that fit the optimal weights (256)")
+    add("--passes", type=int, default=64, help="other samples of each proposal, which measure (64)")
 
 
 @torch.no_grad()
@@ -84,14 +91,14 @@ def main(args: argparse.Namespace) -> None:
     make_output(args.output, ["weighting.csv"])
     trained = load_trained(args)
     inputs = layer_inputs(trained, read_sample(trained, args.images).images)
-    layers = attention_layers(drop_in(trained, {"name": "softmax"}, 0)[0].double())
+    inputs = [(x.cpu().double(), grid) for x, grid in inputs]  # torch solves without full rank on the CPU only
+    layers = attention_layers(drop_in(trained, {"name": "softmax"}, 0)[0].cpu().double())
     counts, rows = sorted(set(args.landmarks)), []
-    for count in counts:  # refuses counts that form no segments, before any work
-        segments(count, inputs[0][1], inputs[0][0].device, "--landmarks", pooled=False)
+    check(layers, inputs, counts, args.samples)
     with command_line.progress("weighting", len(layers) * len(counts), "layers") as bar:
         for number, (layer, (x, grid)) in enumerate(zip(layers, inputs, strict=True)):
             for count in counts:
-                found = [measure(layer, x.double(), grid, count, seed, args) for seed in range(args.draws)]
+                found = [measure(layer, x, grid, count, seed, args) for seed in range(args.draws)]
                 for name in WEIGHTS:
                     row = {"layer": number + 1, "landmarks": count, "weights": name}
                     spreads = [spread(each[name][place] for each in found) for place in range(len(VALUES))]
@@ -100,9 +107,27 @@ def main(args: argparse.Namespace) -> None:
     title = f"{args.checkpoint}: LARA's weights, {len(inputs[0][0])} images, {args.queries} queries of each head"
     print(f"{title}\n\n{compact_table([readable(row) for row in rows])}")
     print("\nError: of attended values, relative to zeros. Variance: of the linearised estimate (eq. 20), likewise.")
+    print("Both are measured on other samples than those that fit the optimal weights.")
     titles = [*list(rows[0])[:3], *(f"{value}{end}" for value in VALUES for end in ("", "_std"))]
     lines = ([*list(row.values())[:3], *(x for value in VALUES for x in row[value][:2])] for row in rows)
     write_file(args.output / "weighting.csv", to_csv(titles, lines))
+
+
+def check(
+    layers: Sequence[Attention], inputs: Sequence[tuple[Tensor, Grid]], counts: Sequence[int], samples: int
+) -> None:
+    """Checks numbers of proposals for every layer's grid, and `samples` of each proposal, before any work.
+
+    Raises:
+        OptionError: a number does not form segments of a grid. UserError: fewer samples than unknowns.
+    """
+    smallest_first = sorted((grid for _, grid in inputs), key=math.prod)  # what fits a grid also fits larger ones
+    for count, grid in itertools.product(counts, smallest_first):
+        segments(count, grid, torch.device("cpu"), "--landmarks", pooled=False)
+    least = max(layer.project(x[:1], grid)[2].shape[-1] for layer, (x, grid) in zip(layers, inputs, strict=True))
+    if samples < least:
+        problem = f"the optimal weights have {least} unknowns for each proposal; give at least {least}"
+        raise UserError(f"--samples {samples}: {problem}")
 
 
 def readable(row: Mapping[str, Any]) -> dict[str, str]:
@@ -134,14 +159,12 @@ def measure(
             place = image, head
             own = scale(q[place][chosen]), scale(k[place]), v[place], centre[place]
             mu = (own[0] @ own[1].mT).softmax(-1) @ own[2]
-            fitted = draw(*own, mu, args.samples)
-            rows = fit_optimal(fitted)
+            rows = fit_optimal(draw(*own, mu, args.samples))
             size += mu.square().sum().item()
             tested = draw(*own, mu, args.passes)
             for name in WEIGHTS:
-                alphas = [weights(name, each, of_queries[place], rows) for each in (fitted, tested)]
-                error = outputs_error(alphas[1], tested, count)
-                sums[name] += torch.stack([error, variance(alphas[0], fitted).sum()]).cpu()
+                alpha = weights(name, tested, of_queries[place], rows)
+                sums[name] += torch.stack([outputs_error(alpha, tested, count), variance(alpha, tested).sum()])
     return {name: (found[0].item() / size, found[1].item() / size) for name, found in sums.items()}
 
 
@@ -150,7 +173,8 @@ def draw(q: Tensor, k: Tensor, v: Tensor, centre: Tensor, mu: Tensor, samples: i
 
     Samples stand proposal by proposal, those of the first one first.
     """
-    omega = (centre[:, None] + torch.randn(len(centre), samples, centre.shape[1], dtype=q.dtype)).flatten(0, 1)
+    omega = centre.repeat_interleave(samples, 0)
+    omega = omega + torch.randn_like(omega)
     return look(omega, q, k, v, centre, mu, torch.full_like(omega[:, 0], 1 / samples))
 
 
@@ -174,7 +198,7 @@ def fit_optimal(samples: Samples) -> Tensor:
         weighted = (measure[:, None, None] * balance[:, :, None] * u[:, None]).flatten(1)  # (S, c d)
         system = weighted.mT @ (balance[:, :, None] * u[:, None]).flatten(1)
         blocks = torch.einsum("s,sc,sd,se->cde", measure, balance, u, u)
-        system += torch.block_diag(*(torch.eye(d, dtype=u.dtype) - block for block in blocks))
+        system += torch.block_diag(*(torch.eye(d, dtype=u.dtype, device=u.device) - block for block in blocks))
         found.append(torch.linalg.lstsq(system, right.flatten()[:, None], driver="gelsd").solution.view(c, d))
     return torch.stack(found)
 
@@ -213,8 +237,8 @@ def outputs_error(alpha: Tensor, samples: Samples, count: int) -> Tensor:
     """
     balance, ratio, deviation, _ = samples
     passes = len(balance) // count
-    own = torch.arange(count).repeat_interleave(passes)
-    index = torch.arange(len(own))
+    own = torch.arange(count, device=alpha.device).repeat_interleave(passes)
+    index = torch.arange(len(own), device=alpha.device)
     weight = (
         ratio * alpha[:, index, own].clamp(min=MIN_ALPHA) / balance[index, own]
     )  # alpha_c p / q_c at the proposals' own samples

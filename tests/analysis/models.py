@@ -15,9 +15,9 @@ from models import create_model
 ROOT = Path(__file__).parents[2]
 
 
-def save_model(directory: Path, options: Sequence[str], scale: float = 1.0) -> Path:
+def save_model(directory: Path, options: Sequence[str], scale: float = 1.0, config: str = "quickstart") -> Path:
     """The checkpoint of a model on the embedded digits whose attention's projections are multiplied by `scale`."""
-    run = load_run(ROOT / "configs/quickstart.yaml", ["attention=softmax", "train.device=cpu", *options])
+    run = load_run(ROOT / f"configs/{config}.yaml", ["attention=softmax", "train.device=cpu", *options])
     torch.manual_seed(0)
     state = create_model(attention=run.attention, **run.model).state_dict()
     state = {name: scale * x if name.endswith("qkv.weight") else x for name, x in state.items()}
@@ -26,6 +26,11 @@ def save_model(directory: Path, options: Sequence[str], scale: float = 1.0) -> P
     path = directory / "step_3_epoch_1.pt"
     save_checkpoint(path, metadata | {"progress": vars(Progress(epoch=1, step=3)), "model": state})
     return path
+
+
+def save_pyramid(directory: Path) -> Path:
+    """The checkpoint of a PVT on grids of 16x16, 8x8, 4x4 and 2x2 tokens."""
+    return save_model(directory, [], config="quickstart_pvt")
 
 
 def load_model(path: Path, *overrides: str) -> Trained:
