@@ -165,6 +165,7 @@ def measure(
                         set_mode(model, mode, seed)
                         samples = args.decompose if mode == "sampled" and args.decompose else 1
                         errors.append(decompose_errors(model, softmax, samples))
+                    model.eval()
         except (OptionError, FloatingPointError) as error:
             yield row(options_text(options), problem=str(error))
             continue

@@ -1,5 +1,6 @@
 """Replacement of a trained model's attention by another mechanism, without training, and the error of its outputs."""
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -57,10 +58,33 @@ def check_projections(layer: Attention, own: Attention) -> None:
 
 
 def set_mode(model: nn.Module, mode: str, seed: int) -> None:
-    """Sets only the attention layers to one of `command_line.MODES`; their samples follow from `seed`."""
+    """Sets only the attention layers to one of `command_line.MODES`; their samples follow from `seed`.
+
+    The sampled mode is that of training without dropout, which is not a part of an estimate.
+    """
     torch.manual_seed(seed)
     for layer in attention_layers(model):
         layer.train(mode == "sampled")  # and its parts: EVA's landmarks sample, not the layer itself
+        if mode == "sampled":
+            leave_out_dropout(layer)
+
+
+def leave_out_dropout(layer: Attention) -> None:
+    """Turns dropout of outputs and of attention weights off, until the mode of the layer is set again."""
+    for part in layer.modules():
+        if isinstance(part, nn.Dropout):
+            part.eval()
+    config = layer.config
+    if not getattr(config, "attn_drop", 0.0):
+        return
+
+    def train(mode: bool = True) -> nn.Module:
+        """Restores the rate, so that an alignment after this has it."""
+        layer.config = config
+        del layer.train
+        return layer.train(mode)
+
+    layer.config, layer.train = dataclasses.replace(config, attn_drop=0.0), train
 
 
 def merge_modes(found: Mapping[str, Any]) -> dict[str, Any]:

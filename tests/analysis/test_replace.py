@@ -16,7 +16,16 @@ from analysis import error, replace, tune
 from analysis.approximation import Row, attend_by_softmax, decompose_errors
 from analysis.budgets import SIZES, size_option, with_budget
 from analysis.command_line import MODES, read_mechanisms
-from analysis.drop_in import attended, drop_in, layer_inputs, merge_modes, normalised_error, set_mode
+from analysis.drop_in import (
+    attended,
+    drop_in,
+    layer_errors,
+    layer_inputs,
+    merge_modes,
+    normalised_error,
+    outputs,
+    set_mode,
+)
 from analysis.error import AXES, draw
 from analysis.laboratory import score
 from analysis.trained import Trained, read_sample
@@ -25,7 +34,7 @@ from engine.checkpoints.export import export_checkpoint
 from engine.checkpoints.files import load_checkpoint
 from engine.config.yaml_files import read_yaml
 from engine.runtime.errors import UserError
-from models.base import attention_layers
+from models.base import attention_layers, is_same_attention
 from tests.analysis.models import load_model, save_model
 from tests.analysis.plans import follow_plans
 from tests.support.facts import stated
@@ -219,7 +228,8 @@ def test_draws_are_those_of_the_seed(trained, inputs, attention):
         model, _ = drop_in(trained, attention, seed)
         set_mode(model, mode, seed)
         layers = attention_layers(model)
-        drawn = {part for layer in layers for part in layer.modules()} if mode == "sampled" else set()
+        parts = {part for layer in layers for part in layer.modules() if not isinstance(part, torch.nn.Dropout)}
+        drawn = parts if mode == "sampled" else set()
         assert {module for module in model.modules() if module.training} == drawn
         return [attended(layers[0], *inputs[0]) for _ in range(2)]
 
@@ -230,6 +240,34 @@ def test_draws_are_those_of_the_seed(trained, inputs, attention):
     assert not torch.equal(kept[0], other[0])
     assert not torch.equal(fresh[0], fresh[1])
     assert torch.equal(fresh[0], fresh_again[0])
+
+
+def test_sampled_mode_is_without_dropout(checkpoint, inputs, tmp_path):
+    """Softmax attention in the place of itself has no error, though the run drops weights and outputs in training.
+
+    Training, as in an alignment after sampled mode, has both kinds of dropout again.
+    """
+    own = "{name: softmax, attn_drop: 0.2}"
+    dropping = load_model(checkpoint, "model.proj_drop_rate=0.3", f"attention={own}")
+    model, _ = drop_in(dropping, dropping.run.attention, 0)
+    pairs = list(zip(attention_layers(model), attention_layers(dropping.model), strict=True))
+    for compute in attended, outputs:
+        set_mode(model, "sampled", 0)
+        expected = [compute(kept, *given) for (_, kept), given in zip(pairs, inputs, strict=True)]
+        assert layer_errors(model, inputs, expected, compute) == [0, 0]
+        set_mode(model, "evaluation", 0)
+        assert all(is_same_attention(*pair) for pair in pairs)
+    set_mode(model, "sampled", 0)
+    assert all(layer.attn_drop == 0 and not layer.proj_drop.training for layer, _ in pairs)
+    model.train()
+    assert all(is_same_attention(*pair) for pair in pairs)
+    assert all(layer.attn_drop == 0.2 and layer.proj_drop.training for layer, _ in pairs)
+    options = "--attention", own, "performer", "--images", "24", "--draws", "1", "--modes", "sampled", "--align", "1"
+    for question, sizes in ("error", ["--budgets", "4"]), ("replace", []):
+        rows = ask(checkpoint, tmp_path, question, *options, *sizes, "model.proj_drop_rate=0.3", f"attention={own}")
+        of_softmax = [float(row["error"]) for row in rows if row["attention"] == own]
+        assert of_softmax
+        assert set(of_softmax) == {0}
 
 
 @pytest.mark.stress
