@@ -145,9 +145,17 @@ def measure(
 
 
 def matrix_of(layer: Attention, given: tuple[Tensor, Grid]) -> Tensor:
-    """Returns the `implied_matrix` of a layer for its input."""
+    """Returns the `implied_matrix` of a layer for its input, (B, h, N, N).
+
+    Raises:
+        NoMatrix: there is none, or its columns are not the tokens.
+    """
     x, grid = given
-    return implied_matrix(layer, layer.project(x, grid), grid)
+    matrix = implied_matrix(layer, layer.project(x, grid), grid)
+    if matrix.shape[-1] != matrix.shape[-2]:
+        problem = "has no weight for every pair of tokens: it has fewer keys than tokens"
+        raise NoMatrix(f"attention({layer.name()}) {problem}")
+    return matrix
 
 
 def readable(row: Row) -> dict[str, str]:

@@ -52,3 +52,16 @@ def test_rows_are_those_of_the_implied_matrix(checkpoint, tmp_path, capsys):
     assert found[names[1]][:NUM_BINS] == pytest.approx(Bins(logits_of(softmax, (x.double(), grid))).errors(matrix))
     assert "attention(xca) has no attention matrix" in capsys.readouterr().out
     assert (tmp_path / "entries.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_mechanisms_with_fewer_keys_than_tokens_are_left_out(checkpoint, tmp_path, capsys):
+    fewer, every = ("{name: sra, reduction: 2}", "{name: linear_sra, pool_size: 2}"), "softmax"
+    arguments = "--images", "1", "--draws", "1", "--output", str(tmp_path)
+    analyze.main(["entries", str(checkpoint), *arguments, "--attention", *fewer, every])
+    with (tmp_path / "entries.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["attention"] for row in rows if row["problem"]] == list(fewer)
+    assert [row["attention"] for row in rows if row["error"]] == [every] * 2 * NUM_BINS
+    text = capsys.readouterr().out
+    for name in "sra", "linear_sra":
+        assert f"attention({name}) has no weight for every pair of tokens: it has fewer keys than tokens" in text
