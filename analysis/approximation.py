@@ -154,6 +154,8 @@ def measure(
         stages = (0,) if fit is None else (0, args.align)
         options, found = attention, {steps: {mode: [] for mode in args.modes} for steps in stages}
         try:
+            if args.decompose:
+                check_draws(attention)
             if budget is not None:
                 options = with_budget(attention, budget, math.prod(softmax.inputs[0][1]))
             for seed in range(args.draws):
@@ -179,12 +181,19 @@ def measure(
                 yield row(mode=mode, errors=errors, steps=steps, **sampled)
 
 
+def check_draws(attention: Mapping[str, Any]) -> None:
+    """Raises the OptionError for a mechanism whose passes share samples, so that they show no variance."""
+    if (interval := attention.get("feature_redraw_interval", 1)) > 1:
+        problem = f" = {interval}: passes that share samples have no variance for --decompose; set it to 1"
+        raise OptionError(f"attention({attention['name']}).feature_redraw_interval", problem)
+
+
 @torch.no_grad()
 def decompose_errors(model: nn.Module, softmax: Softmax, samples: int) -> list[tuple[float, float]]:
     """Returns for every attention layer its `normalised_error`, mean over `samples` passes, and how much is variance.
 
     The error of a random y against a fixed t is E (y - t)^2 = (E y - t)^2 + Var y. The variance is estimated over the
-    passes, divided by samples - 1; a single pass has none.
+    passes, divided by samples - 1; a single pass has none. Every pass must draw its own samples, see `check_draws`.
     """
     found = []
     for layer, given, expected in zip(attention_layers(model), softmax.inputs, softmax.expected, strict=True):
