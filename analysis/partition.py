@@ -7,13 +7,16 @@ each group P_c, of the optimal ones, which are the values v themselves (eq. 8):
 
     J(beta) = sum_c sum_{m in P_c} pi_m ||beta_c - v_m||^2
 
-It is least at the means of the values of each group under pi (eq. 10), falls as groups are divided, and is 0 with a
-group for every key. EVA estimates these coefficients by one sample of random features for each group, about the sum of
-the group's mean query and mean key (eq. 28 without learned maps), which all queries share. Errors are relative to
-beta = 0.
+It is least at the means of the values of each group under pi (eq. 10), never rises as groups are divided, and is 0 with
+a group for every key. More bins of a grid divide fewer ones only if they keep all of their edges. On 14x14 tokens, 49
+bins do not divide 16: their edges are at 2, 4, 6, ..., and those of 16 at 3, 7 and 10.
+
+EVA estimates these coefficients by one sample of random features for each group, about the sum of the group's mean
+query and mean key (eq. 28 without learned maps), which all queries share. Errors are relative to beta = 0.
 """
 
 import argparse
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -74,11 +77,11 @@ def main(args: argparse.Namespace) -> None:
     inputs = layer_inputs(trained, read_sample(trained, args.images).images)
     softmax = drop_in(trained, {"name": "softmax"}, 0)[0].double()
     layers, counts = attention_layers(softmax), sorted(set(args.groups))
-    partitions = [segments(count, inputs[0][1], inputs[0][0].device, "--groups", pooled=False) for count in counts]
-    rows = []
+    partitions, rows = partition_grids(counts, [grid for _, grid in inputs], trained.device), []
     with command_line.progress("partition", len(layers) * len(counts), "partitions") as bar:
         for number, (layer, (x, grid)) in enumerate(zip(layers, inputs, strict=True)):
-            for count, groups in zip(counts, partitions, strict=True):
+            for count in counts:
+                groups = partitions[grid][count]
                 found = [measure(layer, x.double(), grid, groups, seed) for seed in range(args.draws)]
                 rows.append(Row(number + 1, count, {name: [each[name] for each in found] for name in COLUMNS}))
                 bar.update()
@@ -92,6 +95,21 @@ def main(args: argparse.Namespace) -> None:
     ]
     write_file(args.output / "partition.csv", to_csv(list(lines[0]), (line.values() for line in lines)))
     write_file(args.output / "partition.png", encode(draw(title, rows)))
+
+
+def partition_grids(
+    counts: Sequence[int], grids: Sequence[Grid], device: torch.device
+) -> dict[Grid, dict[int, Groups]]:
+    """Returns grid -> number of groups -> groups.
+
+    Raises:
+        OptionError: a grid has no such bins. The number that it names is one that every grid has.
+    """
+    smallest_first = sorted(set(grids), key=math.prod)  # what fits a grid also fits larger ones
+    return {
+        grid: {count: segments(count, grid, device, "--groups", pooled=False) for count in counts}
+        for grid in smallest_first
+    }
 
 
 def measure(layer: Attention, x: Tensor, grid: Grid, groups: Groups, seed: int) -> dict[str, float]:

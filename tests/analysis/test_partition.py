@@ -7,9 +7,10 @@ import pytest
 import torch
 
 import analyze
+from analysis import partition
 from analysis.partition import estimate, group_weights, members, optimal_coefficients, weighted_error
-from attention.parts.groups import bins
-from tests.analysis.models import save_model
+from attention.parts.groups import bin_counts, bins
+from tests.analysis.models import save_model, save_pyramid
 from tests.support.comparisons import assert_equal
 from tests.support.inputs import CPU, B, d, draw, h, one_head, tokens
 
@@ -52,6 +53,19 @@ def test_refining_a_partition_never_raises_the_error_and_ends_at_zero():
         assert (fine <= coarse + 1e-12).all()
         assert (fine < coarse - 1e-6).any()
     assert_equal(errors[-1], torch.zeros(B, h, N, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("coarse", "fine", "divided"),
+    [(1, 4, True), (4, 16, True), (16, 196, True), (1, 49, True), (49, 196, True), (4, 49, False), (16, 49, False)],
+)
+def test_which_steps_divide_the_groups_of_14x14_tokens(coarse, fine, divided):
+    """The steps of docs/results.md: every finer group lies in one coarser group."""
+    found = []
+    for count in (coarse, fine):
+        index, valid, *_ = bins((14, 14), bin_counts(count, (14, 14), ""), CPU)
+        found.append([set(each[real].tolist()) for each, real in zip(index[0], valid[0], strict=True)])
+    assert all(any(each <= whole for whole in found[0]) for each in found[1]) == divided
 
 
 def test_the_optimal_coefficients_have_the_least_error():
@@ -106,6 +120,29 @@ def test_on_a_model(tmp_path, capsys):
             assert float(row["mean"]) >= float(least["mean"]) - 1e-12
     assert "| layer | groups |" in capsys.readouterr().out
     assert (tmp_path / "partition.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_pyramid_has_groups_of_each_layers_own_grid(tmp_path):
+    checkpoint = save_pyramid(tmp_path)
+    arguments = "--images", "1", "--draws", "1", "--groups", "1", "4", "--output", str(tmp_path)
+    analyze.main(["partition", str(checkpoint), *arguments])
+    with (tmp_path / "partition.csv").open(newline="") as file:
+        found = {(row["layer"], row["groups"]): row for row in csv.DictReader(file) if row["measurement"] == "optimal"}
+    optimal = {key: float(row["mean"]) for key, row in found.items()}
+    assert sorted(optimal) == [(layer, groups) for layer in "1234" for groups in "14"]
+    assert all(optimal[layer, "4"] < optimal[layer, "1"] for layer in "1234")
+    assert optimal["4", "4"] < 1e-12  # four tokens
+
+
+def test_numbers_of_groups_are_checked_for_every_grid_before_any_work(tmp_path, monkeypatch, capsys):
+    """The nearest number is one that all grids have."""
+    checkpoint = save_pyramid(tmp_path)
+    monkeypatch.setattr(partition, "measure", lambda *args: pytest.fail("work"))
+    with pytest.raises(SystemExit) as ended:
+        analyze.main(["partition", str(checkpoint), "--groups", "1", "64", "--output", str(tmp_path)])
+    assert ended.value.code == 2
+    assert "--groups = 64 does not divide the 2x2 grid" in (problem := capsys.readouterr().err)
+    assert problem.strip().endswith("nearest valid: 4")
 
 
 def test_a_number_of_groups_that_the_grid_does_not_have_is_refused(tmp_path, capsys):
