@@ -30,10 +30,12 @@ class Row:
     Attributes:
         name: the mechanism on the command line. options: its options, including the budget's. budget: None for
             mechanisms without an option of size. temperature: divisor of the logits. entropies: entropy of softmax's
-            weights in each layer, nats. mode: see `merge_modes`. errors: `normalised_error` for each draw and layer,
-            mean over the passes. variances: the part of it that is variance over the passes; the rest is squared bias.
-            untrained: number of untrained parameters. macs: see `layer_macs`. peak: peak bytes of the first layer for
-            `CHUNK` images. steps: of alignment with softmax attention. problem: why there is no result.
+            weights in each layer, nats. layers: numbers of those that have the mechanism, of which means are taken;
+            the last stage of a pyramid keeps softmax (None: all). mode: see `merge_modes`. errors: `normalised_error`
+            for each draw and layer, mean over the passes. variances: the part of it that is variance over the passes;
+            the rest is squared bias. untrained: number of untrained parameters. macs: see `layer_macs`. peak: peak
+            bytes of the first layer for `CHUNK` images. steps: of alignment with softmax attention. problem: why there
+            is no result.
     """
 
     name: str
@@ -49,25 +51,31 @@ class Row:
     peak: int | None = None
     steps: int = 0
     problem: str = ""
+    layers: Sequence[int] | None = None
+
+    @property
+    def entropy(self) -> float:
+        """Mean of the entropies over the layers that have the mechanism."""
+        return mean(self.entropies if self.layers is None else [self.entropies[layer] for layer in self.layers])
 
     @property
     def label(self) -> str:
         return f"{self.name}, aligned" if self.steps else self.name
 
     def spread(self, layer: int | None = None) -> Spread | None:
-        """Returns mean and standard deviation over draws, for one layer or for the mean over layers."""
-        return spread_of_layers(self.errors, layer)
+        """Returns mean and standard deviation over draws, for one layer or for the mean over `layers`."""
+        return spread_of_layers(self.errors, self.layers if layer is None else [layer])
 
     def spread_of_squared_bias(self, layer: int | None = None) -> Spread | None:
         """Returns the same of error - variance, an unbiased estimate of the squared bias; it may be below zero."""
         pairs = zip(self.errors, self.variances, strict=False)  # without samples there are no variances
         biases = [[e - v for e, v in zip(errors, variances, strict=True)] for errors, variances in pairs]
-        return spread_of_layers(biases, layer)
+        return spread_of_layers(biases, self.layers if layer is None else [layer])
 
 
-def spread_of_layers(found: Sequence[Sequence[float]], layer: int | None) -> Spread | None:
-    """Returns mean and standard deviation over draws, for one layer or for the mean over layers."""
-    return spread(mean(of_draw) if layer is None else of_draw[layer] for of_draw in found)
+def spread_of_layers(found: Sequence[Sequence[float]], layers: Sequence[int] | None) -> Spread | None:
+    """Returns mean and standard deviation over draws of the mean over layers; None: over all."""
+    return spread(mean(of_draw if layers is None else [of_draw[layer] for layer in layers]) for of_draw in found)
 
 
 @dataclass(frozen=True)
@@ -171,9 +179,11 @@ def measure(
         except (OptionError, FloatingPointError) as error:
             yield row(options_text(options), problem=str(error))
             continue
+        built = enumerate(attention_layers(model))
+        layers = [number for number, layer in built if layer.name() == attention["name"]]
         macs, (x, grid) = layer_macs(trained, options, softmax.inputs), softmax.inputs[0]
         peak = peak_bytes(partial(attended, attention_layers(model.eval())[0], x[:CHUNK], grid), trained.device)
-        row = partial(row, options_text(options), untrained=untrained, macs=macs, peak=peak)
+        row = partial(row, options_text(options), untrained=untrained, macs=macs, peak=peak, layers=layers)
         for steps, by_mode in found.items():
             for mode, draws in merge_modes(by_mode).items():  # (error, variance) of every layer, by draw
                 errors, variances = [[[pair[i] for pair in draw] for draw in draws] for i in (0, 1)]

@@ -1,5 +1,6 @@
 """analyze.py replace and error, on a model of random weights whose logits vary."""
 
+import argparse
 import csv
 import dataclasses
 import math
@@ -13,7 +14,7 @@ import torch
 import analyze
 from ablation.sweep import read_ablation
 from analysis import error, replace, tune
-from analysis.approximation import Row, attend_by_softmax, decompose_errors
+from analysis.approximation import Row, attend_by_softmax, decompose_errors, measure
 from analysis.budgets import SIZES, size_option, with_budget
 from analysis.command_line import MODES, read_mechanisms
 from analysis.drop_in import (
@@ -32,10 +33,13 @@ from analysis.trained import Trained, read_sample
 from attention import ATTENTION, OptionError
 from engine.checkpoints.export import export_checkpoint
 from engine.checkpoints.files import load_checkpoint
+from engine.checkpoints.weight_sources import source_of
+from engine.config.load import load_run
 from engine.config.yaml_files import read_yaml
 from engine.runtime.errors import UserError
+from models import create_model
 from models.base import attention_layers, is_same_attention
-from tests.analysis.models import load_model, save_model
+from tests.analysis.models import ROOT, load_model, save_model
 from tests.analysis.plans import follow_plans
 from tests.support.facts import stated
 
@@ -371,6 +375,28 @@ def test_a_run_without_queries_is_refused(trained, inputs):
     model, _ = drop_in(trained, {"name": "synthesizer"}, 0)
     with pytest.raises(OptionError, match="needs 3 projections of tokens, but synthesizer of the run makes 1"):
         attend_by_softmax(dataclasses.replace(trained, model=model), inputs, 1.0)
+
+
+def test_errors_of_a_pyramid_are_means_over_the_layers_of_the_mechanism(tmp_path):
+    """Its last stage keeps softmax, without an error; as in `replace`, it is not among the layers of the mean."""
+    run = load_run(ROOT / "configs/quickstart_pvt.yaml", ["attention=linear", "train.device=cpu"])
+    torch.manual_seed(0)
+    model = create_model(attention=run.attention, **run.model).eval()
+    trained = Trained(tmp_path, run, source_of(run, model.state_dict()), model, None, torch.device("cpu"), "train")
+    softmax = attend_by_softmax(trained, layer_inputs(trained, torch.randn(2, 3, 64, 64)), 1.0)
+    args = argparse.Namespace(draws=1, modes=["sampled"], decompose=3, align=None)
+    found = {}
+    for attention in {"name": "performer", "num_samples": 8}, {"name": "softmax"}:
+        (found[attention["name"]],) = measure(trained, softmax, "", attention, [8], args)
+    row = found["performer"]
+    errors, variances = row.errors[0], row.variances[0]
+    assert min(errors[:3]) > 0 == errors[3]
+    assert row.spread().mean == pytest.approx(sum(errors[:3]) / 3)
+    assert row.spread_of_squared_bias().mean == pytest.approx((sum(errors[:3]) - sum(variances[:3])) / 3)
+    assert row.spread(3).mean == 0
+    assert row.entropy == pytest.approx(sum(softmax.entropies[:3]) / 3)
+    assert (row.layers, found["softmax"].layers) == ([0, 1, 2], [0, 1, 2, 3])
+    assert found["softmax"].entropy == pytest.approx(sum(softmax.entropies) / 4)
 
 
 NARROW = "{name: efficient, key_dim: 12}"
