@@ -12,6 +12,7 @@ for a layer, from the entropy of its matrices for the first image (section 5.1).
 import argparse
 import itertools
 import math
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from statistics import fmean
 from typing import NamedTuple
@@ -81,8 +82,7 @@ def main(args: argparse.Namespace) -> None:
         raise UserError(f"{PROCESS} {args.overrides[0]}: a random process has no such options; leave them out")
     layers = process1_layers(args.images) if is_random else read_layers(args)
     budgets, rows = sorted(set(args.budgets)), []
-    for layer in layers:
-        check_budgets(budgets, layer)
+    layers = compressible(layers, budgets)
     total = sum(layer.q.shape[0] * layer.q.shape[1] for layer in layers)
     with command_line.progress("oracle", total, "matrices") as bar:
         for layer in layers:
@@ -98,13 +98,37 @@ def main(args: argparse.Namespace) -> None:
     write_file(args.output / "oracle.png", encode(draw(title, rows)))
 
 
-def check_budgets(budgets: Sequence[int], layer: Layer) -> None:
-    """Raises a UserError for a budget that does not compress the layer's matrices, or is too low to be split."""
-    tokens = layer.q.shape[2]
-    low = LOWEST_BUDGET + 2 * (tokens - math.prod(layer.grid))
-    for budget in budgets:
-        if not low <= budget < tokens:
-            raise UserError(f"--budgets {budget}: {layer.name} has rows of {tokens}; give {low} to {tokens - 1}")
+def compressible(layers: Sequence[Layer], budgets: Sequence[int]) -> list[Layer]:
+    """Returns the layers whose matrices all budgets, in ascending order, compress. The others are named on stderr.
+
+    Raises:
+        UserError: no layer is left, or a budget is too low to be split.
+    """
+    left = [layer for layer in layers if row_length(layer) > max(budgets[-1], lowest_budget(layer))]
+    longest = max(layers, key=row_length)
+    if not left and row_length(longest) <= lowest_budget(longest):
+        problem = f"has the longest rows, of {row_length(longest)}, which no budget from {lowest_budget(longest)} on"
+        raise UserError(f"{longest.name} {problem} compresses; choose another run")
+    for layer in left or [longest]:
+        low, length = lowest_budget(layer), row_length(layer)
+        for budget in budgets:
+            if not low <= budget < length:
+                raise UserError(f"--budgets {budget}: {layer.name} has rows of {length}; give {low} to {length - 1}")
+    for layer in layers:
+        low, length = lowest_budget(layer), row_length(layer)
+        if length <= (budget := max(budgets[-1], low)):
+            problem = f"left out, as its rows of {length} are not longer than a budget of {budget}"
+            print(f"{layer.name}: {problem}", file=sys.stderr)
+    return left
+
+
+def row_length(layer: Layer) -> int:
+    return layer.q.shape[2]
+
+
+def lowest_budget(layer: Layer) -> int:
+    """The lowest budget that can be split: prefix tokens, which are exact, cost two numbers per row each."""
+    return LOWEST_BUDGET + 2 * (row_length(layer) - math.prod(layer.grid))
 
 
 class Fit(NamedTuple):

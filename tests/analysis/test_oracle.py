@@ -13,11 +13,20 @@ from analysis import oracle
 from analysis.budgets import low_rank_share, split_budget
 from analysis.decompositions import godec, keep_largest, robust_pca, truncate
 from analysis.matrices import Layer, capture, process1
-from analysis.oracle import Row, decomposition_fits, relative_error, scatterbrain_fits, share_of, splits
+from analysis.oracle import (
+    Row,
+    compressible,
+    decomposition_fits,
+    relative_error,
+    scatterbrain_fits,
+    share_of,
+    splits,
+)
 from attention import create_attention
 from attention.parts.geometry import merge_heads
+from engine.runtime.errors import UserError
 from models import create_model
-from tests.analysis.models import save_model
+from tests.analysis.models import save_model, save_pyramid
 
 TINY = ["model.depth=2", "model.embed_dim=24", "model.img_size=24", "model.num_heads=2"]
 DEIT = {"img_size": (16, 24), "patch_size": 4, "embed_dim": 24, "depth": 2, "num_heads": 2, "num_classes": 3}
@@ -203,6 +212,43 @@ def test_refusals_are_one_line(options, problem, checkpoint, tmp_path, monkeypat
     assert caught.value.code == 2
     assert capsys.readouterr().err.strip() == f"error: {problem}"
     assert not list(tmp_path.iterdir())
+
+
+def test_layers_of_a_pyramid_that_a_budget_does_not_compress_are_left_out(tmp_path, capsys):
+    pyramid = save_pyramid(tmp_path)
+    short = ["model.img_size=32"]  # rows of 64, 16, 4 and 1
+    options = ["--images", "1", "--draws", "1", "--budgets", "8", "16", "--output", str(tmp_path)]
+    analyze.main(["oracle", str(pyramid), *options, *short])
+    text = capsys.readouterr()
+    notes = [line for line in text.err.splitlines() if "left out" in line]
+    assert notes == [
+        f"layer {number}: left out, as its rows of {length} are not longer than a budget of 16"
+        for number, length in ((2, 16), (3, 4), (4, 1))
+    ]
+    with (tmp_path / "oracle.csv").open() as file:
+        assert {row["layer"] for row in csv.DictReader(file)} == {"layer 1"}
+
+
+def named(name: str, grid: tuple[int, int], prefix: int = 0) -> Layer:
+    x = torch.randn(1, 2, math.prod(grid) + prefix, 4, dtype=torch.float64)
+    return Layer(name, x, x, grid)
+
+
+def test_budgets_are_those_that_every_remaining_layer_can_have(capsys):
+    layers = [named("a", (6, 5)), named("b", (4, 3)), named("c", (2, 4), prefix=1), named("d", (1, 3))]
+    assert [layer.name for layer in compressible(layers, [8])] == ["a", "b"]
+    assert [line.split(":")[0] for line in capsys.readouterr().err.splitlines()] == ["c", "d"]
+    assert [layer.name for layer in compressible(layers, [8, 12])] == ["a"]
+    for budgets, problem in (
+        ([8, 30], "--budgets 30: a has rows of 30; give 8 to 29"),
+        ([7, 12], "--budgets 7: a has rows of 30; give 8 to 29"),
+    ):
+        with pytest.raises(UserError, match=f"^{problem}$"):
+            compressible(layers, budgets)
+    with pytest.raises(
+        UserError, match=r"^c has the longest rows, of 9, which no budget from 10 on compresses; choose"
+    ):
+        compressible(layers[2:], [8])
 
 
 def test_a_random_process_has_no_options_of_a_run(capsys):
