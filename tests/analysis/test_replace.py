@@ -212,10 +212,13 @@ def test_stages_that_cannot_be_measured_are_refused(checkpoint, tmp_path, capsys
 
 
 def test_errors_are_those_of_the_twin(trained, inputs):
-    """Errors equal those of softmax written out, on inputs of the second layer; zeros have the error 1."""
-    softmax = attend_by_softmax(trained, inputs, 0.5)
+    """Errors equal those of softmax written out, on inputs of the second layer; zeros have the error 1.
+
+    The root of the temperature is a power of two, so that only the scale of the logits is compared, without rounding.
+    """
+    softmax = attend_by_softmax(trained, inputs, 0.25)
     q, k, v = attention_layers(trained.model)[1].project(*inputs[1])
-    weights = (2 * q @ k.mT * q.shape[-1] ** -0.5).softmax(-1)
+    weights = (4 * q @ k.mT * q.shape[-1] ** -0.5).softmax(-1)
     torch.testing.assert_close(softmax.expected[1], weights @ v)
     assert softmax.entropies[1] == pytest.approx(
         -(weights * weights.clamp(min=1e-30).log()).sum(-1).mean().item(), rel=1e-5
