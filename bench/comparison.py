@@ -114,10 +114,12 @@ def compare(
             row |= {"waited": times.waited, "images_per_second": comparison.batch / row["seconds"]}
         if {subject.name, comparison.baseline} <= calls.keys():
             row |= quartile_columns("speedup", times.speedup(subject.name, comparison.baseline), times)
-            if row["peak_bytes"]:
-                row["peak_ratio"] = row["peak_bytes"] / counts[comparison.baseline]["peak_bytes"]
-            row["macs_ratio"] = macs[comparison.baseline] / row["macs"]
-            row["efficiency"] = row["speedup"] / row["macs_ratio"]
+            peak = counts[comparison.baseline].get("peak_bytes")
+            if row["peak_bytes"] and peak:
+                row["peak_ratio"] = row["peak_bytes"] / peak
+            if row["macs"] and macs[comparison.baseline]:  # a core may compute no products, and allocate nothing
+                row["macs_ratio"] = macs[comparison.baseline] / row["macs"]
+                row["efficiency"] = row["speedup"] / row["macs_ratio"]
         rows.append(row)
     return rows
 

@@ -98,7 +98,7 @@ class Core(nn.Module):
 
     def forward(self, *arguments: Any) -> Tensor:
         *projected, grid = arguments
-        return self.layer.attend_all(tuple(projected), grid)
+        return self.layer.attend_lean(tuple(projected), grid)
 
 
 def attention_core(text: str, dim: int, num_heads: int) -> Subject:
@@ -191,8 +191,10 @@ class Workload:
     ):
         self.on_path, self.device, self.amp = subject.on_path, device, None if dtype == "fp32" else dtype
         torch.manual_seed(0)
-        self.tokens, self.execution = batch * math.prod(size), execution
+        self.execution = execution
         network = initialise_weights(subject.build(size)).to(device)
+        stride = network.feature_info[0]["reduction"] if hasattr(network, "feature_info") else 1  # timm's, in pixels
+        self.tokens = batch * math.prod(size) // stride**2
         torch.manual_seed(0)  # gives the same inputs for every network
         with autocast(self.amp, device):
             self.inputs = subject.example(network, size, batch, device)
@@ -237,10 +239,11 @@ class Workload:
         calls outside of torch."""
         if self.execution in RUNTIMES:
             return {}
-        operators = count_operators(self.call) if self.execution == "eager" else None
+        with torch.compiler.set_stance("force_eager"):  # compiled calls search what eager ones do
+            operators = count_operators(self.call)
         return {
-            "operators": operators and len(operators),
-            "searches": operators and searches(operators, self.tokens),
+            "operators": len(operators) if self.execution == "eager" else None,
+            "searches": searches(operators, self.tokens),
             "peak_bytes": peak_bytes(self.call, self.device),
             "saved_bytes": saved_bytes(self.forward, self.parameters) if self.network.training else None,
             "launches": count_launches(self.call, self.device),

@@ -2,6 +2,7 @@
 
 import csv
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -60,6 +61,21 @@ def test_cores(tmp_path):
     assert softmax["macs"] == 2 * 24 * 24 * 12  # no projections
     assert softmax["saved_bytes"] >= 2 * 24 * 12 * 4 * 4  # queries, keys, values and their mixture
     assert softmax["saved_bytes"] < 2 * 24 * 12 * 4 * 5
+
+
+def test_cores_without_products_have_no_ratio_of_macs(tmp_path):
+    arguments = "--core", "--tokens", "4x6", "--modes", "inference"
+    for names in (["softmax", "identity"], ["identity", "softmax"]):
+        rows = run(*arguments, "--attention", *names, "--baseline", names[0], output=tmp_path)
+        of_identity = {row["name"]: row for row in rows}["identity"]
+        assert of_identity["macs"] == 0 < of_identity["speedup"]
+        assert [(row["macs_ratio"], row["efficiency"]) for row in rows if row["name"] != names[0]] == [(None, None)]
+
+
+def test_cores_attend_on_their_path(tmp_path):
+    rows = run("--core", "--attention", "eva", "eva@lean", "--tokens", "7x14", "--modes", "forward", output=tmp_path)
+    saved = {row["name"]: row["saved_bytes"] for row in rows}
+    assert saved["eva@lean"] < saved["eva"]
 
 
 @pytest.mark.parametrize("name", ATTENTION)
@@ -246,6 +262,21 @@ def test_each_layer_beside_itself_on_another_path(capsys):
     assert printed.count(" 1.00 (1.00–1.00) ") >= 2
     assert "clock processor" in printed
     assert "kept waiting for up to 0%" in printed or "Too noisy" not in printed
+
+
+@pytest.mark.parametrize("name", ["smyrf:cluster_size=4", "orthoformer:num_landmarks=4", "local:window_size=2"])
+def test_searches_among_tokens_are_noted_of_layers_and_models(name):
+    for subject, size in (attention_layer(name, 12, 3), (4, 6)), (whole_model(f"deit_tiny_p16:{name}"), (64, 96)):
+        counts = Workload(subject, size, 1, "inference", "fp32", "eager", CPU).counts()
+        assert counts["searches"] == (not name.startswith("local"))
+
+
+def test_searches_of_compiled_calls_are_those_of_eager_ones(monkeypatch):
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    for name in "smyrf:cluster_size=4", "identity":
+        counts = Workload(attention_layer(name, 12, 3), (4, 6), 1, "inference", "fp32", "compiled", CPU).counts()
+        assert counts["searches"] == (name != "identity")
+        assert counts["operators"] is None
 
 
 def test_plain_softmax_keeps_its_matrix(tmp_path):
