@@ -1,7 +1,6 @@
 """Counts the bytes that compiled layers read and write."""
 
 import logging
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -13,8 +12,8 @@ from torch._inductor import config, metrics
 from attention import Grid
 from bench.workload import Subject, Workload
 
-IMAGES = 4
-"""Images of a call that is compiled. Bytes are proportional to them, but for the weights'."""
+IMAGES = 4, 8
+"""Images of the two calls that are compiled: bytes grow linearly with images, and those of weights are constant."""
 
 
 class Generated(NamedTuple):
@@ -24,14 +23,20 @@ class Generated(NamedTuple):
     kernels: int
 
 
-def generated(subject: Subject, size: Grid, batch_tokens: int, mode: str, dtype: str) -> Generated:
-    """Compiles a layer for this CPU, and takes Inductor's own count, in proportion to the tokens of a batch."""
+def generated(subject: Subject, size: Grid, batch: int, mode: str, dtype: str) -> Generated:
+    """Compiles a layer for this CPU, and extrapolates Inductor's own count to a batch of images."""
+    few, many = (_compiled(subject, size, images, mode, dtype) for images in IMAGES)
+    of_image = (many.nbytes - few.nbytes) / (IMAGES[1] - IMAGES[0])
+    return Generated(round(few.nbytes + of_image * (batch - IMAGES[0])), many.kernels)
+
+
+def _compiled(subject: Subject, size: Grid, images: int, mode: str, dtype: str) -> Generated:
     torch._dynamo.reset()
     metrics.reset()
     with _counting():
-        Workload(subject, size, IMAGES, mode, dtype, "compiled", torch.device("cpu"))
-    share = batch_tokens / (IMAGES * math.prod(size))
-    return Generated(round(metrics.num_bytes_accessed * share), len(metrics.nodes_num_elem))
+        Workload(subject, size, images, mode, dtype, "compiled", torch.device("cpu"))
+    kernels = sum(elements > 0 for _, elements in metrics.nodes_num_elem)  # others name a result, and launch nothing
+    return Generated(metrics.num_bytes_accessed, kernels)
 
 
 @contextmanager

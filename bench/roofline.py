@@ -85,8 +85,14 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     args.dtype = args.dtype or ("fp32" if args.validate else "bf16")
     args.tokens = args.tokens or list(MEASURED if args.validate else SIZES)
+    if not args.validate and (most := max(map(math.prod, args.tokens))) > args.batch_tokens:
+        parser.error(f"--batch-tokens: {args.batch_tokens} are less than the {most} of an image; give {most} or more")
     if args.csv and args.validate:
         parser.error("--csv writes predictions for other devices; leave it out with --validate")
+    if args.on != list(DEVICES) and (args.validate or args.compiled):
+        parser.error("--on: --validate and --compiled are of this CPU; leave it out")
+    if args.batch_tokens != TOKENS and args.validate:
+        parser.error("--batch-tokens: --validate times few images of each size; leave it out")
     if args.validate and args.compiled:
         parser.error("--validate times eager layers; leave it out with --compiled")
     return args
@@ -122,10 +128,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tqdm(total=len(subjects) * len(args.tokens), unit="layer", disable=None) as bar:
         for size in args.tokens:
             for subject in subjects:
-                batch = max(1, args.batch_tokens // math.prod(size))
+                batch = args.batch_tokens // math.prod(size)
                 calls[size, subject.name] = count(subject, size, batch, args.mode, args.dtype).found
                 bar.update()
-    print(f"Predictions, not measurements: {args.mode}, {args.dtype}, eager, {args.batch_tokens} tokens in a batch.\n")
+    setting = f"{args.mode}, {args.dtype}, eager, up to {args.batch_tokens} tokens in a batch"
+    print(f"Predictions, not measurements: {setting}.\n")
     print(*(f"- {name}: {device}" for name, device in devices.items()), f"\n{BOUND}\n", sep="\n")
     print(counts_table(calls, devices), crossovers(calls, devices), sep="\n\n")
     if args.csv:
@@ -157,8 +164,9 @@ def compiled(args: argparse.Namespace, subjects: Sequence[Subject]) -> list[list
     rows, setting = [], (args.mode, args.dtype)
     for size in args.tokens:
         for subject in tqdm(subjects, unit="layer", disable=None):
-            eager = count(subject, size, max(1, args.batch_tokens // math.prod(size)), *setting).found
-            nbytes, kernels = generated(subject, size, args.batch_tokens, *setting)
+            batch = args.batch_tokens // math.prod(size)
+            eager = count(subject, size, batch, *setting).found
+            nbytes, kernels = generated(subject, size, batch, *setting)
             row = [str(math.prod(size)), subject.name, f"{sum(o.nbytes for o in eager) / 1e9:.1f}", str(len(eager))]
             rows.append([*row, f"{nbytes / 1e9:.1f}", str(kernels)])
     return rows

@@ -9,7 +9,7 @@ from attention import ATTENTION
 from attention.ops import memory
 from bench import roofline
 from bench.devices import DEVICES, Device, count, predict
-from bench.generated import IMAGES, Generated, generated
+from bench.generated import Generated, generated
 from bench.operators import Operator, OperatorCounter, off_cpu
 from bench.roofline import counts_table, crossovers
 from bench.workload import Workload, attention_layer
@@ -115,11 +115,15 @@ def test_the_command_predicts_and_validates(tmp_path, capsys, monkeypatch):
 
 
 def test_bytes_of_compiled_layers():
-    """Two projections of 16 tokens an image, and nothing else: inputs, outputs, weights and biases."""
-    subject = attention_layer("identity", 12, 3)
-    by_hand = 2 * (2 * 16 * IMAGES * 12 + 12**2 + 12) * 4
-    assert generated(subject, (4, 4), 16 * IMAGES, "inference", "fp32") == (by_hand, 2)
-    assert generated(subject, (4, 4), 160 * IMAGES, "inference", "fp32") == (10 * by_hand, 2)
+    """Two projections of 16 tokens an image, and nothing else: inputs, outputs, and once the weights and biases."""
+    for batch in (4, 41):
+        by_hand = 2 * (2 * 16 * batch * 12 + 12**2 + 12) * 4
+        assert generated(attention_layer("identity", 12, 3), (4, 4), batch, "inference", "fp32") == (by_hand, 2)
+
+
+def test_names_of_results_are_no_kernels():
+    """In fp32 softmax attention has a projection, fused attention and a projection; Inductor also lists its results."""
+    assert generated(attention_layer("softmax", 12, 3), (4, 4), 5, "inference", "fp32").kernels == 3
 
 
 def test_the_command_counts_compiled_layers(tmp_path, monkeypatch, capsys):
@@ -132,19 +136,29 @@ def test_the_command_counts_compiled_layers(tmp_path, monkeypatch, capsys):
     assert [line.split(",") for line in file.read_text().splitlines()] == [rows[0], *rows[2:]]
 
 
-def test_refuses_with_one_line(capsys):
+def test_eager_and_compiled_layers_have_equally_many_images(monkeypatch):
+    counted = []
+    monkeypatch.setattr(roofline, "count", lambda subject, size, batch, *_: counted.append(batch) or OperatorCounter())
+    monkeypatch.setattr(roofline, "generated", lambda subject, size, batch, *_: counted.append(batch) or (0, 0))
+    roofline.main(["--compiled", "--attention", "softmax", "--tokens", "16", "4x5", "--batch-tokens", "100"])
+    assert counted == [6, 6, 5, 5]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--attention evaa", "did you mean 'eva'?"),
+        ("--attention eva@triton", "'eva@triton': Triton's kernels are not counted; leave out @triton"),
+        ("--on h101", "invalid choice: 'h101'"),
+        ("--validate --csv roofline.csv", "leave it out with --validate"),
+        ("--validate --compiled", "leave it out with --compiled"),
+        ("--validate --on h100", "--on: --validate and --compiled are of this CPU; leave it out"),
+        ("--compiled --on h100", "--on: --validate and --compiled are of this CPU; leave it out"),
+        ("--validate --batch-tokens 5", "--batch-tokens: --validate times few images of each size; leave it out"),
+        ("--tokens 16 12544 --batch-tokens 100", "100 are less than the 12544 of an image; give 12544 or more"),
+    ],
+)
+def test_refuses_with_one_line(arguments, message, capsys):
     with pytest.raises(SystemExit, match="2"):
-        roofline.main(["--attention", "evaa"])
-    assert "did you mean 'eva'?" in capsys.readouterr().err
-    with pytest.raises(SystemExit, match="2"):
-        roofline.main(["--attention", "eva@triton"])
-    assert "'eva@triton': Triton's kernels are not counted; leave out @triton" in capsys.readouterr().err
-    with pytest.raises(SystemExit, match="2"):
-        roofline.main(["--on", "h101"])
-    assert "invalid choice: 'h101'" in capsys.readouterr().err
-    with pytest.raises(SystemExit, match="2"):
-        roofline.main(["--validate", "--csv", "roofline.csv"])
-    assert "leave it out with --validate" in capsys.readouterr().err
-    with pytest.raises(SystemExit, match="2"):
-        roofline.main(["--validate", "--compiled"])
-    assert "leave it out with --compiled" in capsys.readouterr().err
+        roofline.main(arguments.split())
+    assert message in capsys.readouterr().err
