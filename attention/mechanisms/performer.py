@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ..base import Attention, Cost, LayerContext
 from ..costs import linear_attention_macs, local_cost, mix_features_macs, total
+from ..ops import kernels
 from ..ops.kernels import with_fast_path
 from ..ops.random_features import fused
 from ..ops.random_features.op import linear_attention, mix_features, weighted_values_reference
@@ -149,6 +150,9 @@ class Performer(Attention):
         fresh = self.sample_omega(self.config.omega_sampling, like)
         if self.config.feature_redraw_interval == 1:
             return fresh
+        if kernels.path() == "lean":  # every part of the batch would count as a pass, twice
+            problem = "by parts of the batch (lean) every part has samples of its own; set it to 1, or take auto"
+            self.refuse("feature_redraw_interval", self.config.feature_redraw_interval, problem)
         # Activation checkpointing restores the generator: equal samples mean a recomputed pass, which is not counted.
         counted = fresh[0, 0, 0] != self.last_draw
         due = counted & (self.num_passes % self.config.feature_redraw_interval == 0)

@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeVar, cast, get_args
 
 import torch
 
+from ..parts import transforms
 from ..parts.features import autocast_off
 from ..parts.transforms import transformed
 
@@ -58,10 +59,11 @@ def use(path: Path) -> Iterator[None]:
         except ModuleNotFoundError as error:
             raise ValueError(f"kernels.use('triton'): {error.name} is not installed; use 'auto'") from error
     before, _path = _path, path
+    transforms.by_definition = path == "plain"
     try:
         yield
     finally:
-        _path = before
+        _path, transforms.by_definition = before, before == "plain"
 
 
 def resolved() -> str:

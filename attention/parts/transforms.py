@@ -1,6 +1,6 @@
 """Transforms of torch.func (grad, vmap, jvp, ...) and forward differentiation, which follow torch's own operators.
 
-They do not follow gradients written by hand, nor torch's fused attention.
+They do not follow gradients written by hand, nor torch's fused attention. Nor do second derivatives.
 """
 
 from typing import Any
@@ -9,6 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+by_definition = False
+"""True on the path "plain" of `attention.kernels`, which sets it: torch's softmax attention has no fused kernel then."""
 
 
 def in_graph() -> bool:
@@ -27,8 +30,8 @@ def transformed() -> bool:
 
 
 def softmax_attention(*args: Any, **kwargs: Any) -> Tensor:
-    """torch's `scaled_dot_product_attention`; within a transform by its definition, not by a fused kernel."""
-    if not transformed():
+    """torch's `scaled_dot_product_attention`; within a transform, and on the path "plain", by its definition."""
+    if torch.compiler.is_compiling() or not (by_definition or transformed()):
         return F.scaled_dot_product_attention(*args, **kwargs)
     with sdpa_kernel(SDPBackend.MATH):
         return F.scaled_dot_product_attention(*args, **kwargs)

@@ -93,6 +93,9 @@ def check_run(run: Run, world_size: int = 1) -> None:
             raise OptionError("model.dynamic_img_size", f" = false: {many}; set it to true")
         if train.compile:
             raise OptionError("train.compile", f" = true: {many}, and blocks are compiled for one; set it to false")
+    if train.compile and train.kernels == "lean":
+        problem = " = lean: compiled blocks take auto; set it to auto, or train.compile=false"
+        raise OptionError("train.kernels", problem)
     if run.report.profile is not None and not 1 <= run.report.profile[1] <= MAX_PROFILED:
         problem = f" = {list(run.report.profile)}: expected [step, steps] with 1 to {MAX_PROFILED} steps"
         raise OptionError("report.profile", problem)

@@ -356,6 +356,8 @@ CONTRADICTIONS = {
     "1 ranks x 3 accumulation steps; nearest: 1023",
     "train.total_batch_size=2 train.grad_accum_steps=3": "train.total_batch_size = 2 is not divisible by "
     "1 ranks x 3 accumulation steps; nearest: 3",
+    "train.kernels=lean train.compile=true": "train.kernels = lean: compiled blocks take auto; set it to auto, or "
+    "train.compile=false",
     "train.total_batch_size=9": "train.total_batch_size = 9 leaves 9 images per rank and step",
     "schedule.epochs=5": "schedule.warmup_epochs = 10 is above schedule.epochs = 5",
     "schedule.warmup_lr=0.1": "schedule.warmup_lr = 0.1 is above the peak learning rate 0.001",

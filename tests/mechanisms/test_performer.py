@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from attention import create_attention
+from attention import create_attention, kernels
 from attention.mechanisms.performer import performer, performer_reference
+from attention.options import OptionError
 from attention.parts.features import scale
 from tests.support.cases import Case
 from tests.support.comparisons import assert_equal
@@ -215,6 +216,15 @@ def test_samples_are_shared_by_as_many_passes_as_asked(compiled):
     torch.manual_seed(1)
     again(torch.zeros(1, 15, 8), GRID)  # the eighth pass, after a resumption
     assert torch.equal(again.train_omega, used[-1])
+
+
+def test_shared_samples_are_refused_by_parts_of_the_batch():
+    problem = r"feature_redraw_interval = 2: by parts of the batch \(lean\) .*; set it to 1, or take auto"
+    attn = layer(feature_redraw_interval=2)
+    with kernels.use("lean"), pytest.raises(OptionError, match=problem):
+        attn(torch.zeros(2, 15, 8), GRID)
+    with kernels.use("lean"):
+        attn.eval()(torch.zeros(2, 15, 8), GRID)
 
 
 @pytest.mark.parametrize("interval", [1, 2])

@@ -16,11 +16,13 @@ from attention.ops.joint_softmax import fused as joint
 from attention.ops.joint_softmax.op import joint_softmax
 from attention.ops.random_features import fused as random_features
 from attention.ops.randomized import fused as randomized
+from attention.parts import transforms
 from attention.parts.geometry import Windows
 from engine.runtime.memory import peak_bytes
 from tests.support.calls import value_and_gradients
 from tests.support.cases import Case
 from tests.support.comparisons import FP32_RMS, FP64_GRADIENT, rms_ratio
+from tests.support.facts import CASES, light
 
 CORES = {
     "joint": joint.JointSoftmax,
@@ -37,6 +39,9 @@ LAYERS = [
     Case("ra", (4, 6)),
 ]
 every_layer = pytest.mark.parametrize("case", LAYERS, ids=lambda case: case.name)
+and_nystrom = pytest.mark.parametrize(
+    "case", [*LAYERS, Case("nystrom", (4, 6), {"num_landmarks": 4})], ids=lambda case: case.name
+)
 
 
 def taken(case: Case, monkeypatch) -> set[str]:
@@ -225,9 +230,19 @@ def test_gradients_compile(case):
         torch.testing.assert_close(result, gradient)
 
 
-@every_layer
+@and_nystrom
 def test_gradients_compile_under_autocast(case):
     for result, gradient in zip(*with_compiled_gradients(case, amp=True), strict=True):
+        assert rms_ratio(result, gradient) < 0.02
+
+
+@and_nystrom
+def test_gradients_within_autocast(case):
+    attn, x = case.build(torch.float32), case.tokens(torch.float32)
+    expected = value_and_gradients(attn, x, case.grid, amp=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        results = value_and_gradients(attn, x, case.grid, amp=True)
+    for result, gradient in zip(results, expected, strict=True):
         assert rms_ratio(result, gradient) < 0.02
 
 
@@ -242,6 +257,16 @@ def test_second_order_gradients_are_refused_and_plain_ones_exist(case):
         slope()
     with kernels.use("plain"):
         assert slope().isfinite().all()
+
+
+@pytest.mark.parametrize("case", light(CASES), ids=str)
+def test_the_definitions_have_second_order_gradients(case):
+    """Those of softmax attention, of prefix tokens too, as well: it takes no fused kernel then."""
+    with kernels.use("plain"):
+        x = case.tokens().requires_grad_()
+        (gradient,) = torch.autograd.grad(case.build().eval()(x, case.grid).square().sum(), x, create_graph=True)
+        assert torch.autograd.grad(gradient.sum(), x)[0].isfinite().all()
+    assert not transforms.by_definition
 
 
 @every_layer

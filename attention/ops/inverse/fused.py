@@ -6,6 +6,7 @@ With p = a z, u = p (7 - p) and w = p (15 - u), an iteration is z <- (13 z - z w
 import torch
 from torch import Tensor, baddbmm
 
+from ...parts.features import autocast_off
 from ..kernels import first_order
 
 
@@ -39,13 +40,14 @@ class Inverse(torch.autograd.Function):
     def backward(ctx, dz):
         a, *kept = ctx.saved_tensors
         da, zero = torch.zeros_like(a), dz.new_zeros(())
-        for i in reversed(range(0, len(kept), 4)):
-            z, p, u, w = kept[i : i + 4]
-            dw = baddbmm(zero, z.mT, dz, beta=0, alpha=-1 / 4)
-            dz = baddbmm(dz, dz, w.mT, beta=13 / 4, alpha=-1 / 4)
-            # du = -p' dw, and its terms 7 du - p' du are -u' dw
-            dp = baddbmm(dw, dw, u.mT, beta=15, alpha=-1).baddbmm_(u.mT, dw, alpha=-1)
-            dp.baddbmm_(torch.bmm(p.mT, dw), p.mT)
-            dz.baddbmm_(a.mT, dp)
-            da.baddbmm_(dp, z.mT)
+        with autocast_off(dz):
+            for i in reversed(range(0, len(kept), 4)):
+                z, p, u, w = kept[i : i + 4]
+                dw = baddbmm(zero, z.mT, dz, beta=0, alpha=-1 / 4)
+                dz = baddbmm(dz, dz, w.mT, beta=13 / 4, alpha=-1 / 4)
+                # du = -p' dw, and its terms 7 du - p' du are -u' dw
+                dp = baddbmm(dw, dw, u.mT, beta=15, alpha=-1).baddbmm_(u.mT, dw, alpha=-1)
+                dp.baddbmm_(torch.bmm(p.mT, dw), p.mT)
+                dz.baddbmm_(a.mT, dp)
+                da.baddbmm_(dp, z.mT)
         return da, dz, None
