@@ -94,7 +94,7 @@ def main(args: argparse.Namespace) -> None:
     inputs = [(x.cpu().double(), grid) for x, grid in inputs]  # torch solves without full rank on the CPU only
     layers = attention_layers(drop_in(trained, {"name": "softmax"}, 0)[0].cpu().double())
     counts, rows = sorted(set(args.landmarks)), []
-    check(layers, inputs, counts, args.samples)
+    check(layers, inputs, counts, args.samples, args.passes)
     with command_line.progress("weighting", len(layers) * len(counts), "layers") as bar:
         for number, (layer, (x, grid)) in enumerate(zip(layers, inputs, strict=True)):
             for count in counts:
@@ -114,12 +114,16 @@ def main(args: argparse.Namespace) -> None:
 
 
 def check(
-    layers: Sequence[Attention], inputs: Sequence[tuple[Tensor, Grid]], counts: Sequence[int], samples: int
+    layers: Sequence[Attention],
+    inputs: Sequence[tuple[Tensor, Grid]],
+    counts: Sequence[int],
+    samples: int,
+    passes: int,
 ) -> None:
-    """Checks numbers of proposals for every layer's grid, and `samples` of each proposal, before any work.
+    """Checks numbers of proposals for every layer's grid, and of samples of each proposal, before any work.
 
     Raises:
-        OptionError: a number does not form segments of a grid. UserError: fewer samples than unknowns.
+        OptionError: a number does not form segments of a grid. UserError: fewer samples than unknowns, or one pass.
     """
     smallest_first = sorted((grid for _, grid in inputs), key=math.prod)  # what fits a grid also fits larger ones
     for count, grid in itertools.product(counts, smallest_first):
@@ -128,6 +132,8 @@ def check(
     if samples < least:
         problem = f"the optimal weights have {least} unknowns for each proposal; give at least {least}"
         raise UserError(f"--samples {samples}: {problem}")
+    if passes < 2:
+        raise UserError(f"--passes {passes}: one sample of each proposal has no variance; give at least 2")
 
 
 def readable(row: Mapping[str, Any]) -> dict[str, str]:
@@ -152,7 +158,7 @@ def measure(
     centre = propose(q_bar, q_bar, k_bar, None, "pool_mixed").mean[:, :, :, 0]
     chosen = torch.arange(args.queries, device=x.device) * q.shape[2] // args.queries
     of_queries = (scale(q) @ q_bar.mT).softmax(2)[:, :, chosen]  # r'_nc
-    sums = {name: torch.zeros(2, dtype=x.dtype) for name in WEIGHTS}
+    sums = {name: x.new_zeros(2) for name in WEIGHTS}
     size = 0.0
     for image in range(len(x)):
         for head in range(q.shape[1]):
@@ -164,7 +170,7 @@ def measure(
             tested = draw(*own, mu, args.passes)
             for name in WEIGHTS:
                 alpha = weights(name, tested, of_queries[place], rows)
-                sums[name] += torch.stack([outputs_error(alpha, tested, count), variance(alpha, tested).sum()])
+                sums[name] += torch.stack([outputs_error(alpha, tested, count), sampled_variance(alpha, tested).sum()])
     return {name: (found[0].item() / size, found[1].item() / size) for name, found in sums.items()}
 
 
@@ -228,6 +234,21 @@ def variance(alpha: Tensor, samples: Samples) -> Tensor:
     first = torch.einsum("qs,qsc,sc->q", square, alpha**2, 1 / balance.clamp(min=torch.finfo(balance.dtype).tiny))
     second = torch.einsum("qs,qsc,qsd->qcd", measure * ratio, alpha, deviation)
     return first - second.square().sum((1, 2))
+
+
+def sampled_variance(alpha: Tensor, samples: Samples) -> Tensor:
+    """`variance` by samples of `draw`, two or more of each proposal, without their bias: (Q,).
+
+    The squares of estimated integrals exceed those of the integrals by the estimates' own variance.
+    """
+    balance, ratio, deviation, _ = samples
+    count = balance.shape[1]
+    passes = len(balance) // count
+    terms = alpha * ratio[..., None]  # times the deviation: what is integrated
+    squares = (terms.square().sum(-1) * deviation.square().sum(-1)).sum(-1)
+    each = terms.unflatten(1, (count, passes)), deviation.unflatten(1, (count, passes))
+    means = torch.einsum("qjsc,qjsd->qjcd", *each) / passes  # over the samples of proposal j
+    return variance(alpha, samples) + (squares / passes - means.square().sum((1, 2, 3))) / (passes - 1)
 
 
 def outputs_error(alpha: Tensor, samples: Samples, count: int) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 
 import analyze
 from analysis import weighting
-from analysis.weighting import WEIGHTS, draw, fit_optimal, look, outputs_error, variance, weights
+from analysis.weighting import WEIGHTS, draw, fit_optimal, look, outputs_error, sampled_variance, variance, weights
 from tests.analysis.models import save_model, save_pyramid
 from tests.support.comparisons import assert_equal
 
@@ -98,6 +98,23 @@ def test_the_variance_is_that_of_estimates():
     torch.testing.assert_close(variance(alpha, samples), exact, rtol=0.05, atol=0)
 
 
+@pytest.mark.parametrize("name", ["balance", "optimal"])
+def test_two_samples_of_each_proposal_estimate_the_variance_without_bias(name):
+    torch.manual_seed(0)
+    v = values(2)
+    mu, (expected, *_) = (Q @ K.mT).softmax(-1) @ v, quadrature(2)
+    rows, found = fit_optimal(expected), []
+    for _ in range(2000):
+        samples = draw(Q, K, v, CENTRE, mu, 2)
+        alpha = weights(name, samples, R, rows)
+        found.append(torch.stack([sampled_variance(alpha, samples), variance(alpha, samples)]))
+    estimates, exact = torch.stack(found), variance(weights(name, expected, R, rows), expected)
+    unbiased, biased = estimates.mean(0)
+    of_unbiased, of_biased = 4 * estimates.std(0) / len(found) ** 0.5
+    assert ((unbiased - exact).abs() < of_unbiased).all()
+    assert (biased + of_biased < exact).all()  # so many draws tell
+
+
 def test_one_proposal_has_the_weight_one():
     samples = look(
         torch.linspace(-3, 3, 50, dtype=torch.float64)[:, None],
@@ -145,7 +162,7 @@ def test_the_variance_is_measured_on_other_samples_than_those_of_the_fit(tmp_pat
 
         return noted
 
-    for name, places in ("fit_optimal", fitted), ("variance", measured), ("outputs_error", measured):
+    for name, places in ("fit_optimal", fitted), ("sampled_variance", measured), ("outputs_error", measured):
         monkeypatch.setattr(weighting, name, spy(getattr(weighting, name), places))
     sizes = "--images", "1", "--draws", "1", "--queries", "2", "--samples", "8", "--passes", "5", "--landmarks", "4"
     analyze.main(["weighting", str(checkpoint), *sizes, "--output", str(tmp_path)])
@@ -154,13 +171,20 @@ def test_the_variance_is_measured_on_other_samples_than_those_of_the_fit(tmp_pat
     assert len(measured) == 2 * len(WEIGHTS) * len(fitted)
 
 
-def test_fewer_samples_than_unknowns_are_refused(tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("option", "problem"),
+    [
+        (("--samples", "7"), "the optimal weights have 8 unknowns for each proposal; give at least 8"),
+        (("--passes", "1"), "one sample of each proposal has no variance; give at least 2"),
+    ],
+    ids=" ".join,
+)
+def test_too_few_samples_are_refused(option, problem, tmp_path, capsys):
     checkpoint = save_model(tmp_path, OPTIONS, scale=10)
     with pytest.raises(SystemExit) as ended:
-        analyze.main(["weighting", str(checkpoint), "--samples", "7", "--output", str(tmp_path)])
+        analyze.main(["weighting", str(checkpoint), *option, "--output", str(tmp_path)])
     assert ended.value.code == 2
-    problem = "the optimal weights have 8 unknowns for each proposal; give at least 8"
-    assert capsys.readouterr().err.strip().splitlines()[-1] == f"error: --samples 7: {problem}"
+    assert capsys.readouterr().err.strip().splitlines()[-1] == f"error: {' '.join(option)}: {problem}"
 
 
 def test_samples_lie_on_the_device_of_their_proposals():
@@ -170,7 +194,7 @@ def test_samples_lie_on_the_device_of_their_proposals():
     with torch.device("meta"):
         samples = draw(Q, K, v, CENTRE, mu, 5)
         alpha = weights("optimal", samples, R, fit_optimal(samples))
-        found = outputs_error(alpha, samples, 3), variance(alpha, samples).sum()
+        found = outputs_error(alpha, samples, 3), sampled_variance(alpha, samples).sum()
     assert all(x.device.type == "cpu" and x.isfinite() for x in found)
 
 
