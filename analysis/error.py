@@ -11,7 +11,6 @@ away. `--align 150` measures layers' outputs, as they are and after 150 steps th
 import argparse
 import math
 from collections.abc import Callable, Iterator, Sequence
-from statistics import mean
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -129,7 +128,7 @@ def readable(row: Row) -> dict[str, str]:
         "aligned: steps": str(row.steps or ""),
         "budget": "" if row.budget is None else str(row.budget),
         "temperature": f"{row.temperature:g}",
-        "entropy (nats)": f"{mean(row.entropies):.2f}",
+        "entropy (nats)": f"{row.entropy:.2f}",
         "error": plus_minus(row.spread(), ".3g"),
         "squared bias": plus_minus(row.spread_of_squared_bias(), ".3g"),
         **layers,
@@ -160,7 +159,7 @@ def points_on(against: str, rows: Sequence[Row], middle: int) -> list[tuple[floa
     """
     at_middle = [row for row in rows if row.budget in (None, middle)]
     if against == "entropy":
-        return [(mean(row.entropies), *row.spread()[:2]) for row in at_middle]
+        return [(row.entropy, *row.spread()[:2]) for row in at_middle]
     if against == "layer":
         at_middle = [row for row in at_middle if row.temperature == 1]
         return [(layer + 1, *row.spread(layer)[:2]) for row in at_middle for layer in range(len(row.entropies))]

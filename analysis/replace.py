@@ -83,8 +83,9 @@ def assignment(trained: Trained, place: Mapping[str, Any], mechanism: Mapping[st
         OptionError: the model has no such place.
     """
     name, depths = trained.run.model["name"], trained.model.config.depths
-    if not place:
-        return mechanism, range(sum(depths))
+    if not place:  # the last stage of a pyramid keeps softmax attention
+        entries = assign(name, mechanism, depths)
+        return mechanism, [n for entry in entries if entry.options["name"] == mechanism["name"] for n in entry.layers]
     entries = replace_entry(assign(name, trained.run.attention, depths), depths, place, mechanism, "--")
     return [entry.options for entry in entries], entries[-1].layers
 

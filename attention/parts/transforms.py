@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 by_definition = False
-"""True on the path "plain" of `attention.kernels`, which sets it: torch's softmax attention has no fused kernel then."""
+"""True on the path "plain" of `attention.kernels`, which sets it: softmax attention has no fused kernel then."""
 
 
 def in_graph() -> bool:

@@ -400,6 +400,9 @@ def test_errors_of_a_pyramid_are_means_over_the_layers_of_the_mechanism(tmp_path
     assert row.entropy == pytest.approx(sum(softmax.entropies[:3]) / 3)
     assert (row.layers, found["softmax"].layers) == ([0, 1, 2], [0, 1, 2, 3])
     assert found["softmax"].entropy == pytest.approx(sum(softmax.entropies) / 4)
+    assert error.readable(row)["entropy (nats)"] == f"{row.entropy:.2f}"
+    for name, layers in {"performer": [0, 1, 2], "softmax": [0, 1, 2, 3]}.items():
+        assert list(replace.assignment(trained, {}, {"name": name})[1]) == layers
 
 
 NARROW = "{name: efficient, key_dim: 12}"
