@@ -25,7 +25,7 @@ import torch
 from tqdm import tqdm
 
 from attention import kernels
-from bench.arguments import every_mechanism, image_size, positive, token_grid
+from bench.arguments import device_name, every_mechanism, image_size, positive, token_grid
 from bench.calibration import LEAST_POINTS, ROUNDS
 from bench.choices import BUDGETS, Request
 from bench.comparison import BATCH_TOKENS, compare, plan
@@ -108,7 +108,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     executions = "compiled: for each shape; onnx, onnx-int8, aot (AOTInductor): exported models, in inference"
     add("--execution", nargs="+", choices=EXECUTIONS, default=["eager"], help=executions)
     add("--rounds", type=positive, help=f"measurements of each; default: 10, with --recommend {ROUNDS}")
-    add("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    add("--device", type=device_name, choices=("auto", "cuda", "cpu"), default="auto")
     processor = "CPU time of the process instead of wall time, for a busy machine; needs one thread"
     add("--processor-time", action="store_true", help=processor)
     add("--threads", type=positive, help="CPU threads; default: PyTorch's choice")

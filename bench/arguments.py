@@ -2,9 +2,14 @@
 
 import argparse
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
 
 from attention import ATTENTION, Grid
+from engine.runtime.errors import UserError
+from engine.runtime.memory import is_out_of_memory
 
 
 def positive(text: str) -> int:
@@ -12,6 +17,24 @@ def positive(text: str) -> int:
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
+
+
+def device_name(text: str) -> str:
+    """Parses ``"auto"``, ``"cpu"`` or, where there is one, ``"cuda"``."""
+    if text == "cuda" and not torch.cuda.is_available():
+        raise argparse.ArgumentTypeError("cuda is not available here; use auto or cpu")
+    return text
+
+
+@contextmanager
+def refuse_too_large(remedy: str) -> Iterator[None]:
+    """Context that raises a UserError with `remedy` if memory runs out."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise UserError(f"out of memory; {remedy}") from None
 
 
 def image_size(text: str) -> Grid:

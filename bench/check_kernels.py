@@ -31,6 +31,7 @@ from attention.parts.groups import bins
 from bench import flex
 from bench.results import NOISE, quartile_columns, quartiles_text
 from bench.timing import Call, Quartiles, Times, count_launches, time_rounds
+from engine.runtime.arguments import ArgumentParser
 from engine.runtime.memory import saved_bytes
 from engine.runtime.provenance import device_name
 
@@ -292,7 +293,8 @@ def table(device: torch.device) -> Iterator[str]:
     yield f"\n{NOISE}"
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
+    ArgumentParser(prog="python -m bench.check_kernels", description=__doc__.partition(":")[0]).parse_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu" and not INTERPRETED.value:
         sys.exit("no CUDA device; TRITON_INTERPRET=1 checks the kernels in Triton's interpreter")

@@ -57,11 +57,11 @@ def plan(args: argparse.Namespace, device: torch.device) -> list[Comparison]:
         make_output(args.output, FILES)
     kinds = []
     if args.attention:
-        kind, subject = ("core", attention_core) if args.core else ("attention", attention_layer)
+        kind, parse = ("core", attention_core) if args.core else ("attention", attention_layer)
         beside_softmax = args.attention if "softmax" in args.attention else ["softmax", *args.attention]
         sets = [(on_path(name, args.against), name) for name in args.attention] if args.against else [beside_softmax]
         for names in sets:
-            subjects = [subject(name, args.dim, args.num_heads) for name in dict.fromkeys(names)]
+            subjects = [parse(name, args.dim, args.num_heads) for name in dict.fromkeys(names)]
             kinds.append((kind, subjects, args.tokens, 1))
     if args.models:
         kinds.append(("model", [whole_model(name) for name in dict.fromkeys(args.models)], args.image_sizes, 64))
@@ -69,6 +69,9 @@ def plan(args: argparse.Namespace, device: torch.device) -> list[Comparison]:
     for name in args.baseline:
         if name not in known:
             raise OptionError("--baseline", f"{name!r} is not compared{nearest(name, known)}")
+    for _, subjects, _, _ in kinds:
+        for subject, execution in itertools.product(subjects, args.execution):
+            subject.check_path(execution, device)
 
     comparisons = []
     for kind, subjects, sizes, patch in kinds:

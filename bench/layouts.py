@@ -15,7 +15,7 @@ import torch
 
 from attention.ops.memory import WORDS
 from attention.parts.geometry import Windows
-from bench.arguments import positive
+from bench.arguments import device_name, positive, refuse_too_large
 from bench.results import NOISE, describe, quartile_columns, quartiles_text
 from bench.timing import Call, Quartiles, time_rounds
 from engine.reporting.tables import markdown_table
@@ -81,13 +81,13 @@ def measure(batch: int, device: torch.device) -> list[list[str]]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = ArgumentParser(prog="python -m bench.layouts", description=__doc__.partition("\n")[0])
-    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    parser.add_argument("--device", type=device_name, choices=("auto", "cuda", "cpu"), default="auto")
     parser.add_argument("--batch-size", type=positive, default=256, help="images; default: %(default)s")
     args = parser.parse_args(arguments)
     with refuse_bad_input():
         device = init_distributed(args.device).device
     print(describe(provenance(device)), end="\n\n", flush=True)
-    with limit_memory(device):
+    with refuse_bad_input(), refuse_too_large("give a smaller --batch-size"), limit_memory(device):
         rows = measure(args.batch_size, device)
     print(markdown_table(["operation", "microseconds", "GB/s"], rows), NOISE, sep="\n\n")
 

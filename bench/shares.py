@@ -19,7 +19,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from tqdm import tqdm
 
-from bench.arguments import every_mechanism, positive, token_grid
+from bench.arguments import every_mechanism, positive, refuse_too_large, token_grid
 from bench.comparison import BATCH_TOKENS
 from bench.operators import FUSED, SEARCHES
 from bench.results import describe
@@ -90,13 +90,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     with refuse_bad_input():
         subjects = [attention_layer(name, args.dim, args.num_heads) for name in every_mechanism(args.attention)]
-        for size in args.tokens:
-            for subject in subjects:
+        for subject in subjects:
+            subject.check_path("eager", CPU)
+            for size in args.tokens:
                 subject.check(size)
         if args.csv:
             check_output(args.csv, "--csv", [".csv"])
     rows = []
-    with limit_memory(CPU), tqdm(total=len(subjects) * len(args.tokens), unit="layer", disable=None) as bar:
+    bar = tqdm(total=len(subjects) * len(args.tokens), unit="layer", disable=None)
+    with refuse_bad_input(), refuse_too_large("give fewer --tokens"), limit_memory(CPU), bar:
         for size in args.tokens:
             batch = max(1, BATCH_TOKENS["cpu"] // math.prod(size))
             for subject in subjects:

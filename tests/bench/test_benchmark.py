@@ -330,6 +330,16 @@ def test_models_are_compiled_as_in_training(tmp_path, monkeypatch):
         ("--models absent.yaml", "absent.yaml: No such file"),
         ("--attention eva@", "'eva@': kernels.use(''): unknown path"),
         ("--attention eva@fast", "'eva@fast': kernels.use('fast'): unknown path; one of auto, lean, triton, plain"),
+        ("--attention eva@triton", "'eva@triton', path triton: Triton's kernels need a GPU; use the path auto"),
+        ("--against triton --attention eva", "'eva@triton', path triton: Triton's kernels need a GPU"),
+        ("--attention local@lean --execution eager compiled", "compiled graphs do not attend by parts of the batch;"),
+        *(
+            (
+                f"--models deit_tiny_p8:eva@{path} --modes inference --execution eager {execution}",
+                f"--execution {execution} exports definitions, on no path; use the path auto",
+            )
+            for path, execution in (("plain", "onnx"), ("lean", "onnx-int8"), ("plain", "aot"))
+        ),
         ("--attention eva --output /dev/null/x", "--output /dev/null/x: cannot be made: Not a directory"),
     ],
 )
@@ -354,10 +364,12 @@ def test_refuses_with_one_line(arguments, message, capsys):
         ("--against plain --models deit_tiny_p8:eva", "--against: give --attention, and neither --models nor --base"),
         ("--against plain --attention eva --baseline eva", "--against: give --attention, and neither"),
         ("--against fast --attention eva", "invalid choice: 'fast'"),
+        ("--device cuda --attention eva", "--device: cuda is not available here; use auto or cpu"),
         ("--processor-time --attention eva --threads 2", "--processor-time: give --threads 1, and --device cpu"),
     ],
 )
-def test_refuses_arguments(arguments, message, capsys):
+def test_refuses_arguments(arguments, message, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match="2"):
         benchmark.main(arguments.split())
     assert message in capsys.readouterr().err.splitlines()[-1]

@@ -32,3 +32,14 @@ def test_the_command_prints_a_row_of_each(monkeypatch, capsys):
     with pytest.raises(SystemExit, match="2"):
         layouts.main(["--batch-size", "0"])
     assert "'0' is not a whole number above 0" in capsys.readouterr().err
+
+
+def test_refuses_with_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for arguments, message in (
+        ("--device cuda", "argument --device: cuda is not available here; use auto or cpu\n"),
+        (f"--device cpu --batch-size {10**8}", "error: out of memory; give a smaller --batch-size\n"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            layouts.main(arguments.split())
+        assert capsys.readouterr().err.endswith(message)

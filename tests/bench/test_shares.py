@@ -76,6 +76,7 @@ def test_command(tmp_path, capsys):
     [
         (["--attention", "evaa"], "did you mean 'eva'?"),
         (["--attention", "eva:num_landmarks=53"], "num_landmarks"),
+        (["--attention", "eva@triton"], "Triton's kernels need a GPU; use the path auto"),
         (["--tokens", "200"], "nearest: 196"),
         (["--csv", "none/shares.csv"], "none/shares.csv: no directory"),
         (["--csv", "shares.txt"], "--csv writes .csv"),
@@ -87,3 +88,9 @@ def test_bad_input_ends_with_a_line_before_any_work(arguments, message, tmp_path
     with pytest.raises(SystemExit, match="2"):
         shares.main(arguments)
     assert message in capsys.readouterr().err
+
+
+def test_what_does_not_fit_into_memory_ends_with_a_line(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        shares.main(["--attention", "softmax@plain", "--tokens", str(2**22), "--dim", "3", "--mode", "inference"])
+    assert capsys.readouterr().err.endswith("error: out of memory; give fewer --tokens\n")
