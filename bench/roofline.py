@@ -23,7 +23,7 @@ from bench.agreement import Agreement
 from bench.arguments import every_mechanism, positive, token_grid
 from bench.calibration import CALIBRATION_SAMPLE, ROUNDS
 from bench.comparison import Comparison, compare
-from bench.devices import BOUND, CPU, DEVICES, Device, count, predict
+from bench.devices import CAUTION, CPU, DEVICES, Device, count, predict
 from bench.generated import generated
 from bench.operators import Operator
 from bench.results import describe
@@ -133,7 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 bar.update()
     setting = f"{args.mode}, {args.dtype}, eager, up to {args.batch_tokens} tokens in a batch"
     print(f"Predictions, not measurements: {setting}.\n")
-    print(*(f"- {name}: {device}" for name, device in devices.items()), f"\n{BOUND}\n", sep="\n")
+    print(*(f"- {name}: {device}" for name, device in devices.items()), f"\n{CAUTION}\n", sep="\n")
     print(counts_table(calls, devices), crossovers(calls, devices), sep="\n\n")
     if args.csv:
         with refuse_bad_input():
