@@ -4,6 +4,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from traceback import walk_stack
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -15,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import conv_flop_count, flop_registry
 
 from attention.ops import memory, products
+from attention.parts import tables
 
 ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 OVERWRITING = {"copy_", "fill_", "zero_"}
@@ -52,7 +54,8 @@ class Operator(NamedTuple):
 class OperatorCounter(TorchDispatchMode):
     """Context that notes all operators but views and allocations; works on fake tensors too.
 
-    Constants, which depend on no tensor from outside and on no random number, are not noted: layers keep them.
+    Tables that layers keep are not noted, nor are constants, which depend on no tensor from outside, on no table and on
+    no random number.
     An operator with several kernels counts once. Kernels outside of PyTorch's own operators are not seen.
 
     Attributes:
@@ -78,7 +81,7 @@ class OperatorCounter(TorchDispatchMode):
         return result
 
     def _note(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        if function.is_view:
+        if function.is_view or _makes_table():
             return
         name = function._schema.name.removeprefix("aten::")
         read, written = [], []
@@ -155,6 +158,11 @@ def off_cpu() -> Iterator[None]:
 def searches(operators: Iterable[Operator], tokens: int) -> bool:
     """Returns whether one of `SEARCHES` compares as many elements as there are tokens, or more: MACs leave this out."""
     return any(each.elements >= tokens for each in operators if each.name in SEARCHES)
+
+
+def _makes_table() -> bool:
+    """True within a function whose results layers keep (`kept_table`); fake tensors call it every time."""
+    return any(frame.f_code.co_filename == tables.__file__ for frame, _ in walk_stack(None))
 
 
 def _key(x: Tensor) -> int:

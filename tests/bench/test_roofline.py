@@ -10,7 +10,7 @@ from attention.ops import memory
 from bench import roofline
 from bench.devices import DEVICES, Device, count, predict
 from bench.generated import Generated, generated
-from bench.operators import Operator, OperatorCounter, off_cpu
+from bench.operators import Operator, OperatorCounter, count_operators, off_cpu
 from bench.roofline import counts_table, crossovers
 from bench.workload import Workload, attention_layer
 
@@ -58,6 +58,13 @@ def test_nothing_is_allocated_and_the_count_is_that_of_a_real_call(name):
     large = count(subject, (14, 14), 2_000_000, "forward+backward", "fp32").found  # hundreds of gigabytes
     assert len(large) == len(found)
     assert sum(each.nbytes for each in large) == pytest.approx(1e6 * sum(each.nbytes for each in found), rel=0.1)
+
+
+@pytest.mark.parametrize("name", ["longformer", "bigbird", "neighborhood", "rala", "mlla"])
+def test_what_every_call_computes_with_kept_tables_counts(name):
+    subject = attention_layer(name, 12, 3)
+    workload = Workload(subject, (7, 14), 2, "forward+backward", "fp32", "eager", torch.device("cpu"))
+    assert count(subject, (7, 14), 2, "forward+backward", "fp32").found == count_operators(workload.call)
 
 
 def test_the_path_off_a_cpu_has_no_chunks(monkeypatch):
