@@ -806,6 +806,28 @@ def test_table_from_scratch():
     assert len(read("fashion_mnist.csv")) == 3 * 14
 
 
+def test_table_of_sparse_and_low_rank():
+    assert over_seeds("scatterbrain.csv") in RESULTS
+    assert len(read("scatterbrain.csv")) == 3 * 10
+    section = " ".join(RESULTS.partition("### Sparse, low rank, and both\n")[2].partition("\n### ")[0].split())
+    smyrf, performer = "{name: smyrf, cluster_size: 24}", "{name: performer, num_samples: 24}"
+    both, windows = "{name: scatterbrain_lsh, cluster_size: 12, num_samples: 12", "{name: scatterbrain, window_size: 5"
+    none = ", leave_one_out: none}"
+    pairs = {
+        (performer, smyrf): "+4.49",
+        (both + none, smyrf): "+4.43",
+        (smyrf, both + "}"): "-3.76 (noise)",
+        (performer, both + "}"): "+0.73 (noise)",
+        (both + none, both + "}"): "+0.67 (noise)",
+        (both + none, both + ", leave_one_out: average}"): "+0.20 (noise)",
+        (windows + ", num_samples: 12" + none, windows + ", num_samples: 12}"): "-0.52 (noise)",
+        (both + "}", "{name: scatterbrain_lsh, cluster_size: 8, features: elu}"): "+5.01 (noise)",
+    }
+    assert {pair: difference_of("scatterbrain.csv", *pair) for pair in pairs} == pairs
+    for figure in ("4.5 points", "4.4 points", "3.8 points (noise)", "0.7 (noise)", "5.0 points (noise)"):
+        assert figure in section, figure
+
+
 def test_tables_at_equal_macs():
     for table in equal_tables():
         assert table in RESULTS, table
