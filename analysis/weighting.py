@@ -55,7 +55,7 @@ WEIGHTS = {
 
 
 VALUES = "error", "variance"
-"""What is measured: the normalised error of outputs, and the normalised variance of the linearised estimate.
+"""Measured values: the normalised error of outputs, and the normalised variance of the linearised estimate.
 
 Only outputs have LARA's floor of weights, `MIN_ALPHA`.
 """

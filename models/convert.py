@@ -137,8 +137,9 @@ def _likely_grid(count: int, here: Grid) -> Grid:
 
 
 def _bias_options(layer: nn.Module) -> tuple[tuple[str, ...], tuple[Grid, Grid]]:
-    """What determines the rows of a bias table: its kind, and the windows' (rows, columns) and overlap. Windows are no
-    larger than the grid, so that they may be no squares.
+    """Returns the kind of a layer's bias table, and its windows' (rows, columns) and overlap.
+
+    Both determine the rows of the table. A window is never larger than the grid, so that it may be no square.
     """
     config: Any = layer.config
     bias: Any = layer.position_bias

@@ -261,7 +261,7 @@ def test_second_order_gradients_are_refused_and_plain_ones_exist(case):
 
 @pytest.mark.parametrize("case", light(CASES), ids=str)
 def test_the_definitions_have_second_order_gradients(case):
-    """Those of softmax attention, of prefix tokens too, as well: it takes no fused kernel then."""
+    """Softmax attention takes no fused kernel on this path, because the gradient of one has no gradient."""
     with kernels.use("plain"):
         x = case.tokens().requires_grad_()
         (gradient,) = torch.autograd.grad(case.build().eval()(x, case.grid).square().sum(), x, create_graph=True)
