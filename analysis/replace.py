@@ -1,8 +1,8 @@
-"""Accuracy of a trained model with another mechanism: replaced, aligned without labels, and trained on.
+"""Accuracy of a trained model with another mechanism: replaced, aligned without labels, and fine-tuned.
 
 python analyze.py replace runs/softmax --attention local performer lara eva   # the drop-in test of Scatterbrain
 python analyze.py replace runs/softmax --attention local eva --align 150                # also fitted to the model's own
-python analyze.py replace runs/softmax --attention local eva --align 150 --finetune 2   # then trained on, by ablate.py
+python analyze.py replace runs/softmax --attention local eva --align 150 --finetune 2   # then fine-tuned, by ablate.py
 python analyze.py replace runs/softmax --attention eva --blocks 0-8           # in these blocks alone
 """
 
@@ -153,7 +153,7 @@ def report(laboratory: Laboratory, rows: Sequence[Row], where: str, args: argpar
     own, count = laboratory.own.score.top1, len(laboratory.sample.images)
     stages = ["without training" if args.align is None else f"as they are and aligned in {args.align} steps"]
     if control := next((row for row in rows if any(draw.tuned for draw in row.draws)), None):
-        stages.append(f"then trained on for {args.finetune} epoch{'s' * (args.finetune > 1)}")
+        stages.append(f"then fine-tuned for {args.finetune} epoch{'s' * (args.finetune > 1)}")
     title = f"{args.checkpoint}: top-1 {own:.2f} % with its own attention, {count} images"
     title += f"; others{where} {', '.join(stages)}, {' and '.join(args.modes)} mode"
     title += f", {over_draws(args.draws)}"

@@ -26,7 +26,7 @@ REPLACED = {
 STAGES = {
     "replaced": ("replaced", {"marker": "s", "color": ORANGE, "mfc": "white"}),
     "aligned": ("aligned, without labels", {"marker": "D", "color": COLORS[3]}),
-    "tuned": ("trained on, with labels", {"marker": "o", "color": COLORS[0]}),
+    "tuned": ("fine-tuned with labels", {"marker": "o", "color": COLORS[0]}),
 }
 
 
@@ -56,7 +56,7 @@ def draw(title: str, rows: Sequence[Row], own: float, differences: Mapping[Row, 
         for i, x in found:
             axes.errorbar(x.mean, i, xerr=x.std or 0, mfc="white" if x.is_noise else COLORS[0], **STAGES["tuned"][1])
         axes.axvline(0, color="black", linestyle="--")
-        axes.set_xlabel("difference to its own attention,\ntrained on likewise (points);\nhollow: noise")
+        axes.set_xlabel("difference to its own attention,\nfine-tuned likewise (points);\nhollow: noise")
     for axes in (accuracy, error, *rest):
         axes.grid()
     names = [row.name if row.mode in ("evaluation", "any") else f"{row.name}, {row.mode}" for row in rows]

@@ -67,7 +67,7 @@ def tune(
         The exit status of ablate.py, and what each run has come to (None: it is not finished).
     """
     directory.mkdir(exist_ok=True)
-    caption = f"{base['init']['weights']} with other attention, trained on for {base['schedule']['epochs']} epochs"
+    caption = f"{base['init']['weights']} with other attention, fine-tuned for {base['schedule']['epochs']} epochs"
     rows = [{"attention": start.attention, "init.weights": start.weights, "train.seed": start.seed} for start in starts]
     for name, content in (("base", base), ("plan", {"caption": caption, "base": "base.yaml", "runs": rows})):
         write_file(directory / f"{name}.yaml", yaml.safe_dump(content, sort_keys=False).encode())

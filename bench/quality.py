@@ -23,7 +23,7 @@ MEASURED = Path(__file__).parents[1] / "docs/data"
 MEASURES = {
     "aligned_loss": "top-1 points lost by a trained model's own attention replaced, then aligned to it without labels",
     "replaced_loss": "top-1 points lost by a trained model's own attention replaced, without any training",
-    "tuned_loss": "top-1 points behind softmax attention, replaced, aligned and trained on, both alike",
+    "tuned_loss": "top-1 points behind softmax attention, replaced, aligned and fine-tuned, both alike",
     "scratch_loss": "top-1 points behind softmax attention, trained alike from scratch",
     "aligned_error": "mean squared error of attention layers' outputs relative to zeros, replaced and aligned",
     "replaced_error": "mean squared error of attended values relative to zeros, replaced without any training",

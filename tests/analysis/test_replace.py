@@ -508,7 +508,7 @@ def test_what_is_replaced_is_trained_on_by_an_ablation(is_export, checkpoint, tm
 
 
 def test_results_of_training_are_paired_by_seed(checkpoint, tmp_path, monkeypatch):
-    """Differences are to the model's own attention, trained on likewise; the digits have 360 validation images."""
+    """Differences are to the model's own attention, fine-tuned likewise; the digits have 360 validation images."""
     follow_plans(monkeypatch, [90.0, 88.0, 91.0, 90.0])
     options = "--images", "4", "--draws", "2", "--attention", "linear", "--finetune", "1"
     softmax, linear = ask(checkpoint, tmp_path, "replace", *options)

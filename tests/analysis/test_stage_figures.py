@@ -48,8 +48,8 @@ def test_figure_of_stages_shows_the_rows():
     assert [label.get_text() for label in accuracy.get_yticklabels()] == ["better", "worse"]
     assert [x for _, x in sorted(points(accuracy).items())] == [
         [[80, 0], [85, 1]],
-        [[20, 0], [60, 1]],
         [[89, 0], [88, 1]],
+        [[20, 0], [60, 1]],
     ]
     assert [x for _, x in sorted(points(error).items())] == [[[0.5, 0], [0.25, 1]], [[1.5, 0], [1.0, 1]]]
     assert [*points(difference).values()] == [[[-1, 1]]]
@@ -67,7 +67,7 @@ def make_draw(error: float, aligned: float, tuned: float | None) -> Draw:
 
 
 def test_figure_is_drawn_again_from_the_file_of_draws(tmp_path):
-    """Means over draws, and differences that are paired by seed; a mechanism that was not trained on has none."""
+    """Means over draws, and differences that are paired by seed; a mechanism that was not fine-tuned has none."""
     rows = [
         Row("softmax", "", "any", draws=tuple(make_draw(0.0, 90.0, tuned) for tuned in (90.0, 92.0))),
         Row("eva", "window_size=7, layout=2d", "any", draws=(make_draw(0.2, 80.0, 88.0), make_draw(0.4, 82.0, 91.0))),
@@ -78,7 +78,7 @@ def test_figure_is_drawn_again_from_the_file_of_draws(tmp_path):
     accuracy, error, difference = figure.axes
     assert [label.get_text() for label in accuracy.get_yticklabels()] == ["softmax", "eva", "mean"]
     assert points(accuracy)["aligned, without labels"] == [[90, 0], [81, 1], [50, 2]]
-    assert points(accuracy)["trained on, with labels"] == [[91, 0], [89.5, 1]]
+    assert points(accuracy)["fine-tuned with labels"] == [[91, 0], [89.5, 1]]
     assert points(error)["replaced"] == [[0, 0], [pytest.approx(0.3), 1], [1, 2]]
     assert [*points(difference).values()] == [[[-1.5, 1]]]
     assert "over draws: 2 (some mechanisms: fewer)" in " ".join(figure.get_suptitle().split())
