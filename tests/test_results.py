@@ -429,7 +429,10 @@ def test_table_of_a_deeper_model():
 
 def test_table_of_mechanisms_trained_on():
     near = sum(-difference.mean <= 1 for difference in BEHIND.values())
-    assert f"After fine-tuning, {near} of the {len(BEHIND)} mechanisms are within 1.0 point of softmax attention" in RESULTS
+    assert (
+        f"After fine-tuning, {near} of the {len(BEHIND)} mechanisms are within 1.0 point of softmax attention"
+        in RESULTS
+    )
     assert f"After one more epoch with labels, {near} of {len(BEHIND)} are." in RESULTS
     (sentence,) = re.findall(r"The other \w+ are behind it by [^.]*?: ((?:.|\n)*?\))\.", RESULTS)
     named = dict(re.findall(r"`(\w+)`\s+\(([\d.]+)\)", sentence))
