@@ -1,4 +1,4 @@
-"""The tables of docs/results.md and docs/benchmarks.md show the files in docs/data/."""
+"""The tables of docs/results*.md and docs/benchmarks.md show the files in docs/data/."""
 
 import csv
 import math
@@ -22,7 +22,8 @@ from bench.shares import COUNTED
 from engine.reporting.tables import Spread, plus_minus, spread, verdict
 
 DOCS = Path(__file__).parents[1] / "docs"
-RESULTS, BENCHMARKS = ((DOCS / name).read_text() for name in ("results.md", "benchmarks.md"))
+RESULTS = "\n".join(path.read_text() for path in sorted(DOCS.glob("results*.md")))
+BENCHMARKS = (DOCS / "benchmarks.md").read_text()
 CONTROLS = {"softmax", "identity", "mean", "pooling", "convolution"}
 Row = dict[str, str]
 

@@ -60,7 +60,7 @@ def test_refining_a_partition_never_raises_the_error_and_ends_at_zero():
     [(1, 4, True), (4, 16, True), (16, 196, True), (1, 49, True), (49, 196, True), (4, 49, False), (16, 49, False)],
 )
 def test_which_steps_divide_the_groups_of_14x14_tokens(coarse, fine, divided):
-    """The steps of docs/results.md: every finer group lies in one coarser group."""
+    """The steps of docs/results_error.md: every finer group lies in one coarser group."""
     found = []
     for count in (coarse, fine):
         index, valid, *_ = bins((14, 14), bin_counts(count, (14, 14), ""), CPU)

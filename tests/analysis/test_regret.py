@@ -1,4 +1,4 @@
-"""The search against all 216 assignments of docs/data/search.csv, and the numbers of docs/results.md."""
+"""The search against all 216 assignments of docs/data/search.csv, and the numbers of docs/results_trained.md."""
 
 import csv
 import operator
@@ -72,7 +72,7 @@ def test_the_search_misses_less_than_half_a_point():
     assert max(top1 for top1, _ in found) < 0.5
     assert len(prices().layers) - len(OWN3) + 1 + PER_BUDGET * len(BUDGETS) == BY_DEFAULT
     assert regrets("sensitivity", limit=BY_DEFAULT) == found
-    text = (DOCS / "results.md").read_text()
+    text = (DOCS / "results_trained.md").read_text()
     row = " | ".join(f"{top1:.1f}" for top1, _ in found)
     assert f"| regret in top-1 (points) | {row} |" in text
     row = " | ".join(f"{loss:.4f}" for _, loss in found)
@@ -88,7 +88,7 @@ def test_the_best_of_each_budget_is_stated(share):
     within = {choices: score for choices, (score, macs) in EVERY.items() if macs <= share * OWN_MACS}
     best = min(within, key=lambda choices: within[choices].loss)
     line = f"| {share:g} | {', '.join(f'`{name}`' for name in best)} | {within[best].top1:.1f} |"
-    assert line in (DOCS / "results.md").read_text()
+    assert line in (DOCS / "results_trained.md").read_text()
 
 
 DEEPER_SHARES = 0.7, 0.8, 0.9
@@ -114,7 +114,7 @@ def test_the_search_in_six_layers_beside_a_random_one():
     """With equally many measurements, from the same aligned layers of each of three seeds."""
     best, seeds = deeper(), range(3)
     assert {*best} == {(strategy, seed) for strategy in ("sensitivity", "random") for seed in seeds}
-    section = (DOCS / "results.md").read_text().partition("### The search in a deeper model\n")[2].partition("\n## ")[0]
+    section = (DOCS / "results_trained.md").read_text().partition("### The search in a deeper model\n")[2].partition("\n## ")[0]
     with (DOCS / "data/search_six_layers.csv").open(newline="") as file:
         own = next(row for row in csv.DictReader(file) if {row[f"layer {n}"] for n in range(6)} == {OWN})
     stated = f"own attention has a loss of {float(own['loss']):.4f} and a top-1 of {float(own['top1']):.1f} on"
