@@ -298,6 +298,37 @@ def equal_tables() -> tuple[str, str]:
     return equal("196", "at its size above (%)", from_scratch()), equal("784", "at 196 tokens (%)", at_196)
 
 
+def first_softmax() -> dict[str, list[Measured]]:
+    """Mechanism -> top-1 from scratch with it everywhere, with softmax attention in the first layer instead, and with
+    softmax attention everywhere; differences are to the first of the three.
+    """
+    runs: dict[str, dict[int, dict[str, float]]] = {}
+    for row in read("first_softmax.csv"):
+        assert row["size"] == next(other["size"] for other in EQUAL if other["name"] == row["name"])
+        runs.setdefault(row["name"], {})[int(row["seed"])] = {"top1": float(row["top1"])}
+    everywhere = equal_runs("196")
+    of_seeds = {name: {seed: {"top1": top1} for seed, top1 in everywhere[name].values.items()} for name in everywhere}
+    return {name: measure([of_seeds[name], runs[name], of_seeds["softmax"]], "top1") for name in runs}
+
+
+def test_table_of_softmax_attention_in_the_first_layer_from_scratch():
+    lines = [["", "everywhere (%)", "softmax first (%)", "difference to everywhere", "difference to softmax"]]
+    found = first_softmax()
+    for name, (everywhere, first, softmax) in found.items():
+        to_softmax = spread(first.values[seed] - softmax.values[seed] for seed in first.values)
+        differences = [plus_minus(each, "+.2f") + verdict(each) for each in (first.difference, to_softmax)]
+        lines.append([f"`{name}`", *(plus_minus(each.spread, ".2f") for each in (everywhere, first)), *differences])
+    assert markdown(lines) in RESULTS, markdown(lines)
+    gains = {name: first.difference for name, (_, first, _) in found.items()}
+    ahead, behind = {"longformer", "eva"}, {"lara", "performer", "rfa"}
+    assert all(gains[name].mean < 0 and gains[name].is_noise for name in ahead) and {*gains} == ahead | behind
+    assert not any(gains[name].is_noise for name in behind) and all("(noise)" in line[-1] for line in lines[1:])
+    least, most = (bound((gains[name].mean, name) for name in behind) for bound in (min, max))
+    shown = {"lara": "LARA", "rfa": "RFA"}
+    text = f"gain {least[0]:.1f} ({shown[least[1]]}) to {most[0]:.1f} points ({shown[most[1]]})"
+    assert text in RESULTS, text
+
+
 def without_and_with(name: str, key: str, titles: Sequence[str], other: str | None = None) -> str:
     """Top-1 over seeds for either value of `key`, the second's difference to the first, and another column's figure."""
     runs: dict[str, dict[str, dict[int, dict[str, float]]]] = {}
