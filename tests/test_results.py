@@ -321,8 +321,10 @@ def test_table_of_softmax_attention_in_the_first_layer_from_scratch():
     assert markdown(lines) in RESULTS, markdown(lines)
     gains = {name: first.difference for name, (_, first, _) in found.items()}
     ahead, behind = {"longformer", "eva"}, {"lara", "performer", "rfa"}
-    assert all(gains[name].mean < 0 and gains[name].is_noise for name in ahead) and {*gains} == ahead | behind
-    assert not any(gains[name].is_noise for name in behind) and all("(noise)" in line[-1] for line in lines[1:])
+    assert all(gains[name].mean < 0 and gains[name].is_noise for name in ahead)
+    assert {*gains} == ahead | behind
+    assert not any(gains[name].is_noise for name in behind)
+    assert all("(noise)" in line[-1] for line in lines[1:])
     least, most = (bound((gains[name].mean, name) for name in behind) for bound in (min, max))
     shown = {"lara": "LARA", "rfa": "RFA"}
     text = f"gain {least[0]:.1f} ({shown[least[1]]}) to {most[0]:.1f} points ({shown[most[1]]})"
