@@ -1,4 +1,4 @@
-"""The tables of docs/results*.md and docs/benchmarks.md show the files in docs/data/."""
+"""The tables of the pages on results and benchmarks show the files in docs/data/."""
 
 import csv
 import math
@@ -23,7 +23,7 @@ from engine.reporting.tables import Spread, plus_minus, spread, verdict
 
 DOCS = Path(__file__).parents[1] / "docs"
 RESULTS = "\n".join(path.read_text() for path in sorted(DOCS.glob("results*.md")))
-BENCHMARKS = (DOCS / "benchmarks.md").read_text()
+BENCHMARKS = "\n".join((DOCS / f"{name}.md").read_text() for name in ("benchmarks", "gpus", "recommendations"))
 CONTROLS = {"softmax", "identity", "mean", "pooling", "convolution"}
 Row = dict[str, str]
 
@@ -765,7 +765,7 @@ def test_findings_on_an_h200():
         for rows in (at_784, at_3136)
         for name in ("eva", "local")
     ]
-    assert f"{min(gains):.2f} to {max(gains):.2f} times](benchmarks.md#on-an-h200) as fast with them" in mechanisms, (
+    assert f"{min(gains):.2f} to {max(gains):.2f} times](gpus.md#on-an-h200) as fast with them" in mechanisms, (
         gains
     )
     of_eager, compiled = on_h200("first", 784), on_h200("first", 784, "compiled")
