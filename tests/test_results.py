@@ -15,7 +15,7 @@ import pytest
 from ablation.replicates import Measured, measure
 from analysis.draws import Row as Transferred
 from analysis.draws import is_own, paired, read_rows
-from attention import create_attention
+from attention import ATTENTION, create_attention
 from bench.agreement import Agreement, rank_correlation
 from bench.devices import CAUTION, LEAST
 from bench.shares import COUNTED
@@ -471,6 +471,11 @@ def test_table_of_mechanisms_trained_on():
     (sentence,) = re.findall(r"The other \w+ are behind it by [^.]*?: ((?:.|\n)*?\))\.", RESULTS)
     named = dict(re.findall(r"`(\w+)`\s+\(([\d.]+)\)", sentence))
     assert named == {name: f"{-difference.mean:.1f}" for name, difference in BEHIND.items() if difference.mean < -1}
+    absent = sorted(set(ATTENTION) - {row.name for row in TRANSFER})
+    not_tuned = [row.name for row in TRANSFER if row.name not in TUNED]
+    text = " ".join(RESULTS.split())
+    assert f"mechanisms that were not aligned: {', '.join(absent)} - rows that" in text
+    assert f"rows that were not fine-tuned: {', '.join(not_tuned)} - another" in text
     noise = sorted(name for name, difference in BEHIND.items() if difference.is_noise)
     section = RESULTS.partition("### Aligned, and fine-tuned\n")[2].partition("\n### ")[0]
     (sentence,) = re.findall(r"The differences of ([^.]*?) are\s+noise", section)
