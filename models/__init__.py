@@ -22,7 +22,7 @@ from attention import Attention, AttentionFactory, LayerContext, OptionError
 from attention.options import nearest, parse_options
 from models.assignment import Mechanism, assign, layer_factories
 from models.base import Backbone
-from models.convert import resample_pos_embed
+from models.convert import resample_weights
 from models.deit import Deit
 from models.objective_parts import WITH_PARTS
 from models.pvt import Pvt
@@ -68,8 +68,8 @@ def create_model(name: str, attention: Mechanism | Sequence[Mechanism] = "softma
     """
     family_of(name)
     model = _entrypoint(name)(attention=attention, **options)
-    of_placement = "device", "dtype"
-    update_model_args(model, attention=attention, **{k: v for k, v in options.items() if k not in of_placement})
+    of_call = {"device", "dtype", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir"}
+    update_model_args(model, attention=attention, **{k: v for k, v in options.items() if k not in of_call})
     return model
 
 
@@ -157,8 +157,10 @@ def _entrypoint(name: str) -> Callable[..., nn.Module]:
         pretrained: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        pretrained_cfg_overlay: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> nn.Module:
+        overlay = _layer_names(**options) | dict(pretrained_cfg_overlay or {})
         built: list[Backbone] = []
 
         def build(**given: Any) -> Backbone:
@@ -168,20 +170,33 @@ def _entrypoint(name: str) -> Callable[..., nn.Module]:
         with nullcontext() if device is None else torch.device(device):
             features = {"out_indices": family.feature_indices, "feature_cls": "getter"}
             model = build_model_with_cfg(
-                build, name, pretrained, pretrained_filter_fn=resample_pos_embed, feature_cfg=features, **options
+                build,
+                name,
+                pretrained,
+                pretrained_cfg_overlay=overlay,
+                pretrained_filter_fn=resample_weights,
+                feature_cfg=features,
+                **options,
             )
         (backbone,) = built
         if isinstance(backbone, Pvt):
             side = backbone.min_side()
             model.pretrained_cfg["min_input_size"] = (3, side, side)
-        elif backbone.config.dist_token:
-            model.pretrained_cfg["classifier"] = ("head", "head_dist")
         return model if dtype is None else model.to(dtype)
 
     construct.__name__ = name
     size = ", ".join(f"{option}={value}" for option, value in sizes.items()) or "its defaults"
     construct.__doc__ = f"{family.__name__} with {size}; see `models.create_model` for attention and options."
     return construct
+
+
+def _layer_names(stem: str = "linear", vocab_size: int = 0, dist_token: bool = False, **others: Any) -> dict[str, Any]:
+    """Entries of timm's pretrained_cfg for the layers that other channels or classes change, where an option of a DeiT
+    gives them other names."""
+    names: dict[str, Any] = {"classifier": ("head", "head_dist")} if dist_token else {}
+    if vocab_size:
+        return names | {"first_conv": None}
+    return names | ({"first_conv": "patch_embed.proj.0"} if stem == "conv" else {})
 
 
 _CFG: dict[str, Any] = {"input_size": (3, 224, 224), "crop_pct": 0.875, "interpolation": "bicubic"}

@@ -17,8 +17,8 @@ from attention import Attention, Grid, OptionError
 MAX_TOKENS = 2**16
 """Largest number of tokens of a model's grid: masks and tables grow with it without showing in the weights."""
 
-init_linears = partial(init_weights_vit_timm, needs_reset=False)
-"""Function of `nn.Module.apply`: linear layers get timm's truncated normal of std 0.02, bias 0; others stay."""
+INIT_STD = 0.02
+"""Std of the initial weights of linear layers in timm's models, and in attention layers."""
 
 # fx cannot trace the geometry that mechanisms compute from a grid, so attention layers are leaves of its graphs.
 register_notrace_module(Attention)
@@ -32,6 +32,20 @@ def _transposed(graph: Any, x: Any) -> Any:
 
 # torch.onnx.export(dynamo=False), which timm's onnx_export calls by default, has no translation of this operator.
 torch.onnx.register_custom_op_symbolic("aten::mT", _transposed, 9)
+
+
+def init_linears(module: nn.Module, std: float) -> None:
+    """Draws the weights of the linear layers of `module` from timm's truncated normal; biases are 0, others stay."""
+    module.apply(partial(init_weights_vit_timm, needs_reset=False))
+    scale_linears(module, std)
+
+
+@torch.no_grad()
+def scale_linears(module: nn.Module, std: float) -> None:
+    """Makes `std` of the `INIT_STD` with which the weights of the linear layers of `module` were drawn."""
+    for layer in module.modules():
+        if isinstance(layer, nn.Linear):
+            layer.weight *= std / INIT_STD
 
 
 class StochasticDepth(DropPath):
@@ -70,7 +84,8 @@ class Block(nn.Module):
 
     Args:
         dim: channels C. drop_path: rate of stochastic depth, for both branches.
-        attn, mlp: modules (B, N, C), grid, key_mask -> (B, N, C); N includes prefix tokens.
+        init_std: std of the initial weights of linear layers.
+        attn, mlp: new modules (B, N, C), grid, key_mask -> (B, N, C); N includes prefix tokens.
     Attributes:
         compiled_layers: compiled `layers`, for batches of `compiled_sizes` only. See `Backbone.compile_blocks`.
     """
@@ -78,13 +93,15 @@ class Block(nn.Module):
     compiled_layers: Callable[..., Tensor]
     compiled_sizes: Collection[int] = ()
 
-    def __init__(self, dim: int, attn: Attention, mlp: nn.Module, drop_path: float):
+    def __init__(self, dim: int, attn: Attention, mlp: nn.Module, drop_path: float, init_std: float = INIT_STD):
         super().__init__()
         self.norm1 = LayerNorm(dim)
         self.attn = attn
+        scale_linears(attn, init_std)  # it draws its own
         self.drop_path1 = StochasticDepth(drop_path)
         self.norm2 = LayerNorm(dim)
-        self.mlp = mlp.apply(init_linears)
+        self.mlp = mlp
+        init_linears(mlp, init_std)
         self.drop_path2 = StochasticDepth(drop_path)
         self.grad_checkpointing = False
 
@@ -109,6 +126,7 @@ class Backbone(nn.Module):
     Attributes:
         config: the family's options.
         num_features, head_hidden_size: channels of the features, and of the classifier's input.
+        init_std: std of the initial weights of linear layers.
         poolings: valid values of `global_pool`, the default first; the empty string leaves features unpooled.
         feature_info: channels and reduction of every intermediate feature, for timm's feature extraction.
         pretrained_cfg: timm's description of the model, which timm sets.
@@ -128,6 +146,7 @@ class Backbone(nn.Module):
         super().__init__()
         self.config = config
         self.in_chans = config.in_chans
+        self.init_std: float = getattr(config, "init_std", INIT_STD)
         self.poolings = poolings
         self.global_pool = poolings[0] if config.global_pool is None else config.global_pool
         self.num_features = self.head_hidden_size = num_features
@@ -183,21 +202,23 @@ class Backbone(nn.Module):
         like, head = next(self.parameters()), cast(nn.Module, nn.Identity())
         if self.num_classes:
             head = nn.Linear(self.num_features, self.num_classes, device=like.device, dtype=like.dtype)
-        return head.train(self.training).apply(init_linears)
+        init_linears(head, self.init_std)
+        return head.train(self.training)
 
     def forward_features(self, x: Tensor, key_mask: Tensor | None = None) -> Tensor:
-        """Images -> features, the input of `pool`; for key_mask see `forward`."""
+        """Images -> features, the input of `forward_head`; for key_mask see `forward`.
+
+        Features of masked patches are the mean of the others, so that a mean over all patches is that of the others.
+        """
         raise NotImplementedError(f"{type(self).__name__} does not define forward_features")
 
-    def pool(self, x: Tensor, key_mask: Tensor | None = None) -> Tensor:
-        """Features -> (B, C), without those that the key mask hides, or the features themselves without pooling."""
+    def pool(self, x: Tensor) -> Tensor:
+        """Features -> (B, C), or the features themselves without pooling."""
         raise NotImplementedError(f"{type(self).__name__} does not define pool")
 
-    def forward_head(
-        self, x: Tensor, pre_logits: bool = False, key_mask: Tensor | None = None
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor | tuple[Tensor, Tensor]:
         """Features of `forward_features` -> logits (B, num_classes), or the classifier's input (B, C)."""
-        x = self.head_drop(self.pool(x, key_mask))
+        x = self.head_drop(self.pool(x))
         return x if pre_logits else self.head(x)
 
     def forward(self, x: Tensor, key_mask: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
@@ -212,8 +233,8 @@ class Backbone(nn.Module):
             ValueError: an attention layer takes no key mask, or the mask is not bool of this shape.
         """
         if not isinstance(key_mask, Tensor):  # None, for which torch.fx has a placeholder while it traces
-            return self.forward_head(self.forward_features(x))
-        return self.forward_head(self.forward_features(x, key_mask), key_mask=key_mask)
+            key_mask = None
+        return self.forward_head(self.forward_features(x, key_mask))
 
 
 def intermediate_outputs(
@@ -275,10 +296,11 @@ def check_key_mask(key_mask: Tensor, shape: tuple[int, int, int]) -> None:
         )
 
 
-def masked_mean(x: Tensor, key_mask: Tensor) -> Tensor:
-    """Mean (B, C) of the tokens (B, N, C) for which the mask (B, N) is true; zeros if there are none."""
-    total = x.masked_fill(~key_mask[..., None], 0).sum(1)
-    return total / key_mask.sum(1, keepdim=True).clamp(min=1)
+def fill_masked(x: Tensor, key_mask: Tensor) -> Tensor:
+    """Tokens (B, N, C), those for which the mask (B, N) is false replaced by the mean of the others; 0 without any."""
+    counts = key_mask[..., None]
+    mean = x.masked_fill(~counts, 0).sum(1, keepdim=True) / counts.sum(1, keepdim=True).clamp(min=1)
+    return torch.where(counts, x, mean)
 
 
 def check_tokens(grid: Grid) -> None:

@@ -3,21 +3,63 @@
 import math
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from timm.layers import resample_abs_pos_embed
 from torch import Tensor, nn
 
-from attention import Grid, OptionError
-from models.deit import Deit
+from attention import Attention, Grid, OptionError
+from models.base import is_same_attention
 
 StateDict = dict[str, Tensor]
 
 
 PREFIX_TOKENS = "cls_token", "dist_token", "reg_token"
 """Names of the tokens before the grid tokens, in this order."""
+
+
+def resample_weights(state_dict: StateDict, model: nn.Module) -> StateDict:
+    """Adapts the state dict of a model for another image size to `model`: embeddings and tables of positions."""
+    tables, _ = resample_bias_tables(state_dict, model)
+    return resample_pos_embed(state_dict, model) | tables | resample_position_tables(state_dict, model)
+
+
+def resized_layers(model: nn.Module, resized: nn.Module) -> dict[str, Attention]:
+    """Attention layers that another image size changes in `model`, with its weights: name -> layer.
+
+    Args:
+        resized: the model built for that size, on the meta device; its layers are the ones returned.
+    Raises:
+        OptionError: a layer has weights that cannot be resampled.
+    """
+    state = model.state_dict()
+    tables, others = resample_bias_tables(state, resized, model)
+    tables |= resample_position_tables(state, resized, model)
+    modules, layers = dict(model.named_modules()), {}
+    for name, layer in resized.named_modules():
+        own = modules.get(name)  # None in a block that has been pruned
+        if not isinstance(layer, Attention) or not isinstance(own, Attention):
+            continue
+        weights = {key: tables.get(f"{name}.{key}", x) for key, x in own.state_dict().items()}
+        expected = layer.state_dict()
+        shared = [key for key in expected if key in weights]
+        misfits = [key for key in shared if weights[key].shape != expected[key].shape or f"{name}.{key}" in others]
+        is_resampled = any(f"{name}.{key}" in tables for key in shared)
+        if is_same_attention(own, layer) and not misfits and not is_resampled:
+            continue
+        if misfits := misfits + sorted(weights.keys() ^ expected.keys()):
+            problem = f"for this size {layer.label} has other weights, which cannot be resampled: {', '.join(misfits)}"
+            option = layer.size_option
+            is_null = option is not None and getattr(own.config, option) is None
+            remedy = f", or set {layer.label}.{option} instead of null" if is_null else ""
+            raise OptionError(name, f"{problem}; create a new model of this size{remedy}")
+        layer.load_state_dict(weights, assign=True)
+        for key, parameter in own.named_parameters():
+            layer.get_parameter(key).requires_grad_(parameter.requires_grad)
+        layers[name] = layer.train(own.training)
+    return layers
 
 
 def resample_pos_embed(state_dict: StateDict, model: nn.Module, grid: Grid | None = None) -> StateDict:
@@ -32,27 +74,27 @@ def resample_pos_embed(state_dict: StateDict, model: nn.Module, grid: Grid | Non
     Raises:
         OptionError: no grid is given and the number of position embeddings is not a square.
     """
-    pos_embed = state_dict.get("pos_embed")
-    if pos_embed is None or not isinstance(model, Deit):
+    pos_embed, deit = state_dict.get("pos_embed"), cast(Any, model)
+    if pos_embed is None or not hasattr(model, "pos_embed"):
         return state_dict
     there, here = _count_prefix_tokens(state_dict), _count_prefix_tokens(dict(model.named_parameters()))
     num_prefix = sum(there.values())
     total = pos_embed.shape[1] - num_prefix
     if grid is None:
-        is_grid = {n: n == math.prod(model.grid) or math.isqrt(n) ** 2 == n for n in (total, pos_embed.shape[1])}
+        is_grid = {n: n == math.prod(deit.grid) or math.isqrt(n) ** 2 == n for n in (total, pos_embed.shape[1])}
         total = next((n for n, fits in is_grid.items() if fits), total)
         if not is_grid[total]:
             raise OptionError("grid", f"{total} position embeddings are no square; name their (H, W)")
-        grid = model.grid if total == math.prod(model.grid) else (math.isqrt(total), math.isqrt(total))
+        grid = deit.grid if total == math.prod(deit.grid) else (math.isqrt(total), math.isqrt(total))
     if num_prefix and pos_embed.shape[1] == math.prod(grid):  # prefix tokens have no embeddings, as in DeiT III
         pos_embed = torch.cat([pos_embed.new_zeros(1, num_prefix, pos_embed.shape[2]), pos_embed], 1)
-    if grid == model.grid and there == here and pos_embed is state_dict["pos_embed"]:
+    if grid == deit.grid and there == here and pos_embed is state_dict["pos_embed"]:
         return state_dict
     *rows, patches = pos_embed.split([*there.values(), math.prod(grid)], 1)
-    *own_rows, _ = model.pos_embed.detach().to(pos_embed).split([*here.values(), math.prod(model.grid)], 1)
+    *own_rows, _ = deit.pos_embed.detach().to(pos_embed).split([*here.values(), math.prod(deit.grid)], 1)
     prefix = dict(zip(here, own_rows, strict=True))
     prefix |= {name: row for name, row in zip(there, rows, strict=True) if here.get(name) == there[name]}
-    patches = resample_abs_pos_embed(patches, model.grid, grid, num_prefix_tokens=0)
+    patches = resample_abs_pos_embed(patches, deit.grid, grid, num_prefix_tokens=0)
     return {**state_dict, "pos_embed": torch.cat([*prefix.values(), patches], 1)}
 
 

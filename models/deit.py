@@ -41,9 +41,10 @@ from models.base import (
     check_key_mask,
     check_tokens,
     drop_path_rates,
+    fill_masked,
     intermediate_outputs,
-    masked_mean,
 )
+from models.convert import resized_layers
 
 
 class TokenMlp(Mlp):
@@ -191,6 +192,7 @@ class Deit(Backbone):
     def __init__(self, config: Config, attention: Sequence[LayerFactory]):
         poolings = ("token",) if config.dist_token else ("token", "avg") if config.class_token else ("avg",)
         super().__init__(config, config.embed_dim, (*poolings, ""))
+        self.layer_factories = attention
         dim = self.embed_dim = config.embed_dim
         sizes, strict = (config.img_size, config.patch_size, config.in_chans, dim), not config.dynamic_img_size
         self.patch_embed = PatchEmbed(*sizes, output_fmt="NHWC", strict_img_size=strict)
@@ -211,10 +213,11 @@ class Deit(Backbone):
         mlp: Callable[[], nn.Module] = functools.partial(TokenMlp, dim, hidden_dim, drop=config.proj_drop_rate)
         if config.use_glu:
             mlp = functools.partial(TokenGluMlp, dim, 2 * hidden_dim // 3, drop=config.proj_drop_rate)
-        self.blocks = nn.ModuleList(
-            Block(dim, attention[layer](**where, layer=layer, proj_drop=config.proj_drop_rate), mlp(), drop_path)
-            for layer, drop_path in enumerate(drop_path_rates(config.drop_path_rate, config.depth))
-        )
+        blocks = []
+        for layer, drop_path in enumerate(drop_path_rates(config.drop_path_rate, config.depth)):
+            attn = attention[layer](**where, layer=layer, proj_drop=config.proj_drop_rate)
+            blocks.append(Block(dim, attn, mlp(), drop_path, self.init_std))
+        self.blocks = nn.ModuleList(blocks)
         self._check_patch_drop()
         self.norm: nn.Module = LayerNorm(dim)
         info = {"num_chs": dim, "reduction": config.patch_size}
@@ -231,11 +234,7 @@ class Deit(Backbone):
         """Creates what an objective adds to the model, before the position embeddings and the blocks."""
 
     def init_weights(self) -> None:
-        """Initialises linear layers by `init_std`, position embeddings and prefix tokens."""
-        with torch.no_grad():
-            for module in self.modules():
-                if isinstance(module, nn.Linear):
-                    module.weight *= self.config.init_std / 0.02
+        """Initialises position embeddings and prefix tokens; linear layers are initialised when they are built."""
         trunc_normal_(self.pos_embed, std=0.02)
         for token in self.prefix_tokens():
             nn.init.normal_(token, std=1e-6)
@@ -263,18 +262,25 @@ class Deit(Backbone):
     ) -> None:
         """Takes images or patches of another size from now on, in pixels; resamples embeddings as timm does.
 
+        Attention layers that another grid changes are built anew, with their weights resampled.
+
         Raises:
-            OptionError: sizes that the model cannot be built for; it stays as it is.
+            OptionError: sizes that the model cannot be built for, or whose attention layers have weights that cannot be
+                resampled; the model stays as it is.
         """
         changed = {} if img_size is None else {"img_size": to_2tuple(img_size)}
         if patch_size is not None:
             height, width = to_2tuple(patch_size)
-            if height != width or (self.config.stem == "conv" and height != self.config.patch_size):
-                raise OptionError("patch_size", f" = {patch_size!r}: patches are square, those of a conv stem fixed")
+            is_fixed = self.config.stem == "conv" or self.config.vocab_size
+            if height != width or (is_fixed and height != self.config.patch_size):
+                problem = f" = {patch_size!r}: patches are square, those of a conv stem and of tokens fixed"
+                raise OptionError("patch_size", problem)
             changed["patch_size"] = height
         config, before = dataclasses.replace(self.config, **changed), self.grid
-        height, width = to_2tuple(config.img_size)
-        check_grids(self, (height // config.patch_size, width // config.patch_size))
+        with torch.device("meta"):
+            resized = type(self)(config, self.layer_factories)
+        for name, layer in resized_layers(self, resized).items():
+            self.set_submodule(name, layer)
         self.config = config
         self.patch_embed.set_input_size(**changed)
         if self.grid != before:
@@ -282,7 +288,7 @@ class Deit(Backbone):
             self.pos_embed = nn.Parameter(resampled.detach(), requires_grad=self.pos_embed.requires_grad)
         for info in self.feature_info:
             info["reduction"] = self.config.patch_size
-        update_model_input_size(self, self.patch_embed.img_size, patch_size=patch_size)
+        update_model_input_size(self, self.patch_embed.img_size, patch_size=changed.get("patch_size"))
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Patterns that group parameters by depth, for timm's layer-wise learning rates."""
@@ -338,16 +344,29 @@ class Deit(Backbone):
         """The class token, the distillation token and the registers, as far as there are any, each (1, tokens, C)."""
         return [token for token in (self.cls_token, self.dist_token, self.reg_token) if token is not None]
 
+    def key_mask_of(self, x: Tensor) -> Tensor | None:
+        """The key mask (B, H, W) that images have by themselves; None: all their patches count."""
+        return None
+
     def forward_features(self, x: Tensor, key_mask: Tensor | None = None) -> Tensor:
-        """Images -> normalised tokens (B, prefix + N, C); outputs of masked patches have no meaning."""
-        return self.encode(*self.embed(x, key_mask), key_mask)
+        """Images -> normalised tokens (B, prefix + N, C); those of masked patches are the mean of the others."""
+        tokens, grid = self.embed(x, key_mask)
+        return self.encode(tokens, grid, self.key_mask_of(x) if key_mask is None else key_mask)
 
     def encode(self, x: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         """Tokens (B, prefix + N, C) -> normalised tokens after all blocks; key_mask (B, H, W)."""
         mask = [] if key_mask is None else [key_mask.flatten(1)]
         for block in self.blocks:
             x = block(x, grid, *mask)
-        return self.norm(x)
+        return self.normalise(x, *mask)
+
+    def normalise(self, x: Tensor, key_mask: Tensor | None = None) -> Tensor:
+        """Tokens (B, prefix + N, C) of a block, or of all -> normalised ones; for key_mask (B, N) see `fill_masked`."""
+        x = self.norm(x)
+        if key_mask is None:
+            return x
+        P = self.num_prefix_tokens
+        return torch.cat([x[:, :P], fill_masked(x[:, P:], key_mask)], 1)
 
     def forward_intermediates(
         self,
@@ -367,20 +386,28 @@ class Deit(Backbone):
             (B, C, H, W) or (B, N, C), in a pair with its prefix tokens if `return_prefix_tokens` and there are any.
             With `output_dict` the same under timm's keys: image_features, image_intermediates and, where they were in
             pairs, image_intermediates_prefix.
+        Raises:
+            ValueError: patches are left out, in training with `patch_drop_rate`.
         """
+        assert output_fmt in ("NCHW", "NLC"), "the features of a DeiT are grids or tokens"
+        if self.training and self.config.patch_drop_rate:
+            problem = "in training, model.patch_drop_rate leaves out patches of the maps"
+            raise ValueError(f"forward_intermediates: {problem}; set it to 0, or call eval() first")
         taken, last = feature_take_indices(len(self.blocks), indices)
         intermediates, prefixes = [], []
+        key_mask = self.key_mask_of(x)
+        mask = [] if key_mask is None else [key_mask.flatten(1)]
         x, (H, W) = self.embed(x)
         for layer, block in enumerate(self.blocks[: last + 1] if stop_early else self.blocks):
-            x = block(x, (H, W))
+            x = block(x, (H, W), *mask)
             if layer in taken:
-                y = self.norm(x) if norm else x
+                y = self.normalise(x, *mask) if norm else x
                 prefix, y = y[:, : self.num_prefix_tokens], y[:, self.num_prefix_tokens :]
                 if output_fmt == "NCHW":
                     y = y.mT.unflatten(2, (H, W)).contiguous()
                 intermediates.append(y)
                 prefixes.append(prefix)
-        final = None if intermediates_only else self.norm(x)
+        final = None if intermediates_only else self.normalise(x, *mask)
         in_pairs = prefixes if return_prefix_tokens and self.num_prefix_tokens else None
         return intermediate_outputs(final, intermediates, in_pairs, as_dict=output_dict)
 
@@ -396,11 +423,9 @@ class Deit(Backbone):
             self.reset_classifier(0, "")
         return taken
 
-    def pool(self, x: Tensor, key_mask: Tensor | None = None) -> Tensor:
-        """Tokens -> (B, C), or all tokens where nothing is pooled; the mean leaves out masked tokens."""
-        if key_mask is None or self.global_pool != "avg":
-            return global_pool_nlc(x, self.global_pool, self.num_prefix_tokens)
-        return masked_mean(x[:, self.num_prefix_tokens :], key_mask.flatten(1))
+    def pool(self, x: Tensor) -> Tensor:
+        """Tokens -> (B, C), or all tokens where nothing is pooled."""
+        return global_pool_nlc(x, self.global_pool, self.num_prefix_tokens)
 
     def get_classifier(self) -> nn.Module | tuple[nn.Module, nn.Module]:
         """The head; with a distillation token both heads."""
@@ -422,16 +447,14 @@ class Deit(Backbone):
             raise OptionError("model.dist_token", " = false: there is no second head to train")
         self.distilled_training = enable
 
-    def forward_head(
-        self, x: Tensor, pre_logits: bool = False, key_mask: Tensor | None = None
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor | tuple[Tensor, Tensor]:
         """Features of `forward_features` -> logits (B, num_classes), or the classifier's input (B, C).
 
         With a distillation token they are means over the class and the distillation token. In distilled training the
         two logits are returned separately.
         """
         if self.dist_token is None or self.global_pool == "":
-            return super().forward_head(x, pre_logits, key_mask)
+            return super().forward_head(x, pre_logits)
         x, x_dist = self.head_drop(x[:, 0]), self.head_drop(x[:, 1])
         if pre_logits:
             return (x + x_dist) / 2

@@ -42,7 +42,7 @@ class MaskedDeit(Deit):
         self.decoder = nn.Linear(dim, config.in_chans * config.patch_size**2)
 
     def init_weights(self) -> None:
-        self.decoder.apply(init_linears)
+        init_linears(self.decoder, self.init_std)
         super().init_weights()
         trunc_normal_(self.mask_token, std=0.02)
 
@@ -100,14 +100,12 @@ class TokenDeit(Deit):
 
     def create_stem(self) -> nn.Module:
         table = TokenEmbed(self.config.vocab_size, self.embed_dim)
-        trunc_normal_(table.weight, std=self.config.init_std)
+        trunc_normal_(table.weight, std=self.init_std)
         return table
 
-    def forward(self, x: Tensor, key_mask: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """Tokens (B, 1, H, W) -> logits (B, num_classes); without a key mask, `pad_token` is what it hides."""
-        if self.config.pad_token is not None and key_mask is None:
-            key_mask = x[:, 0] != self.config.pad_token
-        return super().forward(x, key_mask)
+    def key_mask_of(self, x: Tensor) -> Tensor | None:
+        """The key mask of tokens (B, 1, H, W) that are not `pad_token`."""
+        return None if self.config.pad_token is None else x[:, 0] != self.config.pad_token
 
 
 WITH_PARTS: dict[str, type[MaskedDeit | TokenDeit]] = {"mask_token": MaskedDeit, "vocab_size": TokenDeit}

@@ -25,8 +25,8 @@ from models.base import (
     check_key_mask,
     check_tokens,
     drop_path_rates,
+    fill_masked,
     intermediate_outputs,
-    masked_mean,
 )
 
 
@@ -162,13 +162,16 @@ class Pvt(Backbone):
         return largest
 
     def forward_features(self, x: Tensor, key_mask: Tensor | None = None) -> Tensor:
-        """Images -> the last stage's normalised grid (B, C, H, W), zero where masked."""
+        """Images -> the last stage's normalised grid (B, C, H, W); masked tokens are the mean of the others."""
         x = self.patch_embed(x)
         if key_mask is not None:
             check_key_mask(key_mask, (x.shape[0], x.shape[1], x.shape[2]))
         for s, stage in enumerate(self.stages):
             x = stage(x) if key_mask is None else stage(x, _halved(key_mask, s))
-        return x
+        if key_mask is None:
+            return x
+        mask = _halved(key_mask, len(self.stages) - 1).flatten(1)
+        return fill_masked(x.flatten(2).mT, mask).mT.unflatten(2, x.shape[2:])
 
     def forward_intermediates(
         self,
@@ -207,13 +210,9 @@ class Pvt(Backbone):
             self.reset_classifier(0, "")
         return taken
 
-    def pool(self, x: Tensor, key_mask: Tensor | None = None) -> Tensor:
-        """Grid -> (B, C), or the grid itself without pooling; the mean leaves out masked tokens."""
-        if not self.global_pool:
-            return x
-        if key_mask is None:
-            return x.mean((2, 3))
-        return masked_mean(x.flatten(2).mT, _halved(key_mask, len(self.stages) - 1).flatten(1))
+    def pool(self, x: Tensor) -> Tensor:
+        """Grid -> (B, C), or the grid itself without pooling."""
+        return x.mean((2, 3)) if self.global_pool else x
 
 
 def _halved(key_mask: Tensor, times: int) -> Tensor:

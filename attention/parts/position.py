@@ -53,7 +53,7 @@ class PositionBias(nn.Module):
         """A table of kind t5 for this window, from one (axes, rows, h) for `distance` tokens of side and overlap.
 
         Offsets are stretched as the window is. A row is the mean over the offsets in its bucket; rows without an offset
-        keep their values. None if a window of that size has no such table.
+        keep their values, or are 0 on the meta device. None if a window of that size has no such table.
         """
         assert self.table is not None
         _, size, overlap, causal = self.index_arguments
@@ -62,7 +62,8 @@ class PositionBias(nn.Module):
         there, here = (_t5_of_axis(reach, causal).to(table.device) for reach in (distance, size[1] + overlap[1]))
         of_offsets = table.float()[:, there].mT  # (axes, h, offsets)
         of_offsets = F.interpolate(of_offsets, len(here), mode="linear", align_corners=True).mT
-        found = self.table.detach().to(of_offsets)
+        found = torch.zeros_like(self.table, device=table.device) if self.table.is_meta else self.table.detach()
+        found = found.to(of_offsets)
         for bucket in here.unique():
             found = found.index_copy(1, bucket[None], of_offsets[:, here == bucket].mean(1, keepdim=True))
         return found.to(table.dtype)

@@ -250,7 +250,7 @@ def test_the_smallest_image_is_that_of_all_layers():
     model = create_model("pvtv2_b0", eva_last, device="meta")
     assert model.pretrained_cfg["min_input_size"] == (3, 128, 128)
     model = tiny_model("deit", [{"blocks": "0-1", **SOFTMAX}, {"blocks": 2, **EVA}])
-    with pytest.raises(OptionError, match="num_landmarks = 6 does not divide the 1x1 grid"):
+    with pytest.raises(OptionError, match=r"attention\(eva\).window_size = 3: larger than the 1x1 grid"):
         model.set_input_size(img_size=8)
 
 

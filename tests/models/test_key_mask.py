@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 import torch.nn.functional as F
+from timm.models._features import FeatureGetterNet
+from timm.models._features_fx import FeatureGraphNet
 from torch import Tensor, nn
 
 from attention import ATTENTION, OptionError
@@ -109,6 +111,43 @@ def test_padding_of_sequences_is_left_out():
     assert not torch.allclose(model(tokens)[1], plain(tokens)[1])
     other = torch.where(counts[:, None], tokens, 3)
     torch.testing.assert_close(model(tokens), plain(other, counts), rtol=FP64, atol=FP64)
+
+
+@pytest.mark.parametrize("family", CELL)
+def test_masked_features_are_the_mean_of_the_others(family: str):
+    """The logits are those of the features, as in timm's models."""
+    model = build(family, "softmax", **({"class_token": True, "global_pool": "avg"} if family == "deit" else {}))
+    x, mask = pad([image.detach() for image in images(family)], CELL[family])
+    features = model.forward_features(x, mask)
+    torch.testing.assert_close(model.forward_head(features), model(x, mask), rtol=0, atol=0)
+    tokens, counts = (features[:, 1:], mask) if family == "deit" else (features.flatten(2).mT, mask[:, ::8, ::8])
+    for y, own in zip(tokens, counts.flatten(1), strict=True):
+        torch.testing.assert_close(y[~own], y[own].mean(0).expand_as(y[~own]), rtol=FP64, atol=FP64)
+    assert not counts.all()
+
+
+@pytest.mark.parametrize("options", [{}, {"class_token": True}, {"class_token": True, "global_pool": "avg"}], ids=str)
+def test_padding_is_left_out_of_features(options: dict):
+    """Of `forward_features`, of intermediates and of timm's `features_only`; the heads need no mask."""
+    options |= {"vocab_size": 7, "patch_size": 1, "in_chans": 1, "img_size": (1, 12), "dynamic_img_size": False}
+    model = build("deit", "softmax", **options, pad_token=0)
+    plain = build("deit", "softmax", **options)
+    tokens = torch.randint(1, 7, (2, 1, 1, 12))
+    tokens[1, ..., 5:] = 0
+    counts = tokens[:, 0] != 0
+    features = model.forward_features(tokens)
+    torch.testing.assert_close(features, plain.forward_features(tokens, counts), rtol=0, atol=0)
+    torch.testing.assert_close(model.forward_head(features), model(tokens), rtol=0, atol=0)
+    final, intermediates = model.forward_intermediates(tokens, norm=True)
+    torch.testing.assert_close(final, features, rtol=0, atol=0)
+    last = features[:, model.num_prefix_tokens :].mT.unflatten(2, (1, 12))
+    torch.testing.assert_close(intermediates[-1], last, rtol=0, atol=0)
+    x, grid = plain.embed(tokens, counts)
+    graph = FeatureGraphNet(model, out_indices=[0, 1])(tokens)
+    for block, y, z in zip(plain.blocks, FeatureGetterNet(model, out_indices=[0, 1])(tokens), graph, strict=True):
+        x = block(x, grid, counts.flatten(1))
+        torch.testing.assert_close(y, x[:, plain.num_prefix_tokens :].mT.unflatten(2, grid), rtol=0, atol=0)
+        torch.testing.assert_close(z, x, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

@@ -565,6 +565,25 @@ def test_initialisation(name):
         assert model.pos_embed.std().item() == pytest.approx(0.02, rel=0.1)
 
 
+@pytest.mark.parametrize("options", [{"class_token": True, "dist_token": True}, {"mask_token": True, "num_classes": 0}])
+def test_the_std_of_linear_layers(options):
+    """Every linear layer has the numbers of std 0.02, scaled; a second initialisation leaves trained ones alone."""
+    narrow, stock = (tiny_model("deit", init_std=std, **options) for std in (0.1, 0.02))
+    linears = [f"{name}.weight" for name, module in narrow.named_modules() if isinstance(module, nn.Linear)]
+    stds = {name: 5 if name in linears else 1 for name in stock.state_dict()}
+    expected = {name: stds[name] * x for name, x in stock.state_dict().items()}
+    torch.testing.assert_close(narrow.state_dict(), expected, rtol=1e-6, atol=0)
+    trained = {name: x.clone() for name, x in narrow.state_dict().items() if ".mlp." in name or ".attn." in name}
+    narrow.init_weights()
+    torch.testing.assert_close({name: narrow.state_dict()[name] for name in trained}, trained, rtol=0, atol=0)
+    if "mask_token" in options:
+        assert narrow.decoder.weight.std().item() == pytest.approx(0.1, rel=0.1)
+        return
+    narrow.reset_classifier(40)
+    for head in narrow.get_classifier():
+        assert head.weight.std().item() == pytest.approx(0.1, rel=0.1)
+
+
 @pytest.mark.parametrize(
     ("patch_size", "widths"), [(4, [24, 48, 48]), (8, [12, 24, 48, 48]), (16, [6, 12, 24, 48, 48])]
 )

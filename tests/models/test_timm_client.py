@@ -1,5 +1,6 @@
 """Calls that users of timm make, in addition to the parts of timm's contract in test_models.py."""
 
+import copy
 import dataclasses
 import math
 
@@ -88,6 +89,132 @@ def test_set_input_size():
     torch.testing.assert_close(model(images), larger(images), rtol=0, atol=0)
 
 
+def assert_rebuilt(model, images):
+    """The model that timm builds from the arguments of `model` has its outputs, with its weights."""
+    rebuilt = timm.create_model("deit", **timm.models.get_model_args(model)).eval()
+    rebuilt.load_state_dict(model.state_dict())
+    torch.testing.assert_close(rebuilt(images), model.eval()(images), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_a_resized_model_can_be_built_at_its_size(name):
+    """Or it is refused, and stays as it is; also by patches, and with weights of a file of the other size."""
+    case = FACTS[name].CASES[0]
+    options = {"patch_size": 2, "embed_dim": 12, "depth": 2, "num_heads": 2, "num_classes": 5}
+    options["attention"] = {"name": name, **case.options}
+    model = timm.create_model("deit", img_size=(28, 20), **options).eval()
+    small, state = torch.randn(2, 3, 28, 20), copy.deepcopy(model.state_dict())
+    before = model(small)
+    if name in ("linformer", "synthesizer"):
+        tensor = {"linformer": "projection", "synthesizer": "factors"}[name]
+        problem = (
+            rf"blocks\.0\.attn: for this size attention\({name}\) has other weights.*: {tensor}; create a new model"
+        )
+        with pytest.raises(OptionError, match=problem):
+            model.set_input_size((56, 40))
+        torch.testing.assert_close(model.state_dict(), state, rtol=0, atol=0)
+        torch.testing.assert_close(model(small), before, rtol=0, atol=0)
+        return
+    frozen = [weight for weight, _ in model.named_parameters() if ".attn." in weight][::2]
+    for weight in frozen:
+        model.get_parameter(weight).requires_grad_(False)
+    random = torch.get_rng_state()
+    model.set_input_size((56, 40))
+    assert torch.equal(torch.get_rng_state(), random)
+    assert not any(module.training for module in model.modules())
+    assert [weight for weight, x in model.named_parameters() if not x.requires_grad] == frozen
+    assert_rebuilt(model, torch.randn(2, 3, 56, 40))
+    model.set_input_size(patch_size=(4, 4))
+    assert_rebuilt(model, torch.randn(2, 3, 56, 40))
+
+
+def test_a_mechanism_whose_weights_follow_the_grid_is_not_resized():
+    """In a DeiT, null is the reduction that leaves 49 keys."""
+    model = tiny_model("deit", "sra", img_size=56)
+    problem = (
+        r"blocks.0.attn: for this size attention\(sra\) .*: norm.bias, norm.weight, sr.bias, sr.weight; create a new"
+    )
+    with pytest.raises(
+        OptionError, match=problem + r" model of this size, or set attention\(sra\).reduction instead of"
+    ):
+        model.set_input_size(112)
+    assert (model.grid, model.config.img_size) == ((7, 7), 56)
+    assert model(torch.randn(1, 3, 56, 56)).shape == (1, 5)
+    model = tiny_model("deit", {"name": "sra", "reduction": 2}, img_size=56)
+    model.set_input_size(112)
+    assert_rebuilt(model, torch.randn(1, 3, 112, 112))
+
+
+def test_a_larger_grid_has_the_sizes_that_fit_it():
+    """A grid of 4 x 2 allows 8 of 16 landmarks, and windows of 2 columns; prefix tokens and pruned blocks are there."""
+    attention = {"name": "eva", "window_size": 4, "num_landmarks": 16, "fit": True, "position_bias": "t5"}
+    model = tiny_model("deit", attention, img_size=(32, 16), class_token=True)
+    assert model.blocks[0].attn.config.num_landmarks == 8
+    model.set_input_size((16, 64))
+    assert model.blocks[0].attn.config.num_landmarks == 16
+    assert_rebuilt(model, torch.randn(2, 3, 16, 64))
+    model.prune_intermediate_layers([0])
+    model.set_input_size((64, 64))
+    assert model(torch.randn(2, 3, 64, 64)).shape == (2, 65, 24)
+
+
+def test_layers_that_no_grid_changes_stay():
+    """With their adapters and hooks."""
+    model = tiny_model("deit", "softmax")
+    layers = [block.attn for block in model.blocks]
+    layers[0].qkv = torch.nn.Sequential(layers[0].qkv)
+    model.set_input_size((72, 56))
+    assert [block.attn for block in model.blocks] == layers
+
+
+@pytest.mark.parametrize("family", TINY)
+@pytest.mark.parametrize("name", ["agent", "focused_linear", "slab", "polaformer"])
+def test_pretrained_weights_of_another_size_are_resampled(family, name, tmp_path):
+    small, large = ({"img_size": size} for size in ((64, 128) if family == "deit" else (128, 256)))
+    source, file = tiny_model(family, name, **small), tmp_path / "weights.pth"
+    torch.save(source.state_dict(), file)
+    options = TINY[family] | large | {"attention": name, "pretrained_cfg_overlay": {"file": file, "num_classes": 5}}
+    model = timm.create_model(family, pretrained=True, **options).eval()
+    if family == "deit":
+        source.set_input_size(128)
+    images = torch.randn(1, 3, *2 * [large["img_size"]])
+    torch.testing.assert_close(model(images), source.eval()(images))
+
+
+def test_pretrained_weights_of_other_classes_and_channels(tmp_path):
+    """The classifiers and the first convolution are those of the options, before weights are loaded."""
+    options = {"class_token": True, "dist_token": True, "stem": "conv"}
+    source, file = tiny_model("deit", "softmax", **options), tmp_path / "weights.pth"
+    torch.save(source.state_dict(), file)
+    given = TINY["deit"] | options | {"num_classes": 10, "in_chans": 1}
+    overlay = {"file": file, "num_classes": 5}
+    model = create_model("deit", "softmax", pretrained=True, pretrained_cfg_overlay=overlay, **given).eval()
+    assert model.head.out_features == model.head_dist.out_features == 10
+    gray = torch.randn(2, 1, 48, 40)
+    x, grid = source.eval().embed(gray.expand(-1, 3, -1, -1))
+    torch.testing.assert_close(model.embed(gray), (x, grid))
+    torch.testing.assert_close(model.encode(x, grid), source.encode(x, grid))
+    again = timm.create_model("deit", **timm.models.get_model_args(model))
+    assert again.pretrained_cfg["classifier"] == ("head", "head_dist")
+    assert again.pretrained_cfg["first_conv"] == "patch_embed.proj.0"
+    tokens = tiny_model("deit", "softmax", vocab_size=7, patch_size=1, in_chans=1, img_size=(4, 6))
+    assert tokens.pretrained_cfg["first_conv"] is None
+
+
+@families
+def test_formats_of_intermediates(name):
+    model = tiny_model(name).eval()
+    with pytest.raises(AssertionError, match="are grids"):
+        model.forward_intermediates(tiny_images(name), output_fmt="NHWC")
+
+
+def test_intermediates_are_of_all_patches():
+    model = tiny_model("deit", "softmax", patch_drop_rate=0.5)
+    with pytest.raises(ValueError, match=r"model.patch_drop_rate leaves out patches of the maps; set it to 0, or call"):
+        model.forward_intermediates(tiny_images("deit"))
+    assert model.eval().forward_intermediates(tiny_images("deit"))[1][0].shape == (2, 24, 6, 5)
+
+
 def test_set_patch_size():
     model = tiny_model("deit").eval()
     stock = timm.create_model(
@@ -109,7 +236,8 @@ def test_set_patch_size():
     [
         ({"img_size": 100}, "model.img_size = 100 is not a multiple of patch_size = 8; nearest: 96"),
         ({"patch_size": 7}, "model.img_size = 48 is not a multiple of patch_size = 7; nearest: 49"),
-        ({"img_size": 8}, r"num_landmarks = 6 does not divide the 1x1 grid"),
+        ({"img_size": 8}, r"attention\(eva\).window_size = 3: larger than the 1x1 grid; at most 1"),
+        ({"img_size": (24, 8)}, r"num_landmarks = 6 does not divide the 3x1 grid"),
         ({"patch_size": (8, 4)}, r"patch_size = \(8, 4\): patches are square"),
     ],
 )
@@ -119,6 +247,16 @@ def test_sizes_that_cannot_be_set_leave_the_model(sizes, message):
         model.set_input_size(**sizes)
     assert model.config == tiny_model("deit").config
     assert model(tiny_images("deit")).shape == (2, 5)
+
+
+@pytest.mark.parametrize("options", [{"stem": "conv"}, {"vocab_size": 7, "patch_size": 1, "in_chans": 1}], ids=str)
+def test_patches_that_are_no_single_convolution_keep_their_size(options):
+    model = tiny_model("deit", "softmax", **options)
+    with pytest.raises(
+        OptionError, match="patch_size = 2: patches are square, those of a conv stem and of tokens fixed"
+    ):
+        model.set_input_size(patch_size=2)
+    assert model.config == tiny_model("deit", "softmax", **options).config
 
 
 @families
