@@ -1,6 +1,5 @@
 """Figures of a benchmark: time and memory against size."""
 
-import itertools
 import math
 import textwrap
 from collections.abc import Sequence
@@ -36,19 +35,22 @@ IMAGES = Scale("side of the image (pixels)", "image", ("ms", 1e-3), ("MiB", 2**2
 def draw_figures(rows: Sequence[dict[str, Any]], output: Path) -> None:
     """Writes attention.png (layers), core.png and model.png into the directory `output`.
 
-    Subjects that were measured at a single size get no figure.
+    Subjects that were measured at a single size get no figure; that of an earlier benchmark is removed.
     """
-    for kind, same_kind in itertools.groupby(rows, key=itemgetter("kind")):
-        same_kind = list(same_kind)
+    for kind in ("attention", "core", "model"):
+        same_kind = [row for row in rows if row["kind"] == kind]
         if len({row["size"] for row in same_kind if row["seconds"]}) > 1:
             write_file(output / f"{kind}.png", encode(draw(same_kind)))
+        else:
+            (output / f"{kind}.png").unlink(missing_ok=True)
 
 
 @in_style
 def draw(rows: Sequence[dict[str, Any]]) -> Figure:
     """Draws time and peak memory against size on logarithmic axes: panels for every setting, a line for every name.
 
-    Bars are quartiles. Noisy values have white markers. A note names subjects that did not fit into memory.
+    Bars are quartiles. Noisy values have white markers. A note names subjects that did not fit into memory. Memory that
+    was not measured is left out.
     """
     scale = IMAGES if rows[0]["kind"] == "model" else TOKENS
     setting_of = itemgetter(*SETTINGS[2:])
@@ -56,24 +58,29 @@ def draw(rows: Sequence[dict[str, Any]]) -> Figure:
     unit = "the number of tokens" if scale is TOKENS else "the size of the image"
     width = max(PAGE, 1 + 2.5 * len(settings))
     columns = max(1, int(width / (0.6 + 0.065 * max(map(len, names)))))  # of the legend
-    height = 4.6 + 0.17 * math.ceil(len(names) / columns)
-    figure = new_figure(f"How do time and memory grow with {unit}?", height, width)
-    panels = figure.subplots(2, len(settings), sharex=True, sharey="row", squeeze=False)
-    for (of_time, of_memory), setting in zip(panels.T, settings, strict=True):
+    quantities = [("time", scale.time)]
+    if any(row["peak_bytes"] is not None for row in rows):
+        quantities.append(("peak memory", scale.memory))
+    height = 2.3 * len(quantities) + 0.17 * math.ceil(len(names) / columns)
+    grow = "do time and memory" if quantities[1:] else "does time"
+    figure = new_figure(f"How {grow} grow with {unit}?", height, width)
+    panels = figure.subplots(len(quantities), len(settings), sharex=True, sharey="row", squeeze=False)
+    for (of_time, *of_memory), setting in zip(panels.T, settings, strict=True):
         of_time.set_title(", ".join(setting))
         for number, name in enumerate(names):
             here = [row for row in rows if (row["name"], setting_of(row)) == (name, setting) and row["seconds"]]
+            here.sort(key=extent)
             style = line_style(number) | {"label": name}
             draw_times(of_time, here, scale, style)
-            of_memory.plot(*points(here, "peak_bytes", scale, scale.memory[1]), **style)
-    for axes, label, unit in zip(panels[:, 0], ("time", "peak memory"), (scale.time, scale.memory), strict=True):
+            for axes in of_memory:
+                axes.plot(*points(here, "peak_bytes", scale, scale.memory[1]), **style)
+    for axes, (label, unit) in zip(panels[:, 0], quantities, strict=True):
         axes.set_ylabel(f"{label} ({unit[0]} per {scale.per})")
-    sizes = {extent(row): row["size"] for row in rows}
     for axes in panels.flat:
-        set_logarithmic(axes, sizes)
-    for axes in panels[1]:
+        set_logarithmic(axes, label_sizes(rows))
+    for axes in panels[-1]:
         axes.set_xlabel(scale.x)
-    handles, labels = panels[1, 0].get_legend_handles_labels()
+    handles, labels = panels[-1, 0].get_legend_handles_labels()
     notes = "\n".join(textwrap.wrap(note(rows), int(15 * width)))
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, title=notes)
     return figure
@@ -89,7 +96,11 @@ def draw_times(axes: Axes, rows: Sequence[dict[str, Any]], scale: Scale, style: 
 
 
 def points(rows: Sequence[dict[str, Any]], name: str, scale: Scale, unit: float) -> tuple[list[float], list[float]]:
-    """Returns sizes, and the quantity `name` per token or image of the batch in the unit of the axis."""
+    """Returns sizes, and the quantity `name` per token or image of the batch in the unit of the axis.
+
+    Rows without the quantity are left out.
+    """
+    rows = [row for row in rows if row[name] is not None]
     counts = [row["batch"] * (extent(row) if scale is TOKENS else 1) for row in rows]
     return [extent(row) for row in rows], [row[name] / unit / n for row, n in zip(rows, counts, strict=True)]
 
@@ -98,6 +109,14 @@ def extent(row: dict[str, Any]) -> float:
     """Returns the tokens of a layer, or the side in pixels of a square with the area of a model's image."""
     sides = [int(side) for side in row["size"].split("x")]
     return math.prod(sides) ** (1 / len(sides)) if row["kind"] == "model" else math.prod(sides)
+
+
+def label_sizes(rows: Sequence[dict[str, Any]]) -> dict[float, str]:
+    """Returns place on the axis -> the sizes there, one below the other: 28x28 and 14x56 have as many tokens."""
+    sizes: dict[float, dict[str, None]] = {}
+    for row in rows:
+        sizes.setdefault(extent(row), {})[row["size"]] = None
+    return {place: "\n".join(found) for place, found in sizes.items()}
 
 
 def set_logarithmic(axes: Axes, sizes: dict[float, str]) -> None:

@@ -5,9 +5,9 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-from bench.figures import draw
+from bench.figures import draw, draw_figures
 from bench.results import COLUMNS
-from engine.reporting.plots import COLORS, LINES, line_style
+from engine.reporting.plots import COLORS, LINES, encode, line_style
 
 
 def row(name: str, size: str, seconds: float | None, mode: str = "forward", kind: str = "attention") -> dict[str, Any]:
@@ -40,6 +40,35 @@ def test_layers_are_drawn_per_token_and_models_per_image():
     time, memory = draw([row("a", size, 1e-3, kind="model") for size in ("224", "112x448")] * 2).axes
     assert lines(time)["a"] == lines(memory)["a"] == [[224, 0.5]] * 4
     assert (time.get_ylabel(), memory.get_ylabel()) == ("time (ms per image)", "peak memory (MiB per image)")
+
+
+def test_lines_go_from_left_to_right_and_sizes_of_one_place_are_all_named():
+    """In the order of the command line, they would go back and forth."""
+    time, memory = draw([row("eva", size, 1e-3) for size in ("28x28", "196", "14x56", "3136")]).axes
+    for axes in (time, memory):
+        assert [x for x, _ in lines(axes)["eva"]] == [196, 784, 784, 3136]
+    labels = {label.get_position()[0]: label.get_text() for label in memory.get_xticklabels()}
+    assert labels == {196: "196", 784: "28x28\n14x56", 3136: "3136"}
+
+
+def test_what_was_not_measured_is_left_out():
+    """Memory of exported models, which torch does not allocate."""
+    rows = [row("deit", size, 1e-3, kind="model") for size in ("32", "64")]
+    exported = [each | {"execution": "onnx", "peak_bytes": None} for each in rows]
+    figure = draw([*rows, *exported])
+    assert [len(lines(axes)["deit"]) for axes in figure.axes] == [2, 2, 2, 0]
+    only_times = draw(exported)
+    assert [len(lines(axes)["deit"]) for axes in only_times.axes] == [2]
+    assert only_times.axes[0].get_xlabel()
+    assert all(encode(each) for each in (figure, only_times))
+
+
+def test_a_figure_that_a_benchmark_has_no_longer_is_removed(tmp_path):
+    layers = [row("eva", size, 1e-3) for size in ("16", "64")]
+    draw_figures(layers, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["attention.png"]
+    draw_figures([each | {"kind": "core"} for each in layers], tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["core.png"]
 
 
 def test_every_setting_has_panels_and_every_name_its_style_in_all_of_them():
