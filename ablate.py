@@ -19,9 +19,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from ablation.cases import Case, check_data
+from ablation.cases import Case, check_data, check_options, failure_mark, last_failure
 from ablation.estimate import plan_text
-from ablation.identity import SWEEP_FILE, check_sweep, store_sweep
+from ablation.identity import SWEEP_FILE, check_sweep, is_extended, store_sweep
 from ablation.measured import Measurements
 from ablation.planner import count_ranks
 from ablation.progress import Progress
@@ -29,7 +29,7 @@ from ablation.selection import select_only
 from ablation.settings import Setting, in_order, trials_of
 from ablation.sweep import read_ablation
 from ablation.tables import FIGURES, TABLES, report_sweep, write_figures, write_tables
-from ablation.worker import failure_mark, is_busy, last_failure, run_jobs, train_all
+from ablation.worker import is_busy, run_jobs, train_all
 from attention.options import to_yaml
 from attention.plugins import as_arguments
 from engine.config.load import find_config
@@ -37,6 +37,7 @@ from engine.runtime.arguments import ArgumentParser
 from engine.runtime.errors import ConfigError, refuse_bad_input
 from engine.runtime.files import check_directory, make_output
 from engine.runtime.signals import end_at_interrupt
+from engine.runtime.terminal import warn_once
 
 MOST_JOBS = 1024
 
@@ -65,10 +66,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ablation, every, left_out = read_ablation(args.config, args.overrides, args.output, launcher, measurements)
         settings = select_only(every, args.only)
         shown = [setting for setting in every if setting in (every[0], *settings)]
-        trials = trials_of(settings)
-        possible = [*trials, *(case for setting in settings for cases in setting.by_lr.values() for case in cases)]
+        possible = [case for setting in every for case in setting.possible_cases]
         for case in possible:
             check_directory(case.directory)
+        check_options(possible)
+        trials = trials_of(settings)
         check_data(trials)
         check_data(in_order(settings))
 
@@ -87,11 +89,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     wait = not args.no_wait
     results, drawn = (ablation.caption, every, args.output), time.monotonic()
 
-    def write_results() -> None:
-        """Writes the tables, and the figures if the last ones are a minute old."""
+    def write_results(is_last: bool = False) -> None:
+        """Writes the tables, and the figures if the last ones are a minute old, or these are the last.
+
+        Leaves them alone if a later command has added to the sweep.
+        """
         nonlocal drawn
+        if is_extended(ablation, args.output):
+            problem = f"{args.output / SWEEP_FILE} has runs that this command has not; the tables are left alone"
+            return warn_once(f"{problem}; run the command again to write them")
         write_tables(*results, left_out)
-        if time.monotonic() - drawn > 60:
+        if is_last or time.monotonic() - drawn > 60:
             write_figures(*results)
             drawn = time.monotonic()
 
@@ -109,8 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     train_all(in_order(settings), failures, wait, write_results, progress)
         finally:
             print(report_sweep(ablation.caption, shown, left_out))
-            write_tables(*results, left_out)
-            write_figures(*results)
+            write_results(is_last=True)
     diverged = [case for case in trials if case.has_diverged()]
     cases = [case for case in (*trials, *in_order(settings)) if case not in diverged]
     failed = [case for case in cases if last_failure(case) != failures[case.directory]]

@@ -1,4 +1,4 @@
-"""Runs of a sweep: their results, and the data of finished ones."""
+"""Runs of a sweep: their results, and the options and data of those that have begun."""
 
 import functools
 import sys
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.checkpoints.files import find_checkpoint
+from engine.checkpoints.identify import list_checkpoints
 from engine.config.load import dump_run, flatten, parse_run
 from engine.config.schema import Data, Run
 from engine.config.yaml_files import read_yaml
@@ -16,7 +17,7 @@ from engine.objectives import choose_objective
 from engine.reporting.metrics import find_records, list_changes
 from engine.runtime.errors import ConfigError, UserError
 from engine.runtime.terminal import warn_once
-from engine.training.resume import CONTENT, NAMES_ONLY, list_data_differences, list_differences
+from engine.training.resume import CONTENT, NAMES_ONLY, RANKS, list_data_differences, list_differences
 
 
 @dataclass(frozen=True)
@@ -27,46 +28,104 @@ class Case:
     directory: Path
     command: list[str]
 
+    @property
+    def config(self) -> Path:
+        """The file in which train.py keeps the options of the run in the directory."""
+        return self.directory / "config.yaml"
+
+    def finals(self) -> list[dict[str, Any]]:
+        """Returns the final records of the run in the directory, which may have other options."""
+        return [record for record in find_records(self.directory) if record["kind"] == "final"]
+
     def result(self) -> dict[str, Any] | None:
         """Returns the final record of train.py; None if the run is unfinished or has other options."""
-        finals = [record for record in find_records(self.directory) if record["kind"] == "final"]
-        return finals[-1] if finals and is_same_run(self.directory / "config.yaml", self.run) else None
+        finals = self.finals()
+        return finals[-1] if finals and is_same_run(self.config, self.run) else None
+
+    def has_begun(self) -> bool:
+        """Returns whether the directory has a checkpoint or a final record, if only of other options."""
+        return bool(list_checkpoints(self.directory) or self.finals())
 
     def has_diverged(self) -> bool:
         """Returns whether the run has ended because a loss, gradient or weight was not finite."""
         records = find_records(self.directory)
         is_over = bool(records) and records[-1]["kind"] == "fail" and "not finite" in records[-1]["reason"]
-        return is_over and is_same_run(self.directory / "config.yaml", self.run)
+        return is_over and is_same_run(self.config, self.run)
+
+    def outcome(self) -> str:
+        """Returns "finished", "diverged", or "failed" for another end; empty for a run that has not ended."""
+        if self.result():
+            return "finished"
+        return "diverged" if self.has_diverged() else "failed" * failure_mark(self).exists()
 
     def changes(self) -> list[str]:
         """Returns a text for every option that was changed within the run, so that it is not all of one setting."""
         return list_changes(find_records(self.directory))
 
 
+def failure_mark(case: Case) -> Path:
+    """Returns the file that tells other workers that the run failed, and why: only the next command tries again."""
+    return case.directory / "ablate.failed"
+
+
+def last_failure(case: Case) -> int | None:
+    """Returns the time of the run's failure in nanoseconds of its file system; None if it has not failed."""
+    mark = failure_mark(case)
+    return mark.stat().st_mtime_ns if mark.exists() else None
+
+
 def is_same_run(config: Path, run: Run) -> bool:
     """Returns whether the file `config`, of any version, describes a run with the results of `run`."""
-    expected = dump_run(run)
     try:
-        options = read_yaml(config).values
-        if options == expected:
-            return True
-        return not list_differences(flatten(dump_run(parse_run(options, str(config)))), flatten(expected))
+        return not list_option_differences(config, run)
     except ConfigError as error:
         warn_once(f"{error}; the run counts as another")
         return False
 
 
-def check_data(cases: Sequence[Case]) -> None:
-    """Refuses finished runs that were trained on other data than the sweep has now, as train.py would.
+def list_option_differences(config: Path, run: Run) -> list[str]:
+    """Returns one line for each option in the file `config`, of any version, that keeps train.py from resuming its run
+    as `run`.
 
-    Names on stderr the finished runs whose checkpoints do not tell their data, or only its names. Data that an
-    objective draws follows from the options.
+    Raises:
+        ConfigError: the file cannot be read, or describes no run.
+    """
+    options, expected = read_yaml(config).values, dump_run(run)
+    if options == expected:
+        return []
+    there = flatten(dump_run(parse_run(options, str(config))))
+    return list_differences(there, flatten(expected), RANKS if run.train.elastic else ())
+
+
+def check_options(cases: Sequence[Case]) -> None:
+    """Refuses runs that have begun with other options than the sweep has now, as train.py would.
+
+    Raises:
+        UserError: the first such run, and the first difference.
+    """
+    for case in cases:
+        if not case.has_begun():
+            continue
+        try:
+            lines = list_option_differences(case.config, case.run)
+        except ConfigError as error:
+            lines = [str(error)]
+        if lines:
+            remedy = "give them again, another --output, or move it elsewhere"
+            raise UserError(f"{case.directory}: was trained with other options; {remedy}: {lines[0]}")
+
+
+def check_data(cases: Sequence[Case]) -> None:
+    """Refuses runs that have begun on other data than the sweep has now, as train.py would.
+
+    Names on stderr the runs whose checkpoints do not tell their data, or only its names. Data that an objective draws
+    follows from the options.
 
     Raises:
         UserError: the first such run, and what differs. OptionError: the data cannot be read.
     """
     for case in cases:
-        if not case.result() or choose_objective(case.run).draw(case.run, False) is not None:
+        if not case.has_begun() or choose_objective(case.run).draw(case.run, False) is not None:
             continue
         try:
             found = find_checkpoint(case.directory, "last", quiet=True)

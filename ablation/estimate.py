@@ -128,7 +128,7 @@ def timed_seconds(settings: Sequence[Setting], world_size: int) -> tuple[float, 
     """
     images = 0.0
     for setting in settings:
-        runs = setting.num_runs + (len(setting.tuning.cases) if setting.tuning else 0)
+        runs = setting.num_runs + len(setting.trials)
         runs -= sum(bool(case.result()) for case in setting.known_cases)
         share = setting.costs.macs / settings[0].costs.macs
         images += runs * setting.run.schedule.epochs * count_images(setting.run) * share

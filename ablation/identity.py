@@ -36,13 +36,30 @@ def check_sweep(path: Path, output: Path) -> None:
     if not stored.exists():
         return
     try:
-        before, now = (parse_options(Ablation, read_yaml(file).values) for file in (stored, path))
+        before, now = map(read_sweep, (stored, path))
     except (OptionError, ConfigError) as error:
         raise ConfigError(f"{stored}: cannot be compared with {path}: {error}; delete it to go on") from None
     if differences := list_differences(before, now):
         remedies = f"another --output, --only to leave rows out, or delete {stored} to keep its runs"
         problem = f"{output}: holds another sweep; values and runs may be added, but {'; '.join(differences)}"
         raise ConfigError(f"{problem}; give {remedies}")
+
+
+def is_extended(ablation: Ablation, output: Path) -> bool:
+    """Returns whether the sweep in `output` has runs that `ablation` has not.
+
+    One that cannot be read counts as such: another version has stored it.
+    """
+    stored = output / SWEEP_FILE
+    try:
+        return stored.exists() and bool(list_differences(read_sweep(stored), ablation))
+    except (OptionError, ConfigError):
+        return True
+
+
+def read_sweep(path: Path) -> Ablation:
+    """Returns the options of the ablation file `path`; its rows are not checked."""
+    return parse_options(Ablation, read_yaml(path).values)
 
 
 def list_differences(before: Ablation, now: Ablation) -> list[str]:
@@ -55,6 +72,8 @@ def list_differences(before: Ablation, now: Ablation) -> list[str]:
             continue
         if name == "seeds":
             old, new = [*list_seeds(old)], [*list_seeds(new)]
+            if before.lr and now.lr and old and new and old[0] != new[0]:
+                found["the first seed, with which lr is chosen"] = old[0], new[0]
         if name == "grid" and old:
             found |= compare_grids(old, new or {}, is_search=before.trials is not None)
         elif name == "runs":

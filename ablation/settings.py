@@ -45,9 +45,19 @@ class Setting:
         return () if self.tuning and lr is None else self.by_lr[lr]
 
     @property
+    def trials(self) -> list[Case]:
+        """The runs that choose the learning rate; none if it is given."""
+        return [*self.tuning.cases.values()] if self.tuning else []
+
+    @property
     def known_cases(self) -> list[Case]:
-        """The runs that choose the learning rate, and then `cases`."""
-        return [*(self.tuning.cases.values() if self.tuning else ()), *self.cases]
+        """`trials`, and then `cases`."""
+        return [*self.trials, *self.cases]
+
+    @property
+    def possible_cases(self) -> list[Case]:
+        """`trials`, and then the runs of every learning rate that may be chosen."""
+        return [*self.trials, *itertools.chain(*self.by_lr.values())]
 
     @property
     def run(self) -> Run:
@@ -127,7 +137,7 @@ def in_order(settings: Sequence[Setting]) -> list[Case]:
 
 def trials_of(settings: Sequence[Setting]) -> list[Case]:
     """Returns the runs that choose learning rates, in the order of training; empty if these are given."""
-    tuned = [setting.tuning.cases.values() for setting in settings if setting.tuning]
+    tuned = [setting.trials for setting in settings if setting.tuning]
     return [case for trials in zip(*tuned, strict=True) for case in trials]
 
 
@@ -177,7 +187,8 @@ def short_names(settings: Sequence[Setting]) -> list[str]:
     """Names each setting by the options in which settings differ: "E=49, C=16", or "local, E=49".
 
     A mechanism has the `SYMBOLS` of its sizes, and the options in which settings of the same mechanism differ. Where
-    such names would not tell all settings apart, they have every option that varies, in full.
+    such names would not tell all settings apart, they have every option that varies, in full. Settings of the same name
+    have the size that is solved for `match` in theirs.
     """
     varied = varied_options(settings)
     chosen = [
@@ -194,9 +205,19 @@ def short_names(settings: Sequence[Setting]) -> list[str]:
         parts = ["; ".join(name_mechanism(own, texts) for own in own_mechanisms)]
         parts += [name_change(setting, option) for option in changes if option != "attention"]
         names.append(", ".join(filter(None, parts)) or "base")
+    names = with_sizes(names, settings)
     if len(set(names)) == len(names):
         return names
-    return [", ".join(f"{option}={text}" for option, text in changes.items()) or "base" for changes in chosen]
+    names = [", ".join(f"{option}={text}" for option, text in changes.items()) or "base" for changes in chosen]
+    return with_sizes(names, settings)
+
+
+def with_sizes(names: Sequence[str], settings: Sequence[Setting]) -> list[str]:
+    """Adds to a name that several settings have the size that is solved for `match`: "performer, num_samples=50"."""
+    return [
+        f"{name}, {own.option}={own.value}" if (own := setting.matched) and names.count(name) > 1 else name
+        for name, setting in zip(names, settings, strict=True)
+    ]
 
 
 def name_change(setting: Setting, option: str) -> str:

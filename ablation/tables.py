@@ -3,11 +3,14 @@
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import yaml
 
+from ablation.cases import Case
 from ablation.figures import draw_curves, draw_heat_map, draw_pareto, draw_results
 from ablation.front import RESAMPLES, front_probabilities
 from ablation.latex import latex_table
@@ -61,18 +64,21 @@ Table = dict[str, list[str]]
 """Title of a column -> texts of its rows; empty for values that are not known yet."""
 
 
-def tabulate(settings: Sequence[Setting], write: Callable[[str, Sequence[Measured]], Table]) -> Table:
+class Tables(NamedTuple):
+    """A table with the accuracies of several runs as `for_readers` has them, and as `for_programs` has them."""
+
+    readers: Table
+    programs: Table
+
+
+def tabulate(settings: Sequence[Setting]) -> Tables:
     """Returns a row for each setting.
 
     Accuracies are from the last epoch: "top-1" of the plain weights and, if any run keeps them, "EMA top-1" of averaged
     weights. Step time and memory are means over runs; memory is measured on a GPU only.
-
-    Args:
-        write: makes the columns of an accuracy of several runs from its name and values: `for_readers` or
-            `for_programs`.
     """
     results = [setting.results() for setting in settings]
-    table = {
+    options = {
         **held_options(settings),
         **tabulate_match(settings),
         **tabulate_rates(settings),
@@ -86,20 +92,31 @@ def tabulate(settings: Sequence[Setting], write: Callable[[str, Sequence[Measure
         **if_any("paper: memory (GB)", printed(settings, "memory_gb", "g")),
     }
     if several := has_replicates(settings):
-        table[f"{replicate_of(settings)}s"] = [str(len(runs)) for runs in results]
-    for name, key in accuracies(settings).items():
-        measured = measure(results, key)
-        table |= write(name, measured) if several else {f"{name} (%)": means(measured, ".2f")}
-    if several:
-        top1 = [[*own.values.values()] for own in measure(results, "top1")]
-        costs: dict[str, list[float | None]] = {"MACs": [setting.costs.macs for setting in settings]}
-        for cost, key in ("step", "step_seconds"), ("peak memory", "memory_mb"):
-            if tells_apart(measured := measure(results, key)):
-                costs[cost] = [own.spread and own.spread.mean for own in measured]
-        for cost, values in costs.items():
-            sure = [text(probability, ".2f") for probability in front_probabilities(values, top1)]
-            table |= if_any(f"on front: {cost}", sure)
-    return table | {"paper (%)": printed(settings, "top1", ".2f")}
+        options[f"{replicate_of(settings)}s"] = [str(len(runs)) for runs in results]
+    measured = {name: measure(results, key) for name, key in accuracies(settings).items()}
+    fronts = tabulate_fronts(settings, results) if several else {}
+
+    def join(write: Callable[[str, Sequence[Measured]], Table]) -> Table:
+        table = {**options}
+        for name, own in measured.items():
+            table |= write(name, own) if several else {f"{name} (%)": means(own, ".2f")}
+        return table | fronts | {"paper (%)": printed(settings, "top1", ".2f")}
+
+    return Tables(join(for_readers), join(for_programs))
+
+
+def tabulate_fronts(settings: Sequence[Setting], results: Sequence[Mapping[int, Mapping[str, Any]]]) -> Table:
+    """Returns a column of `front_probabilities` for each cost in which settings differ more than their runs."""
+    top1 = [[*own.values.values()] for own in measure(results, "top1")]
+    costs: dict[str, list[float | None]] = {"MACs": [setting.costs.macs for setting in settings]}
+    for cost, key in ("step", "step_seconds"), ("peak memory", "memory_mb"):
+        if tells_apart(measured := measure(results, key)):
+            costs[cost] = [own.spread and own.spread.mean for own in measured]
+    fronts: Table = {}
+    for cost, values in costs.items():
+        sure = [text(probability, ".2f") for probability in front_probabilities(values, top1)]
+        fronts |= if_any(f"on front: {cost}", sure)
+    return fronts
 
 
 def tabulate_match(settings: Sequence[Setting]) -> Table:
@@ -185,9 +202,21 @@ def text(number: float | None, form: str) -> str:
     return f"{number:{form}}" if number is not None and math.isfinite(number) else ""
 
 
-def split_constant(settings: Sequence[Setting]) -> tuple[Table, str]:
-    """Returns the table for readers without columns of given values that all rows share, and a text of those values."""
-    table = tabulate(settings, for_readers)
+class Report(NamedTuple):
+    """A table for readers.
+
+    Attributes:
+        table: its columns, without those of given values that all rows share. stated: a text of those values.
+        notes: see `list_notes`.
+    """
+
+    table: Table
+    stated: str
+    notes: list[str]
+
+
+def make_report(settings: Sequence[Setting], table: Table, left_out: Sequence[str] = ()) -> Report:
+    """Returns the report on the `table` for readers; for `left_out` see `report_sweep`."""
     papers = [title for title in table if title.startswith("paper")]
     given = (
         *changed_options(settings),
@@ -203,34 +232,42 @@ def split_constant(settings: Sequence[Setting]) -> tuple[Table, str]:
     constant = [title for title in table if title in given and len(set(table[title])) == 1]
     same = {title: table[title][0] for title in constant if len(settings) > 1 or not table[title][0]}
     stated = ", ".join(f"{title} = {text}" for title, text in same.items() if text)
-    return {title: texts for title, texts in table.items() if title not in same}, stated
+    shown = {title: texts for title, texts in table.items() if title not in same}
+    return Report(shown, stated, list_notes(settings, table, left_out))
 
 
 def report_sweep(caption: str, settings: Sequence[Setting], left_out: Sequence[str] = ()) -> str:
-    """Formats a sweep for readers in Markdown: caption, values that all rows share, the table, and its notes.
+    """Formats a sweep for readers, see `to_markdown`.
 
     Args:
         left_out: lines that name the settings without runs.
     """
-    table, stated = split_constant(settings)
+    return to_markdown(caption, make_report(settings, tabulate(settings).readers, left_out))
+
+
+def to_markdown(caption: str, report: Report) -> str:
+    """Formats a report in Markdown: caption, values that all rows share, the table, and its notes."""
+    table, stated, notes = report
     rows = markdown_table(list(table), zip(*table.values(), strict=True)) + "\n"
-    notes = [f"\n{note}\n" for note in list_notes(settings, left_out)]
-    return f"{caption}\n\n" + f"All rows: {stated}.\n\n" * bool(stated) + rows + "".join(notes)
+    return f"{caption}\n\n" + f"All rows: {stated}.\n\n" * bool(stated) + rows + "".join(f"\n{n}\n" for n in notes)
 
 
-def to_latex(caption: str, settings: Sequence[Setting], left_out: Sequence[str] = ()) -> str:
-    """Formats a sweep as `report_sweep` does, as a LaTeX table with booktabs; notes are comments below it."""
-    table, stated = split_constant(settings)
+def to_latex(caption: str, report: Report) -> str:
+    """Formats a report as `to_markdown` does, as a LaTeX table with booktabs; notes are comments below it."""
+    table, stated, notes = report
     caption = " ".join(filter(None, [f"{caption}." * bool(caption), f"All rows: {stated}." * bool(stated)]))
     text = latex_table(caption, list(table), list(zip(*table.values(), strict=True)))
-    return text + "".join(f"% {note}\n" for note in list_notes(settings, left_out))
+    return text + "".join(f"% {note}\n" for note in notes)
 
 
-def list_notes(settings: Sequence[Setting], left_out: Sequence[str]) -> list[str]:
+def list_notes(settings: Sequence[Setting], table: Table, left_out: Sequence[str]) -> list[str]:
     """Returns the notes below a table: how reliable its numbers are, and what is not as its row says."""
-    replicate = replicate_of(settings)
+    replicate, num_runs = replicate_of(settings), settings[0].num_runs
     notes = [REPLICATES.format(replicate) if has_replicates(settings) else ONE_RUN] + [FOLDS] * (replicate == "fold")
-    if any(title.startswith("on front") for title in tabulate(settings, for_readers)):
+    counts = set(map(int, table.get(f"{replicate}s", [])))
+    if len(counts) == 1 and 0 < max(counts) < num_runs and not all(map(Case.outcome, in_order(settings))):
+        notes.append(f"Not finished: every row has {max(counts)} of its {num_runs} runs.")
+    if any(title.startswith("on front") for title in table):
         notes.append(ON_FRONT.format(replicate))
     notes += describe_match(settings)
     if tuned := [setting.tuning for setting in settings if setting.tuning]:
@@ -238,12 +275,23 @@ def list_notes(settings: Sequence[Setting], left_out: Sequence[str]) -> list[str
     for name, setting in zip(short_names(settings), settings, strict=True):
         for lr in setting.tuning.diverged() if setting.tuning else ():
             notes.append(f"{name}: training has diverged with optim.lr = {to_yaml(lr)}, which was not chosen.")
+        notes += [f"{name}: {line}." for line in describe_lost(setting)]
         if setting.paper and setting.paper.note:
             notes.append(f"{name}, not as the paper prints it: {setting.paper.note}.")
     for case in in_order(settings):
         if changes := case.changes():
             notes.append(f"{case.directory.name} is not all of its setting: {'; '.join(changes)}.")
     return notes + [f"Left out: {line}." for line in left_out]
+
+
+def describe_lost(setting: Setting) -> list[str]:
+    """Returns a text for the runs of a setting that have diverged, and one for those that have failed otherwise."""
+    outcomes, lines = Counter(map(Case.outcome, setting.cases)), []
+    for outcome in ("diverged", "failed"):
+        if count := outcomes[outcome]:
+            has, takes = ("has", "takes") if count == 1 else ("have", "take")
+            lines.append(f"{count} of {setting.num_runs} runs {has} {outcome} and {takes} no part")
+    return lines
 
 
 def describe_choice(tuning: Tuning) -> str:
@@ -308,18 +356,25 @@ FIGURES = ("table.png", "heat_map.png", "pareto.png", "curves.png")
 
 def write_tables(caption: str, settings: Sequence[Setting], output: Path, left_out: Sequence[str] = ()) -> None:
     """Writes `TABLES` into `output`; for `left_out` see `report_sweep`."""
+    readers, programs = tabulate(settings)
+    report = make_report(settings, readers, left_out)
     with hold_lock(output / "lock", wait=True):
-        write_file(output / "table.md", report_sweep(caption, settings, left_out).encode())
-        write_file(output / "table.tex", to_latex(caption, settings, left_out).encode())
+        write_file(output / "table.md", to_markdown(caption, report).encode())
+        write_file(output / "table.tex", to_latex(caption, report).encode())
         write_file(output / "table.json", to_json(caption, settings, left_out))
-        for name, table in ("table.csv", tabulate(settings, for_programs)), ("runs.csv", list_runs(settings)):
+        for name, table in ("table.csv", programs), ("runs.csv", list_runs(settings)):
             write_file(output / name, to_csv(list(table), zip(*table.values(), strict=True)))
 
 
 def write_figures(caption: str, settings: Sequence[Setting], output: Path) -> None:
-    """Writes table.png, pareto.png, curves.png and, for two options of numbers, heat_map.png into `output`."""
+    """Writes table.png, pareto.png, curves.png and, for two options of numbers, heat_map.png into `output`.
+
+    Removes an earlier figure that the sweep has no longer.
+    """
     drawings = [draw(caption, settings) for draw in (draw_results, draw_heat_map, draw_pareto, draw_curves)]
     with hold_lock(output / "lock", wait=True):
         for name, figure in zip(FIGURES, drawings, strict=True):
             if figure is not None:
                 write_file(output / name, encode(figure))
+            else:
+                (output / name).unlink(missing_ok=True)

@@ -15,7 +15,7 @@ from typing import Self
 
 import torch
 
-from ablation.cases import Case
+from ablation.cases import Case, failure_mark, last_failure
 from ablation.progress import Progress
 from engine.runtime.locks import hold_lock, is_locked
 from engine.runtime.processes import run_to_end, wait_for
@@ -169,17 +169,6 @@ def is_busy(case: Case) -> bool:
         return False
     with hold_lock(case.directory / "ablate.lock", wait=False) as is_held:
         return not is_held or is_locked(case.directory)
-
-
-def failure_mark(case: Case) -> Path:
-    """Returns the file that tells other workers that the run failed, and why: only the next command tries again."""
-    return case.directory / "ablate.failed"
-
-
-def last_failure(case: Case) -> int | None:
-    """Returns the time of the run's failure in nanoseconds of its file system; None if it has not failed."""
-    mark = failure_mark(case)
-    return mark.stat().st_mtime_ns if mark.exists() else None
 
 
 def share_devices(jobs: int) -> list[dict[str, str]]:

@@ -27,7 +27,7 @@ from matplotlib.transforms import Bbox
 
 import ablate
 import train
-from ablation import worker
+from ablation import tables, worker
 from ablation.cases import Case
 from ablation.figures import draw_curves, draw_heat_map, draw_pareto, draw_results, read_curve
 from ablation.front import front_probabilities, non_dominated
@@ -38,7 +38,7 @@ from ablation.replicates import measure
 from ablation.search import sample
 from ablation.settings import Setting, in_order, short_names
 from ablation.sweep import read_ablation
-from ablation.tables import ONE_RUN, for_programs, report_sweep, tabulate, to_json, write_tables
+from ablation.tables import FIGURES, ONE_RUN, report_sweep, tabulate, to_json, write_figures, write_tables
 from engine.checkpoints.files import find_checkpoint, save_checkpoint
 from engine.config.load import dump_run
 from engine.data.idx import IMAGES, LABELS, write_idx
@@ -181,14 +181,45 @@ def test_averaged_weights_have_a_column_of_their_own(config, launcher):
     assert [(row["top-1 (%)"], row["EMA top-1 (%)"]) for row in rows(config.parent / "out")] == [("97.50", "98.50")] * 2
 
 
-def test_a_run_made_with_other_options_is_not_taken_for_finished(config, launcher):
-    output = config.parent / "out"
-    announce(config)
+@pytest.mark.parametrize("trace", ["metrics.jsonl", "step_4.pt"])
+def test_runs_made_with_other_options_are_refused_before_any_run(config, launcher, capsys, trace):
+    """By overrides, or an edited base: the results stay, and no other row is trained as theirs is not."""
+    output, log = config.parent / "out", config.parent / "log"
+    config.write_text(ABLATION + "  - {schedule.epochs: 3}\n")
+    announce(config, "schedule.epochs=2")
+    only, others = ["--only", "attention.window_size=1"], ["--only", "attention.name=softmax"]
     arguments = [str(config), "--output", str(output), "--launcher", launcher]
+    ablate.main([*arguments, "schedule.epochs=2", *only])
+    directory = output / NAMES[0]
+    if trace != "metrics.jsonl":
+        (directory / "metrics.jsonl").rename(directory / trace)
+    before = {name: (output / name).read_bytes() for name in ("table.csv", "sweep.yaml")}
+    capsys.readouterr()
+
+    def refusal(*more: str) -> str:
+        with pytest.raises(SystemExit) as ended:
+            ablate.main([*arguments, *more])
+        assert ended.value.code == 2
+        assert log.read_text().split() == NAMES[:1]
+        assert {name: (output / name).read_bytes() for name in before} == before
+        return capsys.readouterr().err
+
+    problem = f"error: {directory}: was trained with other options; give them again, another --output, or move it elsew"
+    problem += "here: {}: {} there, {} here\n"
+    assert refusal() == refusal(*others) == refusal("--dry-run") == problem.format("schedule.epochs", 2, 1)
+    assert refusal("schedule.epochs=2", "train.seed=4") == problem.format("train.seed", 0, 4)
+    (config.parent / "base.yaml").write_text(BASE.replace("depth: 1", "depth: 2"))
+    assert refusal("schedule.epochs=2") == problem.format("model.depth", 1, 2)
+
+
+def test_an_elastic_run_goes_on_with_other_accumulation_steps(config, launcher):
+    """As train.py does."""
+    config.write_text("base: base.yaml\nruns:\n  - {train.elastic: true}\n")
+    announce(config, "train.grad_accum_steps=2")
+    arguments = [str(config), "--output", str(config.parent / "out"), "--launcher", launcher]
+    ablate.main([*arguments, "train.grad_accum_steps=2"])
     ablate.main(arguments)
-    with pytest.raises(SystemExit) as ended:
-        ablate.main([*arguments, "train.seed=1"])
-    assert ended.value.code.startswith("error: 3 of 3 runs failed")
+    assert len((config.parent / "log").read_text().splitlines()) == 1
 
 
 @pytest.mark.parametrize(
@@ -196,7 +227,7 @@ def test_a_run_made_with_other_options_is_not_taken_for_finished(config, launche
     [({"attention": "softmax"}, True), ({"data": {"dataset": "digits"}}, True), ({"attention": "nystrom"}, False)],
     ids=["the mechanism by its name alone", "another number of workers", "a mechanism that cannot be built"],
 )
-def test_a_finished_run_may_be_written_otherwise(config, launcher, change, is_finished):
+def test_a_finished_run_may_be_written_otherwise(config, launcher, capsys, change, is_finished):
     """A run is the same if its options mean the same, however its config.yaml writes them."""
     output = config.parent / "out"
     config.write_text("base: base.yaml\nruns:\n  - {attention: softmax}\n")
@@ -205,8 +236,10 @@ def test_a_finished_run_may_be_written_otherwise(config, launcher, change, is_fi
     ablate.main(arguments)
     (path,) = output.glob("*/config.yaml")
     path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | change))
-    ablate.main(arguments)
-    assert len((config.parent / "log").read_text().splitlines()) == (1 if is_finished else 2)
+    with nullcontext() if is_finished else pytest.raises(SystemExit, match="2"):
+        ablate.main(arguments)
+    assert (f"{path.parent}: was trained with other options" in capsys.readouterr().err) != is_finished
+    assert len((config.parent / "log").read_text().splitlines()) == 1
 
 
 def test_a_finished_run_may_be_asked_for_otherwise(config, launcher):
@@ -277,6 +310,9 @@ def test_a_run_finished_on_other_data_is_refused(config, capsys):
     for path in directory.glob("*.pt"):
         path.unlink()
     assert sweep(roots[0]).endswith("which data it was trained on is not known: no checkpoint there\n")
+    save_checkpoint(path, checkpoint)
+    (directory / "metrics.jsonl").unlink()  # as within the run
+    assert sweep(roots[1], status=2).startswith(f"{problem}train_content: ")
 
 
 @pytest.mark.parametrize("lock", ["lock", "ablate.lock"], ids=["of train.py", "of ablate.py"])
@@ -779,7 +815,7 @@ def test_a_run_is_trained_for_real(config):
 
 def finish(case: Case, **final: float) -> None:
     """Writes the files of a finished run of train.py."""
-    case.directory.mkdir(parents=True)
+    case.directory.mkdir(parents=True, exist_ok=True)
     (case.directory / "config.yaml").write_text(yaml.safe_dump(dump_run(case.run)))
     record = {"kind": "final", "epoch": 1, "step": 9, "step_seconds": 0.0123, "memory_mb": 321.4} | final
     (case.directory / "metrics.jsonl").write_text(json.dumps(record) + "\n")
@@ -866,7 +902,7 @@ def test_what_is_the_same_in_all_rows_goes_to_the_caption(config):
     assert same == "All rows: attention.position_bias = table."
     columns = ["attention.window_size", "parameters (M)", "MACs (G)", "step (s)", "top-1 (%)"]
     assert header == f"| {' | '.join(columns)} |"  # without a paper's, which gives none
-    assert "attention.position_bias" in tabulate(settings, for_programs)
+    assert "attention.position_bias" in tabulate(settings).programs
 
 
 def test_a_papers_table_is_a_list_of_configurations_with_the_papers_figures(tmp_path):
@@ -874,7 +910,7 @@ def test_a_papers_table_is_a_list_of_configurations_with_the_papers_figures(tmp_
     ablation, settings, _ = read_ablation(path, [], tmp_path, ["python"])
     assert settings[1].cases[0].directory == tmp_path / "deit_tiny_p8-performer"
     assert settings[1].cases[0].command[2].endswith("/deit_tiny_p8/performer.yaml")
-    table = tabulate(settings[:2], for_programs)
+    table = tabulate(settings[:2]).programs
     assert table["base"] == ["deit_tiny_p8/softmax", "deit_tiny_p8/performer"]
     assert [table[title][1] for title in ("MACs (G)", "paper: MACs (G)", "paper (%)")] == ["4.655", "4.9", "67.19"]
     note = "deit_tiny_p8/performer, not as the paper prints it: 4.9 G is the cost of 96 features"
@@ -885,7 +921,7 @@ def test_a_row_may_give_the_papers_time_and_memory(tmp_path):
     """EVA Table 6 prints both."""
     path = Path(ablate.__file__).parent / "configs/ablation/eva_table6.yaml"
     ablation, settings, _ = read_ablation(path, [], tmp_path, ["python"])
-    table = tabulate(settings, for_programs)
+    table = tabulate(settings).programs
     assert table["paper: step (ms)"] == ["87", "65", "77", "87", "89", "94", "119", "108", "99"]
     assert table["paper: memory (GB)"] == ["8.1", "7.8", "8.4", "9.1", "9.4", "9.9", "12.5", "11.9", "17.7"]
     assert table["paper (%)"][-1] == "77.16"
@@ -908,7 +944,7 @@ def test_a_row_shows_the_seeds_that_are_finished(config):
     ablation, settings, _ = read_ablation(config, [], config.parent, ["python"])
     for case in (*settings[0].cases, settings[1].cases[1]):
         finish(case, top1=97.5)
-    table = tabulate(settings, for_programs)
+    table = tabulate(settings).programs
     assert list(zip(table["seeds"], table["top-1 (%)"], table["top-1 std"], strict=True)) == [
         ("3", "97.50", "0.00"),
         ("1", "97.50", ""),
@@ -916,6 +952,36 @@ def test_a_row_shows_the_seeds_that_are_finished(config):
     ]
     assert "| 1 | 97.50 | +0.00 (one run) |" in report_sweep(ablation.caption, settings)
     assert len(draw_results(ablation.caption, settings).axes) == 2
+
+
+def test_runs_that_take_no_part_are_named(config):
+    """The first row has a run that has diverged, the second two that have failed, the third one that is to come."""
+    config.write_text(REPLICATED)
+    ablation, settings, _ = read_ablation(config, [], config.parent, ["python"])
+    for case in (*settings[0].cases[:2], settings[1].cases[1], *settings[2].cases[:2]):
+        finish(case, top1=97.5)
+    diverged = settings[0].cases[2]
+    finish(diverged)
+    record = {"kind": "fail", "epoch": 0, "step": 9, "reason": "the loss is not finite"}
+    (diverged.directory / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    for case in (diverged, *settings[1].cases[::2]):
+        case.directory.mkdir(exist_ok=True)
+        worker.failure_mark(case).touch()
+    report = report_sweep(ablation.caption, settings)
+    assert "\nsoftmax: 1 of 3 runs has diverged and takes no part.\n" in report
+    assert "\nE=1: 2 of 3 runs have failed and take no part.\n" in report
+    assert "E=4:" not in report
+    assert "Not finished" not in report  # the column of seeds shows that
+    finish(settings[1].cases[0], top1=97.5)  # tried again
+    report = report_sweep(ablation.caption, settings)
+    assert "\nE=1: 1 of 3 runs has failed and takes no part.\n" in report
+    assert "All rows: seeds = 2." in report
+    assert "\nNot finished: every row has 2 of its 3 runs.\n" in report
+    worker.failure_mark(settings[2].cases[2]).parent.mkdir()
+    worker.failure_mark(settings[2].cases[2]).touch()
+    report = report_sweep(ablation.caption, settings)
+    assert report.count(": 1 of 3 runs has ") == 3
+    assert "Not finished" not in report
 
 
 def test_without_seeds_the_table_says_what_one_run_is_worth(config):
@@ -946,6 +1012,14 @@ def test_two_axes_of_numbers_make_a_heat_map(config):
     assert texts == {(1, 2): "90.00 ± 0.00", (0, 2): "91.00", (1, 0): "92.00", (0, 0): "93.00", (1, 1): "94.00"}
     assert draw_heat_map("Windows", settings[:-1]) is None  # a combination is missing
     assert draw_heat_map("Windows", settings[::2]) is None  # one axis
+
+
+def test_a_figure_that_a_sweep_has_no_longer_is_removed(config):
+    settings = grid_of_numbers(config)
+    write_figures("Windows", settings, config.parent)
+    assert {path.name for path in config.parent.glob("*.png")} == set(FIGURES)
+    write_figures("Windows", settings[:-1], config.parent)
+    assert {path.name for path in config.parent.glob("*.png")} == set(FIGURES) - {"heat_map.png"}
 
 
 def test_the_settings_that_no_other_beats_are_named(config):
@@ -1018,13 +1092,26 @@ def test_rows_of_several_seeds_say_how_sure_the_front_is(config):
     for number, values in enumerate(([90, 90, 90], [91, 91, 91], [88, 92, 95])):
         for case, top1 in zip(settings[number].cases, values, strict=True):
             finish(case, top1=top1, step_seconds=0.3 - 0.1 * number)
-    table = tabulate(settings, for_programs)
+    table = tabulate(settings).programs
     assert table["on front: MACs"][:2] == ["0.00", "1.00"]  # windows of 1 cost least, softmax most
     share = float(table["on front: MACs"][2])
     assert share == pytest.approx(17 / 27, abs=4 * math.sqrt(17 * 10 / 27**2 / 10_000))  # 17 of 27 draws are above 91
     assert table["on front: step"] == ["0.00", f"{1 - share:.2f}", "1.00"]  # softmax is slowest, windows of 2 fastest
     assert f"({share:.0%})" in "".join(text.get_text() for text in draw_pareto("", settings).axes[0].texts)
     assert "10,000 bootstrap resamples" in report_sweep(ablation.caption, settings)
+
+
+def test_all_tables_are_of_one_reading_of_the_records(config, monkeypatch):
+    """The bootstrap of each cost is drawn once."""
+    settings, drawn = grid_of_numbers(config), []
+
+    def count(*arguments: object) -> list[float | None]:
+        drawn.append(arguments)
+        return front_probabilities(*arguments)
+
+    monkeypatch.setattr(tables, "front_probabilities", count)
+    write_tables("Windows", settings, config.parent)
+    assert len(drawn) == len([title for title in rows(config.parent)[0] if title.startswith("on front")]) == 2
 
 
 def test_a_cost_that_seeds_vary_as_settings_do_has_no_front(config):
@@ -1034,7 +1121,7 @@ def test_a_cost_that_seeds_vary_as_settings_do_has_no_front(config):
     for setting, steps in zip(settings, ([0.0583, 0.0551], [0.0561, 0.0522]), strict=True):
         for case, seconds, top1 in zip(setting.cases, steps, (90, 92), strict=True):
             finish(case, top1=top1, step_seconds=seconds)
-    fronts = [title for title in tabulate(settings, for_programs) if title.startswith("on front")]
+    fronts = [title for title in tabulate(settings).programs if title.startswith("on front")]
     assert fronts == ["on front: MACs"]
     assert len(draw_pareto("", settings).axes) == len(fronts)
     assert "A measured cost in which rows differ no more than seeds has no such" in report_sweep("", settings)
@@ -1208,6 +1295,24 @@ def test_names_have_the_sizes_of_a_mechanism_and_what_varies(config, rows, names
     (config.parent / "base.yaml").write_text(base)
     config.write_text("base: base.yaml\nruns:\n" + "".join(f"  - {{{row}}}\n" for row in rows))
     assert short_names(read_ablation(config, [], config.parent, ["python"])[1]) == names
+
+
+def test_settings_of_the_same_name_have_the_size_that_is_solved(config):
+    """`match: false` is no option of the run."""
+    config.write_text(
+        "base: base.yaml\nmatch: {layer_macs: 24.0e3}\nruns:\n"
+        "  - {attention: {name: performer}}\n  - {attention: {name: performer}, match: false}\n"
+        "  - {attention: {name: softmax}, match: false}\n"
+    )
+    _, settings, _ = read_ablation(config, [], config.parent, ["python"])
+    names = [f"performer, num_samples={settings[0].matched.value}", "performer", "softmax"]
+    assert short_names(settings) == names
+    for setting in settings:
+        finish(setting.cases[0])
+        evaluation = {"kind": "eval", "epoch": 1, "step": 9, "loss": 1.0}
+        (setting.cases[0].directory / "metrics.jsonl").write_text(json.dumps(evaluation) + "\n")
+    (axes,) = draw_curves("", settings).axes
+    assert [text.get_text() for text in axes.texts] == names
 
 
 def test_where_short_names_would_be_the_same_they_are_in_full(tmp_path):

@@ -10,7 +10,7 @@ import ablate
 from ablation import match, measured
 from ablation.measured import MATCH_FILE, Measurement, Measurements, find_size, measure_call, measure_layers
 from ablation.sweep import read_ablation
-from ablation.tables import for_programs, report_sweep, tabulate, to_json
+from ablation.tables import report_sweep, tabulate, to_json
 from attention import ATTENTION, LayerContext
 from attention.options import parse_options
 from attention.sizes import Size
@@ -67,7 +67,7 @@ def test_the_solved_size_is_an_override_of_an_ordinary_run(config):
 
 def test_the_table_shows_target_reached_cost_and_deviation(config):
     ablation, settings, left_out = read(config)
-    table = tabulate(settings, for_programs)
+    table = tabulate(settings).programs
     reached = [setting.matched.reached for setting in settings[:2]]
     assert table["size"] == ["num_samples=8", "num_landmarks=5", ""]
     assert table["layer_macs: target"] == ["24000", "24000", ""]
@@ -273,7 +273,7 @@ def test_measured_sizes_are_stored_and_taken_again(config, machine):
     _, again, _ = read_ablation(config, [], config.parent, [])
     assert [setting.matched.value for setting in again] == [10, 10, 5]
     assert 0 < len(machine.sizes) - count <= 8
-    table = tabulate(again, for_programs)
+    table = tabulate(again).programs
     assert table["time (ms): reached"] == ["5"] * 3
     report = report_sweep(ablation.caption, again)
     assert (

@@ -25,7 +25,7 @@ from ablation.latex import latex_table
 from ablation.progress import Progress
 from ablation.settings import in_order, short_names
 from ablation.sweep import read_ablation
-from ablation.tables import for_programs, tabulate, to_json, to_latex, write_tables
+from ablation.tables import make_report, tabulate, to_json, to_latex, write_tables
 from ablation.worker import ErrorLines, describe_status
 from engine.config.load import dump_run
 from engine.runtime.processes import run_to_end
@@ -91,7 +91,7 @@ def test_the_baseline_becomes_the_first_row(config):
     assert [setting.run.attention["name"] for setting in settings] == ["softmax", "local", "local"]
     for setting, top1 in zip(settings, (90, 92, 89), strict=True):
         finish(setting.cases[0], top1=top1)
-    assert tabulate(settings, for_programs)["top-1 difference"] == ["", "+2.00", "-1.00"]
+    assert tabulate(settings).programs["top-1 difference"] == ["", "+2.00", "-1.00"]
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_a_baseline_that_is_not_one_row_is_one_line(config, baseline, expected):
 def test_empty_cells_have_the_values_that_hold(config):
     """Softmax attention has no windows."""
     _, settings, _ = read(config)
-    table = tabulate(settings, for_programs)
+    table = tabulate(settings).programs
     assert table["attention.window_size"] == ["", "1", "2"]
     assert table["schedule.epochs"] == ["4", "4", "2"]
     assert table["attention"] == ["softmax", "local", "local"]
@@ -206,7 +206,7 @@ def test_the_latex_table_is_that_of_markdown(config):
     _, settings, _ = read(config)
     for case in in_order(settings):
         finish(case, top1=90.0 + case.run.train.seed)
-    text = to_latex("Windows & more", settings)
+    text = to_latex("Windows & more", make_report(settings, tabulate(settings).readers))
     assert "  \\caption{Windows \\& more. All rows: seeds = 2.}\n" in text
     assert text.count(" \\\\\n") == 4
     assert "attention.window\\_size & schedule.epochs" in text
@@ -243,6 +243,29 @@ def test_a_sweep_goes_on_with_what_is_added(config, change):
     assert (output_of(config) / SWEEP_FILE).read_text().endswith(config.read_text())
 
 
+def test_tables_are_left_to_a_later_command_that_adds_rows(config, capsys, monkeypatch):
+    """The first worker begins before the row is added, and ends last."""
+    longer = SWEEP.replace("runs:", "runs:\n  - {attention: linear}")
+
+    def add_row(cases: list[Case], *_: object) -> None:
+        if config.read_text() == SWEEP:
+            config.write_text(longer)
+            with pytest.raises(SystemExit, match="8 of 8 runs are not finished"):
+                ablate.main(arguments)
+            assert table.read_text().count("\n") == 5
+
+    table, arguments = output_of(config) / "table.csv", [str(config), "--output", str(output_of(config)), "--no-wait"]
+    monkeypatch.setattr(ablate, "train_all", add_row)
+    with pytest.raises(SystemExit, match="6 of 6 runs are not finished"):
+        ablate.main(arguments)
+    assert table.read_text().count("\n") == 5
+    stored = output_of(config) / SWEEP_FILE
+    assert stored.read_text().endswith(longer)
+    problem = "has runs that this command has not; the tables are left alone; run the command again to write them"
+    assert capsys.readouterr().err == f"warning: {stored} {problem}\n"
+
+
+TUNED = "seeds: 2\nbase: base.yaml\nlr: [1.0e-3, 2.0e-3]\nruns: [{}]\n"
 GRID = "base: base.yaml\nseeds: 2\ngrid: {optim.lr: [1.0e-3, 2.0e-3], schedule.epochs: [3]}\n"
 
 
@@ -266,6 +289,7 @@ GRID = "base: base.yaml\nseeds: 2\ngrid: {optim.lr: [1.0e-3, 2.0e-3], schedule.e
         (GRID + "trials: 2\n", GRID.replace("[3]", "[3, 4]") + "trials: 2\n", "grid.schedule.epochs: [3] -> [3, 4]"),
         (GRID + "trials: 2\n", GRID + "trials: 1\n", "trials: 2 -> 1"),
         ("bases: [base.yaml]\n", "bases: [base.yaml]\nruns: [{}]\n", "bases: as they are -> changed by all settings"),
+        (TUNED, TUNED.replace("2", "[5, 0, 1]", 1), "the first seed, with which lr is chosen: 0 -> 5"),
     ],
 )
 def test_another_sweep_is_refused_with_the_difference(config, capsys, before, now, difference):

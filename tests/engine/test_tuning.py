@@ -13,7 +13,7 @@ import train
 from ablation import worker
 from ablation.cases import Case
 from ablation.settings import in_order, trials_of
-from ablation.tables import for_programs, report_sweep, tabulate, to_json
+from ablation.tables import report_sweep, tabulate, to_json
 from engine.config.load import dump_run, load_run
 from engine.runtime.errors import ConfigError
 from engine.runtime.signals import STOPPED
@@ -104,13 +104,13 @@ def test_the_best_of_the_finished_runs_is_chosen(config, finals, chosen, edge):
 
 def test_the_table_shows_the_chosen_rate_and_marks_an_edge(config):
     ablation, settings, _ = read(config)
-    table = tabulate(settings, for_programs)
+    table = tabulate(settings).programs
     assert (table["lr"], table["edge of lr"], table["top-1 (%)"]) == (["", ""], ["", ""], ["", ""])
     trials = trials_of(settings)
     for case, top1 in zip(trials[:-1], (90, 91, 92, 90, 91), strict=True):
         finish(case, top1)
     write_record(trials[-1], kind="fail", reason="the gradient is not finite at step 3")
-    table = tabulate(settings, for_programs)
+    table = tabulate(settings).programs
     assert (table["lr"], table["edge of lr"]) == (["0.001", "0.0005"], ["", "lowest"])
     assert table["held-out top-1 (%)"] == ["92.00", "91.00"]
     report = report_sweep(ablation.caption, settings)
@@ -214,6 +214,6 @@ def test_a_base_that_holds_images_out_or_has_no_accuracy_is_refused(config):
         with pytest.raises(ConfigError, match=rf"runs.0: data.{shown}: lr holds images out by itself; set it to null"):
             read(config)
     simmim = BASE.replace("num_classes: 10", "num_classes: 0, mask_token: true") + "simmim: {mask_size: 8}\n"
-    base.write_text(simmim)
+    base.write_text(simmim.replace("cutmix: 0.0", "cutmix: 0.0, smoothing: 0.0, reprob: 0.0"))
     with pytest.raises(ConfigError, match=r"runs.0: lr is chosen by top-1, which this run does not measure; give opti"):
         read(config)
