@@ -63,7 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         set_tf32(run.train.tf32)
         world = init_distributed(run.train.device, run.train.timeout_minutes)
         try:
-            with explain_failures(run.train, world), ExitStack() as cleanup:
+            # Refusals are said here too: without the process group, other ranks would fail and end this one before.
+            with refuse_bad_input(), explain_failures(run.train, world), ExitStack() as cleanup:
                 check_trackers(run.report)
                 check_optimizer(run.optim, world.device)
                 run = share_batch(run, world, first_pass_images(args.output))

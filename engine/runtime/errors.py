@@ -2,11 +2,15 @@
 
 import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from attention.options import OptionError
 from engine.runtime.text import one_line
+
+PATIENCE = 10.0
+"""Time (s) within which a launcher ends the other ranks of a node after one of them has ended."""
 
 
 class UserError(Exception):
@@ -28,11 +32,17 @@ class ConfigError(UserError):
 def refuse_bad_input() -> Iterator[None]:
     """Context in which refused input ends a script with one line on stderr and exit status 2.
 
-    All ranks refuse the same input, and only the first prints it.
+    Of ranks that refuse the same input, one of each node prints the line: the first prints it at once, and the launcher
+    ends the others. A rank that the launcher does not end within `PATIENCE` is alone with its refusal, and prints it.
     """
     try:
         yield
     except (UserError, OptionError) as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"error: {error}", file=sys.stderr)
+        rank = os.environ.get("RANK", "0")
+        try:
+            if os.environ.get("LOCAL_RANK", rank) != "0":
+                time.sleep(PATIENCE)
+        except KeyboardInterrupt:  # by the launcher
+            raise SystemExit(2) from None
+        print(f"error: {f'rank {rank}: ' * (rank != '0')}{error}", file=sys.stderr)
         raise SystemExit(2) from None

@@ -29,7 +29,7 @@ def lock_directory(directory: Path, world: World) -> Iterator[None]:
     """
     file, problem = _lock(directory) if world.is_primary else (None, "")
     try:
-        if world.any(bool(problem)):
+        if problem := world.first(problem):
             raise UserError(f"{directory}: {problem}")
         yield
     finally:

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 import typing
 from pathlib import Path
 
@@ -551,12 +552,28 @@ def test_bad_input_ends_a_script_with_status_2_one_line_and_no_traceback(tmp_pat
     assert done.stderr == f"error: {path}:4: attention.name: unknown mechanism 'locale'; did you mean 'local'?\n"
 
 
-def test_only_the_first_rank_reports(monkeypatch, capsys):
-    monkeypatch.setenv("RANK", "1")
+@pytest.mark.parametrize(
+    ("rank", "local_rank", "is_ended", "said"),
+    [
+        ("0", "0", False, "error: model.name: unknown\n"),
+        ("1", "1", True, ""),
+        ("1", "1", False, "error: rank 1: model.name: unknown\n"),
+        ("8", "0", False, "error: rank 8: model.name: unknown\n"),
+    ],
+)
+def test_a_rank_reports_unless_the_launcher_ends_it_for_another(rank, local_rank, is_ended, said, monkeypatch, capsys):
+    def wait(seconds: float) -> None:
+        assert local_rank != "0"
+        if is_ended:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(time, "sleep", wait)
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
     with pytest.raises(SystemExit) as ended, refuse_bad_input():
         raise OptionError("model.name", "unknown")
     assert ended.value.code == 2
-    assert capsys.readouterr().err == ""
+    assert capsys.readouterr().err == said
 
 
 def test_every_option_of_a_run_says_what_it_means():
