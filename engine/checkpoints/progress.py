@@ -44,7 +44,7 @@ class Progress:
 
     def rank(self, epoch: int, keep: int, best_by: str | None = None) -> None:
         """Ranks `epoch` by its metric `best_by`, None: `default_ranking`; keeps the `keep` best epochs of each kind of
-        weights. Epochs that were ranked by another metric are forgotten.
+        weights. Epochs that were ranked by another metric, or by averaged weights that are kept no more, are forgotten.
         """
         default = default_ranking(self.metrics)
         name = best_by or default
@@ -52,8 +52,8 @@ class Progress:
             self.ranking, self.ema_ranking = [], []
         self.ranked_by, sign = name, sign_of(name)
         self.ranking = rank_epoch(self.ranking, epoch, sign * self.metrics[name], keep)
-        if f"ema_{name}" in self.metrics:
-            self.ema_ranking = rank_epoch(self.ema_ranking, epoch, sign * self.metrics[f"ema_{name}"], keep)
+        averaged = self.metrics.get(f"ema_{name}")
+        self.ema_ranking = [] if averaged is None else rank_epoch(self.ema_ranking, epoch, sign * averaged, keep)
 
     def best(self) -> dict[str, float]:
         """Returns the best metric of each kind of weights, under the names of a record."""

@@ -1,8 +1,9 @@
 """The processes of a run: ranks and devices, and the precision, determinism and random seeds of each."""
 
+import hashlib
 import os
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -82,6 +83,15 @@ class World:
             dist.all_gather_object(texts, text)
         return next(filter(None, texts), "")
 
+    def differing(self, values: Mapping[str, object]) -> dict[str, int]:
+        """Returns the names in `values` whose value is not that of the primary rank on all ranks, and the first rank
+        that has another. All ranks give the same names, and values of plain types.
+        """
+        digests = [hashlib.sha256(repr(value).encode()).digest()[:6] for value in values.values()]
+        first, *others = self.gather([int.from_bytes(digest) for digest in digests])  # 48 bits are exact in float64
+        differing = {name: [row[i] != first[i] for row in others] for i, name in enumerate(values)}
+        return {name: 1 + flags.index(True) for name, flags in differing.items() if any(flags)}
+
     def copy_buffers(self, module: nn.Module) -> None:
         """Copies the primary rank's buffers to all ranks, as DistributedDataParallel does before a forward pass."""
         if self.size > 1:
@@ -126,7 +136,7 @@ def init_distributed(device: Literal["auto", "cuda", "cpu"], timeout_minutes: fl
     Args:
         timeout_minutes: how long a rank waits for the others before it fails.
     Raises:
-        UserError: cuda was requested but is not available.
+        UserError: cuda was requested but is not available, or has fewer GPUs than this machine has ranks.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -136,6 +146,9 @@ def init_distributed(device: Literal["auto", "cuda", "cpu"], timeout_minutes: fl
         return World(torch.device(device))
     local = torch.device(device, int(os.environ["LOCAL_RANK"])) if device == "cuda" else torch.device(device)
     if device == "cuda":
+        if local.index >= (number := torch.cuda.device_count()):
+            problem = f"LOCAL_RANK = {local.index}, but the GPUs of this machine are {number}, one for each rank"
+            raise UserError(f"{problem}; start torchrun with --nproc_per_node={number}")
         torch.cuda.set_device(local)
     dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timedelta(minutes=timeout_minutes))
     return World(local, dist.get_rank(), dist.get_world_size())

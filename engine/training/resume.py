@@ -1,5 +1,6 @@
 """Resuming: the checkpoints in a run directory, and the options that may change when a run continues."""
 
+import pickle
 import sys
 import time
 from collections.abc import Collection, Mapping
@@ -16,6 +17,7 @@ from torch.optim import Optimizer
 from attention.options import nearest, parse_options
 from engine.checkpoints.background import BackgroundTask, copy_to_memory
 from engine.checkpoints.files import IDENTITY, WEIGHTS, find_checkpoint, save_checkpoint
+from engine.checkpoints.format import MAX_CLASS_NAMES
 from engine.checkpoints.identify import NAME, list_checkpoints
 from engine.checkpoints.progress import Progress, Resumption
 from engine.checkpoints.weights import list_not_finite, load_weights
@@ -41,7 +43,6 @@ RESUMABLE_OPTIONS = {
     "data.broken_val",
     "train.log_every",
     "train.keep_checkpoints",
-    "train.best_by",
     "train.checkpoint_steps",
     "train.checkpoint_minutes",
     "train.async_checkpoint",
@@ -82,6 +83,8 @@ class Checkpoints:
         identity: metadata of the data, see `identify_data`, and of a teacher, see `Distillation.identity`.
     Attributes:
         resumption: what the run resumes from, since `find`. former: the run of that checkpoint.
+    Raises:
+        UserError: the class names are too long for a checkpoint.
     """
 
     def __init__(self, directory: Path, run: Run, world: World, num_images: int, identity: Mapping[str, Any] = {}):
@@ -89,6 +92,10 @@ class Checkpoints:
         self.metadata = {"config": dump_run(run), "processes": world.size, "images": num_images, **identity}
         self.saved_at, self.writing = time.monotonic(), BackgroundTask()
         self.resumption, self.former = Resumption(), run
+        classes = identity.get("classes", [])
+        if (size := len(pickle.dumps(classes, protocol=2))) > MAX_CLASS_NAMES:  # torch's protocol
+            problem = f"the names of {len(classes):,} classes take {size:,} bytes, and a checkpoint has room for"
+            raise UserError(f"{problem} {MAX_CLASS_NAMES:,}; shorten them, or number the classes")
 
     def find(self, allowed: Collection[str] = ()) -> tuple[Progress, dict[str, Any]]:
         """Returns the progress and the content of the newest valid checkpoint, from which this run may resume.
@@ -100,8 +107,12 @@ class Checkpoints:
                 `RESUMABLE_OPTIONS` and, in an elastic run, `RANKS`.
         Raises:
             UserError: the checkpoint's run has other options or data, or unknown options; it has more epochs than the
-                configuration; or ranks find different checkpoints.
+                configuration; or ranks have different data, or find different checkpoints.
         """
+        if differing := self.world.differing({name: self.metadata.get(name) for name in IDENTITY}):
+            rank = min(differing.values())
+            problem = f"{', '.join(differing)}: rank {rank} has not those of rank 0"
+            raise UserError(f"{problem}; give every node the same files, or read those of a file system that all share")
         found = find_checkpoint(self.directory, "last", quiet=not self.world.is_primary)
         progress = parse_options(Progress, found[1]["progress"]) if found else Progress()
         if self.world.gather([progress.epoch, progress.step]) != [[progress.epoch, progress.step]] * self.world.size:
@@ -156,13 +167,17 @@ class Checkpoints:
         if self.resumption.checkpoint is None:
             return progress
         own = {name: x for name, x in stateful.items() if isinstance(x, nn.Module) and name not in WEIGHTS.values()}
+        afresh = self.resumption.changes.keys() & {"optim.opt", "train.freeze"}  # the optimiser's state does not fit
+        if afresh and self.world.is_primary:
+            names = " and ".join(sorted(afresh))
+            print(f"{names} changed: the optimiser's state of all weights starts afresh", flush=True)
         for name, target in stateful.items():
             state = checkpoint.get(name)
             if isinstance(target, nn.Module):  # a new average starts from the weights
                 load_weights(target, state or checkpoint.get("model", {}), f"{self.directory}: {name}")
             elif not isinstance(target, Optimizer):
                 target.load_state_dict(state or target.state_dict())
-            elif not self.resumption.changes.keys() & {"optim.opt", "train.freeze"}:  # its state still fits
+            elif not afresh:
                 model, options = cast(nn.Module, stateful["model"]), self.former
                 former = create_optimizer(model, options.optim, options.train.total_batch_size, own)
                 restore_optimizer(target, checkpoint[name], former, f"{self.directory}: {name}")

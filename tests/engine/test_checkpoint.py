@@ -320,6 +320,19 @@ def test_each_kind_of_weights_has_its_own_best(checkpoints: Checkpoints, tmp_pat
     ]
 
 
+def test_averaged_weights_that_are_kept_no_more_are_forgotten(checkpoints, tmp_path: Path):
+    """The next evaluation forgets the epochs that were best by them."""
+    progress = Progress()
+    for epoch, averaged in enumerate([{"ema_top1": 90.0}, {}], 1):
+        progress.metrics = {"top1": 50.0 + epoch, **averaged}
+        progress.rank(epoch, keep=2)
+        progress.epoch = progress.step = epoch
+        checkpoints.save(progress, {"model": Weight(epoch)} | ({"model_ema": Weight(-epoch)} if averaged else {}))
+    assert progress.best() == {"best_top1": 52.0}
+    ((path, _, kinds),) = find_weights(tmp_path, "best", None)
+    assert (path.name, kinds) == ("step_2_epoch_2.pt", ["plain"])
+
+
 IDENTITY = {
     "classes": ["cat", "dog"],
     "train_files": "a" * 64,
@@ -366,10 +379,24 @@ def test_an_earlier_versions_run_is_compared_by_names(run, tmp_path: Path, capsy
         Checkpoints(tmp_path, run, ALONE, 100, IDENTITY | {"val_content": "c" * 64}).restore({})
 
 
-def test_many_classes_can_be_kept(run, tmp_path: Path):
-    classes = [f"n{i:08}" for i in range(21_841)]
+MANY = {
+    "ImageNet-21k": [f"n{i:08}" for i in range(21_841)],
+    "long names": [f"{i:080}" for i in range(25_000)],
+    "numbers": [*map(str, range(200_000))],
+}
+
+
+@pytest.mark.parametrize("classes", MANY.values(), ids=MANY)
+def test_many_classes_can_be_kept(classes: list[str], run, tmp_path: Path):
     Checkpoints(tmp_path, run, ALONE, 100, IDENTITY | {"classes": classes}).save(Progress(), {"model": Weight(1)})
     assert find_checkpoint(tmp_path, "last")[1]["classes"] == classes
+
+
+def test_classes_that_no_checkpoint_can_keep_are_refused_at_once(run, tmp_path: Path):
+    classes = [f"{i:0500}" for i in range(10_000)]
+    problem = r"^the names of 10,000 classes take 5,\d{3},\d{3} bytes, .* room for 4,194,304; shorten them, or number"
+    with pytest.raises(UserError, match=problem):
+        Checkpoints(tmp_path, run, ALONE, 100, IDENTITY | {"classes": classes})
 
 
 @pytest.mark.parametrize("change", [{"classes": "cat"}, {"classes": [1]}, {"val_files": [0]}])

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from engine.runtime.distributed import World, init_distributed, mix_seeds, seed_everything, set_deterministic, set_tf32
 from engine.runtime.errors import UserError
+from engine.runtime.locks import lock_directory
 
 
 @pytest.mark.parametrize("allocation", [{}, {"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}], ids=["alone", "in SLURM"])
@@ -51,6 +52,22 @@ def test_cuda_is_refused_where_there_is_none(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError, match=r"^train\.device: cuda is not available here; use auto or cpu$"):
         init_distributed("cuda")
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for name, value in {"WORLD_SIZE": "4", "RANK": "2", "LOCAL_RANK": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=r"^LOCAL_RANK = 2, .* GPUs of this machine are 2, .* --nproc_per_node=2$"):
+        init_distributed("auto")
+
+
+def test_every_rank_knows_why_a_directory_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr(World, "first", lambda self, text: text or "in use")
+    locked = lock_directory(tmp_path, World(torch.device("cpu"), rank=1, size=2))
+    with pytest.raises(UserError, match=f"^{tmp_path}: in use$"), locked:
+        pass
 
 
 def test_neighbouring_keys_give_unrelated_seeds():

@@ -161,7 +161,7 @@ def test_one_line_says_what_is_trained_and_random_weights_are_warned_of(tmp_path
     assert [name for name, weight in resumed.named_parameters() if weight.requires_grad] == ["head.weight", "head.bias"]
 
 
-def test_the_optimizers_state_is_of_the_weights_it_was_made_for(tmp_path: Path):
+def test_the_optimizers_state_is_of_the_weights_it_was_made_for(tmp_path: Path, capsys):
     """Another part with as many weights would get the state of the first."""
     model, run = deit(), run_of("train.freeze=blocks.0")
     freeze(model, "blocks.0")
@@ -177,6 +177,8 @@ def test_the_optimizers_state_is_of_the_weights_it_was_made_for(tmp_path: Path):
         stateful = {"model": resumed, "optimizer": other}
         Checkpoints(tmp_path, there, WORLD, 100).restore(stateful, ["train.freeze"])
         assert bool(other.state) is (patterns == "blocks.0")
+        said = "train.freeze changed: the optimiser's state of all weights starts afresh\n"
+        assert capsys.readouterr().out == said * (patterns == "blocks.1")
 
 
 @pytest.mark.stress

@@ -1,13 +1,19 @@
 """Two processes of torchrun (gloo) against one: the same training, one failure that stops both, and how it ends."""
 
+import itertools
 import json
+import os
+import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
+from PIL import Image
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
@@ -83,6 +89,11 @@ def test_a_batch_that_cannot_be_divided_is_refused_once(
 ):
     config = tmp_path / "run.yaml"
     config.write_text(yaml.safe_dump(RUN))
+
+    def end_by_launcher(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(time, "sleep", end_by_launcher)
     for rank, lines in (("0", 1), ("1", 0)):  # each process meets the environment that torchrun makes; the first speaks
         monkeypatch.setenv("WORLD_SIZE", "2")
         monkeypatch.setenv("RANK", rank)
@@ -91,6 +102,57 @@ def test_a_batch_that_cannot_be_divided_is_refused_once(
         assert caught.value.code == 2
         assert capsys.readouterr().err.count("train.total_batch_size = 71") == lines
     assert not (tmp_path / "run").exists()
+
+
+def test_a_refusal_of_all_ranks_is_said_once(tmp_path: Path):
+    """Also where the first rank is the last to refuse."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, time\n"
+        "from engine.runtime.errors import UserError, refuse_bad_input\n"
+        "with refuse_bad_input():\n"
+        "    time.sleep(4 if os.environ['RANK'] == '0' else 0)\n"
+        "    raise UserError('no data')\n"
+    )
+    done = launched(str(script))
+    assert done.returncode == 2
+    assert [line for line in done.stderr.splitlines() if line.startswith("error")] == ["error: no data"]
+
+
+def launched(*command: str) -> subprocess.CompletedProcess:
+    """Runs a command in two processes of the project's launcher."""
+    launcher = [sys.executable, "-m", "engine.runtime.launch", "--standalone", "--nproc_per_node=2"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run([*launcher, *command], cwd=ROOT, capture_output=True, text=True, timeout=300, env=environment)
+
+
+@pytest.mark.parametrize(
+    ("other", "problem"),
+    [
+        ("same", None),
+        ("missing", "error: rank 1: data.root: no directory"),
+        ("renamed", "error: train_files: rank 1 has not those of rank 0; give every node the same files, or read"),
+    ],
+)
+def test_ranks_read_copies_of_the_same_data(other: str, problem: str | None, tmp_path: Path):
+    """As on the disks of two nodes, of which the second has another copy."""
+    rng = np.random.default_rng(0)
+    for split, label, number in itertools.product(("train", "val"), "ab", range(4)):
+        path = tmp_path / "0" / split / label / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(rng.integers(0, 256, (28, 28, 3), dtype=np.uint8)).save(path)
+    if other != "missing":
+        shutil.copytree(tmp_path / "0", tmp_path / "1")
+    if other == "renamed":
+        (tmp_path / "1/train/b/3.png").rename(tmp_path / "1/train/b/4.png")
+    config = tmp_path / "run.yaml"
+    config.write_text(yaml.safe_dump(RUN | {"model": RUN["model"] | {"num_classes": 2}}))
+    options = f"data.dataset=folder data.root={tmp_path}/$RANK train.total_batch_size=8 --output {tmp_path}/run"
+    done = launched("--no-python", "bash", "-c", f"exec {sys.executable} train.py {config} {options}")
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error") and "no answer from" not in line]
+    assert (done.returncode == 0) == (problem is None), done.stderr
+    assert len(errors) == bool(problem)
+    assert not problem or errors[0].startswith(problem)
 
 
 def failure(status: int, tmp_path: Path, exception: str = "") -> ProcessFailure:
