@@ -34,7 +34,7 @@ class FiniteGuard:
     def begin_update(self, model: nn.Module) -> None:
         """Copies the buffers, which a forward pass changes (as BatchNorm does), if the update may be skipped."""
         if self.options.max_skipped:
-            self.buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+            self.model, self.buffers = model, {name: buffer.clone() for name, buffer in model.named_buffers()}
 
     def check(self, losses: Sequence[float], norm: float, updates_ago: int) -> bool:
         """Returns whether to make the update with these losses, one per rank, and this gradient norm.
@@ -65,8 +65,8 @@ class FiniteGuard:
         if self.progress.num_skipped == self.options.max_skipped:
             self._stop(f"{reason}; {self.progress.num_skipped} updates have been skipped already", 0)
         self.progress.num_skipped += 1
-        for buffer, before in self.buffers:
-            buffer.copy_(before)
+        for name, buffer in self.model.named_buffers():  # a forward pass may have replaced the tensors
+            buffer.copy_(self.buffers[name])
         self.dump(reason, 0)
 
     def _count_overflow(self, overflows: bool, updates_ago: int) -> None:

@@ -33,6 +33,7 @@ from engine.runtime.distributed import World
 from engine.runtime.signals import SIGNALS, SignalHandler
 from engine.training.exchange import UpdateExchange
 from engine.training.nonfinite import FiniteGuard
+from models import create_model
 from tests.engine.test_resume import RUN, STEPS, Runs, light_and_full, outcome, records
 from tests.support.launcher import ROOT, Fault, ForkServer, Job, use_few_images
 
@@ -596,6 +597,27 @@ def test_only_a_gpu_is_read_late_and_only_where_no_update_is_skipped(tmp_path: P
     for device, max_skipped, late in (("cuda", 0, True), ("cuda", 1, False), ("cpu", 0, False)):
         run = SimpleNamespace(train=Train(max_skipped=max_skipped), data=Data())
         assert UpdateExchange(run, World(torch.device(device)), Progress(), print).reads_late == late
+
+
+def test_a_skipped_update_restores_buffers_that_a_forward_pass_replaces():
+    model = create_model(
+        "deit",
+        attention={"name": "performer", "feature_redraw_interval": 2},
+        img_size=16,
+        patch_size=4,
+        embed_dim=12,
+        depth=1,
+        num_heads=2,
+        num_classes=2,
+    ).train()
+    guard = FiniteGuard(Train(max_skipped=1), Progress(), lambda reason, updates_ago: None)
+    model(torch.randn(2, 3, 16, 16))
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    guard.begin_update(model)
+    model(torch.randn(2, 3, 16, 16))
+    assert not guard.check([math.nan], 1.0, 0)
+    assert any(name.endswith("num_passes") for name in before)
+    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
 
 
 @pytest.mark.parametrize("late", [False, True])
