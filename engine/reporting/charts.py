@@ -3,7 +3,7 @@
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import datetime
 from io import BytesIO
 from pathlib import Path
@@ -43,16 +43,18 @@ class Charts:
     """Writes TensorBoard files into the directory of a run.
 
     Args:
-        records: records of earlier launches. step: update of the run, after which earlier points are dropped.
+        step: update of the run, after which earlier points are dropped.
     """
 
-    def __init__(self, directory: Path, records: Sequence[Mapping[str, Any]], step: int):
-        self.events = EventFile(directory)
+    def __init__(self, directory: Path, step: int):
+        self.events, self.first_step = EventFile(directory), step
         self.events.add(step=step + 1, session_log=SessionLog(status=SessionLog.START))
-        for record in records:  # TensorBoard drops points by images too, as if they were steps
-            if record.get("images_seen", 0) > step:
-                at = datetime.fromisoformat(f"{record['time']}+00:00").timestamp() if "time" in record else None
-                self._add_by_images(record["kind"], record, record["images_seen"], at)
+
+    def add_earlier(self, record: Mapping[str, Any]) -> None:
+        """Charts a record of an earlier launch by images again: TensorBoard drops such points as if they were steps."""
+        if record.get("images_seen", 0) > self.first_step:
+            at = datetime.fromisoformat(f"{record['time']}+00:00").timestamp() if "time" in record else None
+            self._add_by_images(record["kind"], record, record["images_seen"], at)
 
     def add(self, kind: str, values: Mapping[str, Any], step: int, images_seen: int) -> None:
         """Charts a record."""

@@ -1,18 +1,20 @@
 """Records of a run, `metrics.jsonl`, and the table of its epochs made from them, `epochs.csv`; see docs/logs.md."""
 
 import json
+import math
+import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
+from functools import partial
 from pathlib import Path
-from statistics import StatisticsError, fmean, harmonic_mean
 from typing import Any
 
 from engine.checkpoints.progress import Progress
 from engine.runtime.errors import UserError
 from engine.runtime.files import to_csv
-from engine.runtime.reading import read_bounded
+from engine.runtime.reading import open_regular
 from engine.runtime.terminal import warn_once
 from engine.runtime.text import one_line
 
@@ -23,7 +25,10 @@ TOTALS = ("time", "elapsed_seconds", "gpu_hours", "images_seen")
 """Fields of every record: totals of the run until then."""
 
 MAX_METRICS = 2**28
-"""Bytes of the records; a run of 300 epochs makes some megabytes."""
+"""Bytes of the records that are read into memory; a run of 300 epochs makes some megabytes."""
+
+MAX_LINE = 2**20
+"""Bytes of a record."""
 
 FREE: dict[str, tuple] = {"start": (), "change": ("option", "before", "now"), "stop": (), "fail": ("reason",)}
 """Kinds of records with fields of any type -> fields that they have. The other kinds hold numbers."""
@@ -38,30 +43,49 @@ TEXTS: Mapping[str, Callable[[str], Any]] = {
 }
 """Fields that are texts in every kind of record -> function that is true for valid ones."""
 
-AVERAGES: Mapping[str, Callable[..., float]] = {
-    **dict.fromkeys(("loss", "step_seconds", "data_wait"), fmean),
-    **dict.fromkeys(("images_per_second", "tflops", "mfu"), harmonic_mean),
+AVERAGES: Mapping[str, int] = {
+    **dict.fromkeys(("loss", "step_seconds", "data_wait"), 1),
+    **dict.fromkeys(("images_per_second", "tflops", "mfu"), -1),
 }
-"""Fields of `train` records -> their mean over an epoch, weighted by updates. The last record gives other fields."""
+"""Fields of `train` records -> exponent of their mean over an epoch, weighted by updates: 1, the arithmetic one, or -1,
+the harmonic one. The last record gives other fields."""
 
 
 def read_records(directory: Path) -> list[dict[str, Any]]:
-    """Returns the records of the run in `directory`, oldest first; they need not be trusted.
+    """Returns the records of the run in `directory`, see `stream_records`.
+
+    Raises:
+        UserError: they cannot be read, or are larger than `MAX_METRICS`.
+    """
+    return list(stream_records(directory, MAX_METRICS))
+
+
+def stream_records(directory: Path, limit: float = math.inf) -> Iterator[dict[str, Any]]:
+    """Yields the records of the run in `directory`, oldest first; they need not be trusted.
 
     A line without a record is left out with a warning; the last line may be cut off, and is then left out without one.
 
     Raises:
-        UserError: they cannot be read.
+        UserError: they cannot be read, or are larger than `limit` bytes.
     """
+    path, first_wrong, num_wrong = directory / METRICS, 0, 0
     try:
-        lines = read_bounded(directory / METRICS, MAX_METRICS).split(b"\n")
+        with open_regular(path) as file:
+            if os.fstat(file.fileno()).st_size > limit:
+                raise UserError(f"{path}: larger than {limit:,} bytes")
+            for number, line in enumerate(iter(partial(file.readline, MAX_LINE), b""), start=1):
+                record = _parse_record(line)
+                if record is not None:
+                    yield record
+                elif line.endswith(b"\n") or len(line) == MAX_LINE:
+                    first_wrong, num_wrong = first_wrong or number, num_wrong + 1
     except FileNotFoundError:
-        return []
-    records = [_parse_record(line) for line in lines]
-    if wrong := [number for number, record in enumerate(records[:-1], start=1) if record is None]:
-        others = f" (nor do {len(wrong) - 1} others)" if wrong[1:] else ""
-        warn_once(f"{directory / METRICS}:{wrong[0]}: holds no record of a run{others}; left out")
-    return [record for record in records if record is not None]
+        return
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    if num_wrong:
+        others = f" (nor do {num_wrong - 1} others)" if num_wrong > 1 else ""
+        warn_once(f"{path}:{first_wrong}: holds no record of a run{others}; left out")
 
 
 def find_records(directory: Path) -> list[dict[str, Any]]:
@@ -74,8 +98,12 @@ def find_records(directory: Path) -> list[dict[str, Any]]:
 
 
 def first_pass_images(directory: Path) -> int | None:
-    """Returns the images of a pass at the first start of the run in `directory`; None if its records do not say."""
-    starts = (record for record in find_records(directory) if record["kind"] == "start")
+    """Returns the images of a pass at the first start of the run in `directory`; None if its records do not say.
+
+    Raises:
+        UserError: its records cannot be read.
+    """
+    starts = (record for record in stream_records(directory) if record["kind"] == "start")
     images = next(starts, {}).get("images_per_pass")
     return images if type(images) is int and images > 0 else None
 
@@ -135,37 +163,47 @@ def list_changes(records: Iterable[Mapping[str, Any]]) -> list[str]:
     return [f"{describe_change(record)} at step {record['step']}" for record in changes]
 
 
-def tabulate_epochs(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns a row for each epoch in `records`, complete or not.
+class EpochTable:
+    """The rows of `epochs.csv`: a row for each epoch, complete or not, of the `records` until now.
 
     A row holds epoch, step and `TOTALS` at its end, then `train_NAME` and `eval_NAME` for every field NAME.
     """
-    rows: dict[int, dict[str, Any]] = {}
-    trained: dict[int, list[tuple[Mapping[str, Any], int]]] = {}
-    step = 0
-    for record in records:
+
+    def __init__(self, records: Iterable[Mapping[str, Any]] = ()):
+        self.epochs: dict[int, dict[str, Any]] = {}
+        self.sums: dict[tuple[int, str], tuple[int, float]] = {}  # of updates, and of their values
+        self.step = 0
+        for record in records:
+            self.add(record)
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Adds a record to the row of its epoch."""
         kind, epoch = record["kind"], record["epoch"]
         if kind not in ("train", "eval"):
-            continue
-        row = rows.setdefault(epoch, {})
+            return
+        row = self.epochs.setdefault(epoch, {})
         row |= {name: record[name] for name in ("epoch", "step", *TOTALS) if name in record}
         row |= {f"{kind}_{name}": value for name, value in record.items() if name not in ("kind", *row)}
-        if kind == "train":
-            trained.setdefault(epoch, []).append((record, record["step"] - step))
-            step = record["step"]
-    for epoch, found in trained.items():
-        for name, average in AVERAGES.items():
-            known = [(record[name], updates) for record, updates in found if record.get(name) is not None]
-            if known:
-                values, weights = zip(*known, strict=True)
-                with suppress(StatisticsError):  # updates that were not made: the records were tampered with
-                    rows[epoch][f"train_{name}"] = average(values, weights=weights)
-    return list(rows.values())
+        if kind == "eval":
+            return
+        updates, self.step = record["step"] - self.step, record["step"]
+        for name, exponent in AVERAGES.items():
+            if (value := record.get(name)) is not None:
+                number, total = self.sums.get((epoch, name), (0, 0.0))
+                with suppress(ArithmeticError):  # a speed of zero: the records were tampered with
+                    self.sums[epoch, name] = number + updates, total + updates * float(value) ** exponent
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Returns the rows, in the order in which their epochs began."""
+        rows = {epoch: dict(row) for epoch, row in self.epochs.items()}
+        for (epoch, name), (number, total) in self.sums.items():
+            with suppress(ArithmeticError):  # updates that were not made, likewise
+                rows[epoch][f"train_{name}"] = (total / number) ** AVERAGES[name]
+        return list(rows.values())
 
 
-def epochs_csv(records: Iterable[Mapping[str, Any]]) -> bytes:
-    """Returns the content of `epochs.csv`: `tabulate_epochs`, with empty fields for values that an epoch lacks."""
-    rows = tabulate_epochs(records)
+def epochs_csv(rows: Sequence[Mapping[str, Any]]) -> bytes:
+    """Returns the content of `epochs.csv`: these rows, with empty fields for values that an epoch lacks."""
     columns = sorted(dict.fromkeys(name for row in rows for name in row), key=_section)
     return to_csv(columns, ([row.get(name) for name in columns] for row in rows))
 

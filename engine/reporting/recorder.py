@@ -38,7 +38,7 @@ from engine.config.yaml_files import dump_yaml
 from engine.evaluation.predictions import PredictionTable
 from engine.reporting.charts import Charts
 from engine.reporting.console import SHOWN, format_values
-from engine.reporting.metrics import EPOCHS, METRICS, epochs_csv, is_until, read_records
+from engine.reporting.metrics import EPOCHS, METRICS, EpochTable, epochs_csv, is_until, stream_records
 from engine.reporting.profiling import StepProfiler
 from engine.reporting.trackers import Launch, OpenTrackers
 from engine.reporting.waiting import DataWait
@@ -72,7 +72,9 @@ class Recorder:
         self.directory, self.run, self.total_steps = directory, run, total_steps
         self.world, self.device = world, world.device
         self.progress, self.step, self.num_gpus, self.began = progress, progress.step, 0, time.monotonic()
-        self.images_seen, self.run_id = 0, uuid.uuid4().hex
+        self.images_seen, self.run_id, self.epochs = 0, uuid.uuid4().hex, EpochTable()
+        self.former: dict[str, Any] = {}  # the last start
+        self.spent = {"elapsed_seconds": 0.0, "gpu_hours": 0.0}
         self.trackers: OpenTrackers | None = None
         self.step_seconds = array("d")
         self.num_recorded = 0
@@ -83,22 +85,32 @@ class Recorder:
         self.peak: float | None = None  # TFLOP/s of all GPUs
         if directory is not None:
             self.metrics = directory / METRICS
-            self.charts = Charts(directory, self._go_on(read_records(directory)), self.step)
+            self.charts = Charts(directory, self.step)
+            self._go_on()
             title, batch_size = self._title(progress.epoch + 1), run.train.total_batch_size
             self.bar = progress_bar(title, total_steps * batch_size, initial=self.step * batch_size)
 
-    def _go_on(self, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Continues from `records` of earlier launches. Drops those that will be repeated and returns the others."""
-        kept = [record for record in records if is_until(self.progress, record)]
+    def _go_on(self) -> None:
+        """Continues from the records of earlier launches, and drops those that will be repeated.
+
+        They are read one by one, as there may be too many for the memory.
+        """
+        directory, last = self.metrics.parent, {}
+        for last in stream_records(directory):
+            if last["kind"] == "start":
+                self.former = last
+        self.spent |= {name: last.get(name, 0.0) for name in self.spent}
         if self.metrics.exists():
-            write_atomically(self.metrics, "".join(f"{json.dumps(record)}\n" for record in kept).encode())
-        last, spent = (found[-1] if found else {} for found in (kept, records))
-        self.former: dict[str, Any] = next((record for record in reversed(records) if record["kind"] == "start"), {})
-        self.spent = {name: spent.get(name, 0.0) for name in ("elapsed_seconds", "gpu_hours")}
+            kept = (record for record in stream_records(directory) if is_until(self.progress, record))
+            write_atomically(self.metrics, (f"{json.dumps(record)}\n".encode() for record in kept))
+        last, run_id = {}, None
+        for last in stream_records(directory):
+            run_id = run_id or last.get("run_id")
+            self.epochs.add(last)
+            self.charts.add_earlier(last)
         images, step = (last["images_seen"], last["step"]) if "images_seen" in last else (0, 0)
         self.images_seen = images + (self.step - step) * self.run.train.total_batch_size
-        self.run_id = next((record["run_id"] for record in kept if "run_id" in record), self.run_id)
-        return kept
+        self.run_id = run_id or self.run_id
 
     def __enter__(self) -> "Recorder":
         return self
@@ -273,8 +285,8 @@ class Recorder:
     def _tabulate(self, before: float = math.inf) -> None:
         """Writes the table of the epochs before `before`."""
         if self.directory is not None:
-            records = (record for record in read_records(self.directory) if record["epoch"] < before)
-            write_atomically(self.directory / EPOCHS, epochs_csv(records))
+            rows = [row for row in self.epochs.rows() if row["epoch"] < before]
+            write_atomically(self.directory / EPOCHS, epochs_csv(rows))
 
     def _totals(self) -> dict[str, Any]:
         """Returns the `TOTALS` of the run until now."""
@@ -291,8 +303,9 @@ class Recorder:
         if self.directory is None:
             return
         record = {"kind": kind, "epoch": epoch, "step": self.step, **self._totals(), **values}
-        line = json.dumps({name: _finite(value) for name, value in record.items()})
-        append_whole(self.metrics, f"{line}\n".encode())
+        record = {name: _finite(value) for name, value in record.items()}
+        append_whole(self.metrics, f"{json.dumps(record)}\n".encode())
+        self.epochs.add(record)
         if self.trackers is not None and kind not in ("start", "change", "stop", "fail"):
             sent = {f"{kind}/{name}": value for name, value in values.items()} | {"epoch": epoch, **self._totals()}
             numbers = {name: x for name, x in sent.items() if isinstance(x, int | float) and math.isfinite(x)}

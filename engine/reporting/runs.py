@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from attention.options import nearest
-from engine.reporting.metrics import MAX_METRICS, find_records, list_changes, read_records, tabulate_epochs
+from engine.reporting.metrics import MAX_METRICS, EpochTable, find_records, list_changes, stream_records
 from engine.reporting.tables import align
 from engine.runtime.arguments import ArgumentParser
 from engine.runtime.errors import UserError, refuse_bad_input
@@ -101,7 +101,7 @@ def read_epochs(path: Path) -> list[dict[str, Any]]:
         UserError: there are no rows.
     """
     if path.is_dir():
-        rows = tabulate_epochs(read_records(path))
+        rows = EpochTable(stream_records(path, MAX_METRICS)).rows()
     else:
         try:
             text = io.StringIO(read_bounded(path, MAX_METRICS).decode(), newline="")

@@ -19,8 +19,11 @@ class FailedAfterReplacing(OSError):
     """A failure after a file was replaced: files are whole, but a power cut may undo it. Nothing is rolled back."""
 
 
-def write_atomically(path: Path, content: bytes | memoryview) -> None:
+def write_atomically(path: Path, content: bytes | memoryview | Iterator[bytes]) -> None:
     """Writes `content` to `path` atomically: after a crash or power cut, it has either its new or its old content.
+
+    Args:
+        content: all bytes, or parts of them.
 
     Raises:
         FailedAfterReplacing: it has its new content, which a power cut may undo. OSError: it could not be written.
@@ -29,7 +32,7 @@ def write_atomically(path: Path, content: bytes | memoryview) -> None:
     try:
         with naming(path):
             with unfinished.open("wb") as file:
-                file.write(content)
+                file.writelines(content if isinstance(content, Iterator) else [content])
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(unfinished, path)

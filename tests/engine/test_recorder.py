@@ -355,7 +355,7 @@ def test_tensorboard_shows_predictions(tmp_path: Path):
         label=torch.tensor([0, 1, 1]), loss=torch.ones(3), classes=torch.tensor([[0, 1], [0, 1], [1, 0]]),
         probability=torch.full((3, 2), 0.5),
     )  # fmt: skip
-    charts = Charts(tmp_path, [], step=0)
+    charts = Charts(tmp_path, step=0)
     charts.show_predictions({"plain": found, "ema": found}, step=9)
     events = EventAccumulator(str(tmp_path), size_guidance={"images": 0}).Reload()
     sizes = {tag: (events.Images(tag)[0].width, events.Images(tag)[0].height) for tag in events.Tags()["images"]}

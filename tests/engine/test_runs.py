@@ -12,7 +12,8 @@ from ablation.cases import Case
 from ablation.figures import read_curve
 from ablation.worker import is_busy
 from engine.checkpoints.progress import Progress
-from engine.reporting.metrics import epochs_csv, read_records, tabulate_epochs
+from engine.reporting import metrics
+from engine.reporting.metrics import EpochTable, epochs_csv, read_records
 from engine.reporting.recorder import Recorder
 from engine.reporting.runs import COLUMNS, main, read_epochs, summarise
 from engine.runtime.distributed import World
@@ -90,7 +91,7 @@ def test_a_line_that_is_no_record_is_left_out(tmp_path: Path, capsys: pytest.Cap
     whole = (run / "metrics.jsonl").read_bytes()
     lines = whole.splitlines(keepends=True)
     (run / "metrics.jsonl").write_bytes(b"".join([*lines[: number - 1], line + b"\n", *lines[number - 1 :]]))
-    assert (summarise(run), read_epochs(run)) == (expected, tabulate_epochs([START, EVAL, TRAIN]))
+    assert (summarise(run), read_epochs(run)) == (expected, EpochTable([START, EVAL, TRAIN]).rows())
     error = capsys.readouterr().err
     assert error == f"warning: {run}/metrics.jsonl:{number}: holds no record of a run; left out\n"
     progress = Progress(epoch=1, step=20)
@@ -112,7 +113,7 @@ def test_a_line_that_is_no_record_is_left_out(tmp_path: Path, capsys: pytest.Cap
 def test_a_record_that_no_run_makes_stops_nothing(tmp_path: Path, record: dict):
     run = make_run(tmp_path / "run", START, {**EVAL, "loss": 1.0}, {**TRAIN, "step_seconds": 0.1}, record)
     summarise(run)
-    epochs_csv(read_records(run))
+    epochs_csv(EpochTable(read_records(run)).rows())
     read_curve(run)
     Recorder(run, RUN, Progress(epoch=3, step=30), total_steps=40, world=WORLD).close()
 
@@ -162,11 +163,23 @@ def test_records_that_are_too_large_are_neither_read_nor_lost(tmp_path: Path, ca
     with (run / "metrics.jsonl").open("r+b") as file:
         file.truncate(50 * 2**30)
     assert summarise(run)["state"] == "not begun"
-    problem = f"{run}/metrics.jsonl: larger than 268,435,456 bytes"
-    assert capsys.readouterr().err == f"warning: {problem}\n"
-    with pytest.raises(UserError, match=problem):
-        Recorder(run, RUN, Progress(), total_steps=40, world=WORLD)
+    assert capsys.readouterr().err == f"warning: {run}/metrics.jsonl: larger than 268,435,456 bytes\n"
     assert (run / "metrics.jsonl").stat().st_size == 50 * 2**30
+
+
+def test_a_run_goes_on_from_any_number_of_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """It keeps the rows of its table, and reads no record again."""
+    run = make_run(tmp_path / "run", START, EVAL, TRAIN, {**TRAIN, "step": 30})
+    monkeypatch.setattr(metrics, "MAX_METRICS", 100)
+    with pytest.raises(UserError, match="larger than 100 bytes"):
+        read_records(run)
+    with Recorder(run, RUN, Progress(epoch=1, step=20), total_steps=40, world=WORLD) as recorder:
+        monkeypatch.setattr(metrics, "open_regular", None)
+        recorder.eval(2, {"top1": 88.0})
+        recorder.begin_epoch(3)
+    rows = read_epochs(run / "epochs.csv")
+    assert [(row["epoch"], row["step"], row["eval_top1"]) for row in rows] == [(1, 10, 87.5), (2, 20, 88.0)]
+    assert rows[1]["train_images_per_second"] == pytest.approx(99.6)
 
 
 def hold(path: Path, pipe) -> None:
@@ -242,7 +255,7 @@ def test_comparison(tmp_path: Path, capsys: pytest.CaptureFixture):
     """Run directories and files are compared, also if one has more epochs."""
     second = {**EVAL, "epoch": 2, "step": 20, "top1": 90.25}
     a = make_run(tmp_path / "a", START, EVAL)
-    (tmp_path / "b.csv").write_bytes(epochs_csv([EVAL | {"top1": 88.0}, TRAIN, second]))
+    (tmp_path / "b.csv").write_bytes(epochs_csv(EpochTable([EVAL | {"top1": 88.0}, TRAIN, second]).rows()))
     main([str(a), str(tmp_path / "b.csv"), "--compare", "eval_top1"])
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert lines == [["epoch", str(a), f"{tmp_path}/b.csv", "difference"], ["1", "87.5", "88", "+0.5"], ["2", "90.25"]]
