@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from attention import Grid
 from attention.options import OptionError, option
 from engine.objectives.objective import Measure, Objective, Run
+from engine.objectives.sequences import refuse_options
 
 NUM_SHOWN = 8
 """Images of which TensorBoard shows the reconstruction."""
@@ -108,12 +109,12 @@ class MaskedImages(Objective):
         sides, patch = to_2tuple(model["img_size"]), model["patch_size"]
         valid = [size for size in range(patch, min(sides) + 1, patch) if not any(side % size for side in sides)]
         size, ratio = simmim.mask_size, simmim.mask_ratio
-        for name in ("mixup", "cutmix"):
-            if value := getattr(run.augment, name):
-                raise OptionError(f"augment.{name}", f" = {value:g}: masked images have no labels to mix; set it to 0")
         if run.data.crop_mode == "native":
             problem = " = native: the masks are for images of one size; set it to center, squash or border"
             raise OptionError("data.crop_mode", problem)
+        of_labels = {"augment": dict.fromkeys(("mixup", "cutmix", "smoothing"), 0)}
+        refuse_options(run, of_labels, "masked images have no labels to mix or smooth")
+        refuse_options(run, {"augment": {"reprob": 0}}, "erased areas would be targets")
         if (teacher := run.distill.teacher) is not None:
             raise OptionError("distill.teacher", f" = {teacher}: a model with mask_token predicts no classes")
         if size not in valid:
