@@ -1,8 +1,9 @@
 """Reads and writes a prepared data set: decoded images in one file, so that training does not decode JPEG every epoch.
 
 `SPLIT.pixels` holds the images one after another, each a binary PPM file (8-bit RGB). The index `SPLIT.npz` holds the
-offset, class, checksum, fingerprint and original file name of each image. A broken image has no bytes but keeps its
-position and its class, so that readers can treat it as in the original data set.
+offset, class, checksum, fingerprint and original file name of each image, and the short side to which they were made
+smaller. A broken image has no bytes but keeps its position and its class, so that readers can treat it as in the
+original data set.
 """
 
 import io
@@ -25,7 +26,10 @@ INDEX = ".npz"
 MOST_BYTES = 2**29
 """Largest size of an image, bytes; an image that may be decoded has half of it at most."""
 
-KINDS = {"begins": "i", "labels": "i", "checksums": "u", "fingerprints": "i", "names": "S", "classes": "S"}
+KINDS = {
+    **{"begins": "i", "labels": "i", "checksums": "u", "fingerprints": "i", "names": "S", "classes": "S"},
+    "short_side": "i",
+}
 """Array of the index -> kind of its NumPy dtype."""
 
 
@@ -46,7 +50,10 @@ class CacheReader(SplitReader):
             index = _read_index(path)
         except Exception as error:  # reading a damaged archive may raise anything
             raise OSError(0, f"damaged index, {describe_error(error)}; prepare the cache anew") from error
-        self.begins, self.labels, self.checksums, self.originals, self.names, classes = (index[name] for name in KINDS)
+        self.begins, self.labels, self.checksums, self.originals, self.names, classes, short_side = (
+            index[name] for name in KINDS
+        )
+        self.short_side = int(short_side[0])
         if not self.pixels.is_file() or self.pixels.stat().st_size != self.begins[-1]:
             raise OSError(0, f"{self.pixels.name} is missing or has not the {self.begins[-1]} bytes of the index")
         self.class_to_idx = {os.fsdecode(name): label for label, name in enumerate(classes)}
@@ -73,16 +80,18 @@ class CacheReader(SplitReader):
 def _read_index(path: str) -> dict[str, np.ndarray]:
     """Reads the arrays of the index `path`, which need not be trusted, and checks that they belong together.
 
-    An index of an earlier version has no fingerprints: the checksums stand for them. Its broken images have the class
-    -1, which becomes that of the folder in their name. A damaged file raises any error of NumPy.
+    An index of an earlier version has no short side, which is then 0. An older one has no fingerprints: the checksums
+    stand for them. Its broken images have the class -1, which becomes that of the folder in their name. A damaged file
+    raises any error of NumPy.
     """
     with open(path, "rb") as file, np.load(file) as arrays:
         if any(member.compress_type for member in arrays.zip.infolist()):
             raise ValueError("its arrays are compressed, and may be of any size")
         index = {name: arrays[name] for name in KINDS if name in arrays}
     index.setdefault("fingerprints", index["checksums"].astype(np.int64))
+    index.setdefault("short_side", np.zeros(1, np.int64))
     number, num_classes = len(index["labels"]), len(index["classes"])
-    lengths = {"begins": number + 1, "classes": num_classes}
+    lengths = {"begins": number + 1, "classes": num_classes, "short_side": 1}
     for name, kind in KINDS.items():
         array = index[name]
         if array.shape != (lengths.get(name, number),) or array.dtype.kind != kind:
@@ -109,7 +118,7 @@ def pixels_of(path: Path) -> Path:
 def encode(image: Image.Image, short_side: int | None) -> tuple[bytes, bool]:
     """Encodes an RGB image as a PPM file, and returns whether it was made smaller.
 
-    A short side above `short_side` pixels is reduced to it, bicubic as in validation; None keeps the size.
+    A short side above `short_side` pixels is reduced to it, bicubic as in validation by default; None keeps the size.
     """
     is_reduced = short_side is not None and min(image.size) > short_side
     if is_reduced:
@@ -118,12 +127,16 @@ def encode(image: Image.Image, short_side: int | None) -> tuple[bytes, bool]:
 
 
 def write_cache(
-    path: Path, samples: Iterable[tuple[tuple[bytes, bool], int] | BrokenImage], source: SplitReader
+    path: Path,
+    samples: Iterable[tuple[tuple[bytes, bool], int] | BrokenImage],
+    source: SplitReader,
+    short_side: int | None,
 ) -> None:
     """Writes the index `path` and the pixels beside it, and flushes them to disk.
 
     Args:
         samples: what `encode` returns, and class index, of every image of `source`, or `BrokenImage`, in order.
+        short_side: that `encode` was given.
     Raises:
         OSError: no space, or no permission.
     """
@@ -147,6 +160,7 @@ def write_cache(
             fingerprints=np.array(fingerprints, np.int64),
             names=np.array([os.fsencode(name) for name in source.filenames()]),
             classes=np.array([os.fsencode(name) for name in sorted(classes, key=classes.__getitem__)]),
+            short_side=np.array([short_side or 0], np.int64),
         )
         _flush(file)
 

@@ -37,6 +37,8 @@ class SplitReader(Reader):
         ignored: paths of the files that are not images.
         blocks: number of the first image of every shard that is fetched as a whole, and the number of images; None:
             images are read one by one. digest: of the content of all images, where an index states it.
+        short_side: that of images which were made smaller when the split was prepared, pixels; 0: none was, or an
+            earlier version has prepared it.
     """
 
     labels: np.ndarray
@@ -44,6 +46,7 @@ class SplitReader(Reader):
     ignored: Sequence[str] = ()
     blocks: np.ndarray | None = None
     digest: str | None = None
+    short_side: int = 0
 
     def __len__(self) -> int:
         return len(self.labels)

@@ -200,8 +200,8 @@ def create_loaders(run: Run, world: World, *, img_size: Size, num_classes: int) 
     if choose_objective(run).predicts_classes:
         _check_num_classes(train, num_classes)
     if world.is_primary:
-        report_split(run.data, "train_split", train)
-        report_split(run.data, "val_split", val)
+        report_split(run.data, "train_split", train, img_size)
+        report_split(run.data, "val_split", val, img_size)
     if len(train) < run.train.total_batch_size:
         problem = f" = {run.train.total_batch_size} exceeds the {len(train)} training images; lower it"
         raise OptionError("train.total_batch_size", problem)
@@ -249,7 +249,7 @@ def create_val_loader(
     if num_classes is not None:
         _check_num_classes(val, num_classes)
     if world.is_primary:
-        report_split(run.data, "val_split", val)
+        report_split(run.data, "val_split", val, img_size)
     limit = math.inf if skip_broken else 0
     return _create_loader(val, _share(val, world), batch_size or choose_batch_size(img_size), run, world, limit)
 

@@ -72,7 +72,7 @@ class MdsReader(LayoutReader):
         else:
             with open_regular(self.folder / INDEX) as file:
                 content = file.read(LARGEST_INDEX)
-        self.shards, table = parse_index(content)
+        self.shards, table, self.short_side = parse_index(content)
         self.digest = hashlib.sha256(content).hexdigest()
         if store:
             self.cache = _open_cache(data, store, self.digest, [shard.file.size for shard in self.shards])
@@ -132,8 +132,8 @@ def _open_cache(data: Data, store: Store, digest: str, sizes: list[int]) -> Cach
         raise LayoutError(f"data.cache_dir = {data.cache_dir!r}: {error.strerror}; name another folder") from None
 
 
-def parse_index(content: bytes) -> tuple[list[Shard], File]:
-    """Parses an index, which need not be trusted: its shards, and the file of names and classes.
+def parse_index(content: bytes) -> tuple[list[Shard], File, int]:
+    """Parses an index, which need not be trusted: shards, the file of names and classes, `SplitReader.short_side`.
 
     Raises:
         LayoutError: it is damaged, has columns that are not read, or names no file of names and classes.
@@ -147,7 +147,7 @@ def parse_index(content: bytes) -> tuple[list[Shard], File]:
             raise LayoutError("has no shard")
         if "images" not in index:
             raise LayoutError(f"{INDEX} names no file of labels; python -m engine.data.prepare writes shards with one")
-        return shards, _parse_file(index["images"])
+        return shards, _parse_file(index["images"]), int(index.get("short_side", 0))
     except LayoutError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -189,11 +189,14 @@ def cut_image(sample: bytes, columns: dict[str, int | None]) -> bytes:
     return b""
 
 
-def write_mds(folder: Path, contents: Iterable[tuple[bytes, bool]], source: SplitReader, shard_bytes: int) -> int:
+def write_mds(
+    folder: Path, contents: Iterable[tuple[bytes, bool]], source: SplitReader, shard_bytes: int, short_side: int
+) -> int:
     """Writes a split: shards of about `shard_bytes`, the file of names and classes, and, last, the index.
 
     Args:
         contents: the bytes of every image of `source` in order, none of a broken one, and whether it was made smaller.
+        short_side: see `SplitReader`.
     Returns:
         Number of images without bytes.
     Raises:
@@ -225,7 +228,8 @@ def write_mds(folder: Path, contents: Iterable[tuple[bytes, bool]], source: Spli
         checksums=np.array(checksums, np.uint32),
         fingerprints=fingerprints,
     )
-    index = {"version": 2, "shards": shards, "images": _describe(folder / TABLE, (folder / TABLE).read_bytes())}
+    table = _describe(folder / TABLE, (folder / TABLE).read_bytes())
+    index = {"version": 2, "shards": shards, "images": table, "short_side": short_side}
     (folder / INDEX).write_text(json.dumps(index, sort_keys=True))
     return num_empty
 

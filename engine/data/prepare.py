@@ -7,8 +7,10 @@
     python -m engine.data.prepare /data/wds --dataset wds --index    # where the samples of WebDataset shards lie
 
 Images become 8-bit RGB with a short side of 256 pixels, the size to which validation at 224 pixels resizes them before
-its centre crop. Inputs of validation therefore stay bit-identical, except for coloured images in a model of grey images
-and with another `data.crop_mode`.
+its centre crop. Inputs of validation stay bit-identical where it resizes to just this size: `model.img_size` is square
+and, divided by `data.crop_pct` and rounded down, the short side (224 / 0.875 = 256), `data.interpolation` is bicubic,
+and `data.crop_mode` is center. Coloured images in a model of grey images are an exception. Elsewhere validation resizes
+twice, and a run that enlarges images that were made smaller says so.
 Training crops are taken from the smaller images; at full size training stays bit-identical too. ImageNet takes about
 0.35 TB, at full size 0.75 TB. At the end every image is read back and checked.
 
@@ -73,12 +75,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if args.index:
             return index_splits(args)
         for name, images in open_splits(args).items():
+            sides = filter(None, (args.short_side * (not args.original), images.reader.short_side))
+            short_side = min(sides, default=None)
             try:
                 if args.format == "mds":
-                    encoded = Originals(images.reader) if args.original else _encoded(images, args.short_side or None)
-                    prepare_shards(name, encoded, args.output, int(args.shard_mb * 1e6), args.workers)
+                    encoded = Originals(images.reader) if args.original else _encoded(images, short_side)
+                    prepare_shards(name, encoded, args.output, int(args.shard_mb * 1e6), args.workers, short_side)
                 else:
-                    prepare(name, images, args.output, args.short_side or None, args.workers)
+                    prepare(name, images, args.output, short_side, args.workers)
             except OSError as error:
                 raise UserError(f"{args.output}: {error.strerror or error}") from error
             if text := describe_ignored(images):
@@ -118,7 +122,7 @@ def prepare(name: str, images: Images, output: Path, short_side: int | None, wor
     unchecked = output / f"{name}.unchecked{INDEX}"
     try:
         with closing(read_all(encoded, workers, f"{name}: decoding")) as samples:
-            write_cache(unchecked, _report_broken(samples), images.reader)
+            write_cache(unchecked, _report_broken(samples), images.reader, short_side)
         num_empty, num_bytes = check(unchecked, workers, f"{name}: checking")
         for file in (pixels_of(path), path):
             unchecked.with_suffix(file.suffix).replace(file)
@@ -144,11 +148,13 @@ class Originals(Images):
             return BrokenImage(f"{self.filename(index)}: {error}")
 
 
-def prepare_shards(name: str, encoded: Images, output: Path, shard_bytes: int, workers: int) -> None:
+def prepare_shards(
+    name: str, encoded: Images, output: Path, shard_bytes: int, workers: int, short_side: int | None
+) -> None:
     """Writes the split `name` in shards of about `shard_bytes`, in random order, reads it back and checks it.
 
     Args:
-        encoded: images as `encode` returns them.
+        encoded: images as `encode` returns them. short_side: theirs, see `SplitReader`; None: 0.
     Raises:
         UserError: the split exists already. OSError: no space, or no permission.
         BrokenImage: images that were read back differ from those written.
@@ -163,7 +169,7 @@ def prepare_shards(name: str, encoded: Images, output: Path, shard_bytes: int, w
     try:
         with closing(read_all(mixed, workers, f"{name}: writing")) as samples:
             contents = ((b"", False) if isinstance(x, BrokenImage) else x[0] for x in _report_broken(samples))
-            num_empty = write_mds(unchecked, contents, mixed.reader, shard_bytes)
+            num_empty = write_mds(unchecked, contents, mixed.reader, shard_bytes, short_side or 0)
         reader = MdsReader(str(unchecked))
         samples = read_all(Originals(reader), workers, f"{name}: checking")
         if (num_broken := sum(isinstance(sample, BrokenImage) for sample in samples)) != num_empty:

@@ -1,6 +1,7 @@
 """A split of a data set: its reader, its images, its classes and its identity."""
 
 import hashlib
+import math
 import sys
 import tarfile
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 from PIL import Image
+from timm.layers import to_2tuple
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -218,9 +220,9 @@ def describe_ignored(dataset: Images) -> str:
     return f"ignored files: {', '.join([*texts[:10], *(['...'] if texts[10:] else [])])}" if texts else ""
 
 
-def report_split(data: Data, option: Literal["train_split", "val_split"], images: Images) -> None:
+def report_split(data: Data, option: Literal["train_split", "val_split"], images: Images, img_size: Size) -> None:
     """Says on stderr how many images of a split are left out, if any, or that held-out images validate in its place,
-    and which of its files are no images.
+    which of its files are no images, and whether it was prepared too small for inputs of `img_size`.
     """
     number, lines = f"{len(images):,}", []
     if isinstance(reader := images.reader, SubsetReader) and len(reader) < reader.num_available:
@@ -230,6 +232,12 @@ def report_split(data: Data, option: Literal["train_split", "val_split"], images
         lines = [f"validation: {held} ({data.held_out_by}); data.val_split is not read"]
     if text := describe_ignored(images):
         lines.append(f"data.{option}: {text}")
+    is_resized = option == "val_split" and data.crop_mode != "native"  # before the crop
+    needed = math.floor(max(to_2tuple(img_size)) / (data.crop_pct if is_resized else 1))
+    if 0 < images.reader.short_side < needed:
+        problem = f"data.{option}: the images were prepared with a short side of {images.reader.short_side} pixels"
+        remedy = f"prepare them with --short-side {needed}, or 0, which keeps their size"
+        lines.append(f"warning: {problem}, and are enlarged to {needed}; {remedy}")
     for line in lines:
         print(line, file=sys.stderr, flush=True)
 

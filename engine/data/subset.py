@@ -36,7 +36,8 @@ class SubsetReader(SplitReader):
         class_to_idx: Mapping[str, int] | None = None,
     ):
         super().__init__()
-        self.reader, self.indices, self.ignored = reader, np.asarray(indices, np.int64), reader.ignored
+        self.reader, self.indices = reader, np.asarray(indices, np.int64)
+        self.ignored, self.short_side = reader.ignored, reader.short_side
         self.num_available: int = reader.num_available if isinstance(reader, SubsetReader) else len(reader)
         self.labels = np.asarray(reader.labels)[self.indices] if labels is None else labels
         if reader.blocks is not None and (np.diff(self.indices) > 0).all():

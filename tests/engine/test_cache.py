@@ -96,6 +96,36 @@ def test_sizes(prepared):
     assert widths[:4] == ((31, 32, 33, 34) if not short_side else (24, 25, 26, 27))
 
 
+def test_a_run_that_enlarges_prepared_images_says_so(prepared, tmp_path, capsys):
+    """Validation at 14 pixels resizes to 14 / 0.875 = 16."""
+    short_side, output = prepared
+
+    def told(root, img_size: int) -> list[str]:
+        create_loaders(make_run("cache", root), CPU, img_size=img_size, num_classes=2)
+        return [line for line in capsys.readouterr().err.splitlines() if "short side" in line]
+
+    lines = [
+        "warning: data.train_split: the images were prepared with a short side of 16 pixels, and are enlarged to 17;"
+        " prepare them with --short-side 17, or 0, which keeps their size",
+        "warning: data.val_split: the images were prepared with a short side of 16 pixels, and are enlarged to 19;"
+        " prepare them with --short-side 19, or 0, which keeps their size",
+    ]
+    assert told(output, 14) == []
+    assert told(output, 17) == (lines if short_side else [])
+    for split in ("train", "val"):  # as an earlier version has written it
+        with np.load(output / f"{split}.npz") as index:
+            np.savez(tmp_path / f"{split}.npz", **{name: index[name] for name in index if name != "short_side"})
+        (tmp_path / f"{split}.pixels").symlink_to(output / f"{split}.pixels")
+    assert told(tmp_path, 17) == []
+
+
+@pytest.mark.parametrize("options", ["--short-side 0", "--format mds --original", "--short-side 20 --format mds"])
+def test_images_that_are_prepared_again_keep_their_short_side(prepared, tmp_path, options):
+    prepare.main([str(prepared[1]), str(tmp_path), "--dataset", "cache", "--workers", "0", *options.split()])
+    data = Data(dataset="mds" if "mds" in options else "cache", root=str(tmp_path), subset=1)
+    assert open_split(data, "train_split").reader.short_side == (prepared[0] or (20 if " 20" in options else 0))
+
+
 def test_damage_is_noticed(prepared, tmp_path, capsys):
     for path in prepared[1].iterdir():
         shutil.copy(path, tmp_path)

@@ -133,7 +133,7 @@ def test_one_folder_of_class_folders_is_enough(tmp_path, capsys):
     data = Data(root=str(tmp_path), train_split=".", val_fraction=0.2)
     train, val = (open_split(data, split) for split in SPLITS)
     assert (len(train), len(val), classes_of(val)) == (16, 4, ["cat", "dog"])
-    report_split(data, "val_split", val)
+    report_split(data, "val_split", val, img_size=28)
     told = "validation: 4 images of data.train_split = '.', which are not trained on (data.val_fraction = 0.2); data.v"
     assert capsys.readouterr().err.startswith(told)
 
