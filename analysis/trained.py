@@ -85,7 +85,7 @@ def read_sample(trained: Trained, count: int) -> Sample:
         OptionError: the data cannot be used. BrokenImage: an image cannot be read.
     """
     images = open_split(trained.run.data, "val_split")
-    report_split(trained.run.data, "val_split", images)
+    report_split(trained.run.data, "val_split", images, trained.run.model["img_size"])
     columns, note = match_classes(trained.classes, classes_of(images), trained.run.model["num_classes"])
     if note:
         print(note, file=sys.stderr)
