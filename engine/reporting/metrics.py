@@ -164,42 +164,42 @@ def list_changes(records: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 class EpochTable:
-    """The rows of `epochs.csv`: a row for each epoch, complete or not, of the `records` until now.
+    """The rows of `epochs.csv`: a row for each epoch, complete or not, of the `records` until now, in order of epochs.
 
     A row holds epoch, step and `TOTALS` at its end, then `train_NAME` and `eval_NAME` for every field NAME.
     """
 
     def __init__(self, records: Iterable[Mapping[str, Any]] = ()):
-        self.epochs: dict[int, dict[str, Any]] = {}
-        self.sums: dict[tuple[int, str], tuple[int, float]] = {}  # of updates, and of their values
+        self.finished = bytearray()  # rows in JSON, a line each: there may be very many epochs
+        self.row: dict[str, Any] = {}
+        self.sums: dict[str, tuple[int, float]] = {}  # of updates, and of their values
         self.step = 0
         for record in records:
             self.add(record)
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Adds a record to the row of its epoch."""
-        kind, epoch = record["kind"], record["epoch"]
+        kind = record["kind"]
         if kind not in ("train", "eval"):
             return
-        row = self.epochs.setdefault(epoch, {})
-        row |= {name: record[name] for name in ("epoch", "step", *TOTALS) if name in record}
-        row |= {f"{kind}_{name}": value for name, value in record.items() if name not in ("kind", *row)}
+        if self.row and record["epoch"] != self.row["epoch"]:
+            self.finished += f"{json.dumps(self.row)}\n".encode()
+            self.row, self.sums = {}, {}
+        self.row |= {name: record[name] for name in ("epoch", "step", *TOTALS) if name in record}
+        self.row |= {f"{kind}_{name}": value for name, value in record.items() if name not in ("kind", *self.row)}
         if kind == "eval":
             return
         updates, self.step = record["step"] - self.step, record["step"]
         for name, exponent in AVERAGES.items():
-            if (value := record.get(name)) is not None:
-                number, total = self.sums.get((epoch, name), (0, 0.0))
-                with suppress(ArithmeticError):  # a speed of zero: the records were tampered with
-                    self.sums[epoch, name] = number + updates, total + updates * float(value) ** exponent
+            number, total = self.sums.get(name, (0, 0.0))
+            with suppress(ArithmeticError):  # no value yet; a speed of zero, or no update: records were tampered with
+                if (value := record.get(name)) is not None:
+                    number, total = self.sums[name] = number + updates, total + updates * float(value) ** exponent
+                self.row[f"train_{name}"] = (total / number) ** exponent
 
     def rows(self) -> list[dict[str, Any]]:
-        """Returns the rows, in the order in which their epochs began."""
-        rows = {epoch: dict(row) for epoch, row in self.epochs.items()}
-        for (epoch, name), (number, total) in self.sums.items():
-            with suppress(ArithmeticError):  # updates that were not made, likewise
-                rows[epoch][f"train_{name}"] = (total / number) ** AVERAGES[name]
-        return list(rows.values())
+        """Returns the rows."""
+        return [*map(json.loads, self.finished.splitlines()), *([self.row] if self.row else [])]
 
 
 def epochs_csv(rows: Sequence[Mapping[str, Any]]) -> bytes:
