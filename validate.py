@@ -73,12 +73,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
             check_crop_mode(target, runs[-1])
         world, results, records = init_distributed(runs[0].train.device), {}, {} if outputs else None
         try:
-            for run, (path, checkpoint, kinds) in zip(runs, found, strict=True):
-                check_predicts_classes(run, str(path), of_metrics=not (outputs or args.export or args.real_labels))
-                options = args.batch_size, args.skip_broken, args.real_labels, records
-                metrics = validate(run, checkpoint, kinds, world, *options)
-                source = {"checkpoint": str(path), "epoch": checkpoint["progress"]["epoch"]}
-                results |= {kind: source | metrics[kind] for kind in kinds}
+            with refuse_bad_input():  # said before the process group ends, see train.py
+                for run, (path, checkpoint, kinds) in zip(runs, found, strict=True):
+                    check_predicts_classes(run, str(path), of_metrics=not (outputs or args.export or args.real_labels))
+                    options = args.batch_size, args.skip_broken, args.real_labels, records
+                    metrics = validate(run, checkpoint, kinds, world, *options)
+                    source = {"checkpoint": str(path), "epoch": checkpoint["progress"]["epoch"]}
+                    results |= {kind: source | metrics[kind] for kind in kinds}
         finally:
             world.destroy()
     if world.is_primary:
@@ -110,7 +111,8 @@ def validate(
         records: where given, what was found of single images is added, for each of `kinds`.
     Raises:
         BrokenImage: there is one, and `skip_broken` is not set.
-        OptionError: data that cannot be used. UserError: weights that do not fit the model that `run` describes.
+        OptionError: data that cannot be used. UserError: weights that do not fit the model that `run` describes, or
+            data that are not the same on all ranks.
     """
     img_size, num_classes = run.model["img_size"], run.model["num_classes"]
     loader = create_val_loader(run, world, img_size=img_size, batch_size=batch_size, skip_broken=skip_broken)
@@ -118,7 +120,9 @@ def validate(
     columns, note = match_classes(checkpoint.get("classes"), names, num_classes)
     real = read_real_labels(real_labels, shown, columns) if real_labels else None
     models, resampled = build_models(run, checkpoint, kinds)
-    if not note and list_data_differences(checkpoint, identify_split("val", loader.dataset)):
+    identity = identify_split("val", loader.dataset)
+    world.check_same_files(identity)
+    if not note and list_data_differences(checkpoint, identity):
         note = "data: other images than those of the validation in training"
     for line in filter(None, [note, resampled]) if world.is_primary else ():
         print(line, file=sys.stderr)

@@ -770,9 +770,7 @@ def test_findings_on_an_h200():
         for rows in (at_784, at_3136)
         for name in ("eva", "local")
     ]
-    assert f"{min(gains):.2f} to {max(gains):.2f} times](gpus.md#on-an-h200) as fast with them" in mechanisms, (
-        gains
-    )
+    assert f"{min(gains):.2f} to {max(gains):.2f} times](gpus.md#on-an-h200) as fast with them" in mechanisms, gains
     of_eager, compiled = on_h200("first", 784), on_h200("first", 784, "compiled")
     gains = sorted(float(of_eager[name]["ms"]) / float(row["ms"]) for name, row in compiled.items())
     shown = f"{gains[1]:.1f} to {gains[-1]:.1f} times as fast compiled, and softmax attention {gains[0]:.1f} times"

@@ -83,14 +83,19 @@ class World:
             dist.all_gather_object(texts, text)
         return next(filter(None, texts), "")
 
-    def differing(self, values: Mapping[str, object]) -> dict[str, int]:
-        """Returns the names in `values` whose value is not that of the primary rank on all ranks, and the first rank
-        that has another. All ranks give the same names, and values of plain types.
+    def check_same_files(self, values: Mapping[str, object]) -> None:
+        """Refuses files that are not the same on all ranks. All ranks give the same names in `values`, and plain types.
+
+        Raises:
+            UserError: the names whose values differ, and the first rank that has another than the primary rank.
         """
         digests = [hashlib.sha256(repr(value).encode()).digest()[:6] for value in values.values()]
         first, *others = self.gather([int.from_bytes(digest) for digest in digests])  # 48 bits are exact in float64
         differing = {name: [row[i] != first[i] for row in others] for i, name in enumerate(values)}
-        return {name: 1 + flags.index(True) for name, flags in differing.items() if any(flags)}
+        ranks = {name: 1 + flags.index(True) for name, flags in differing.items() if any(flags)}
+        if ranks:
+            problem = f"{', '.join(ranks)}: rank {min(ranks.values())} has not those of rank 0"
+            raise UserError(f"{problem}; give every node the same files, or read those of a file system that all share")
 
     def copy_buffers(self, module: nn.Module) -> None:
         """Copies the primary rank's buffers to all ranks, as DistributedDataParallel does before a forward pass."""

@@ -109,10 +109,7 @@ class Checkpoints:
             UserError: the checkpoint's run has other options or data, or unknown options; it has more epochs than the
                 configuration; or ranks have different data, or find different checkpoints.
         """
-        if differing := self.world.differing({name: self.metadata.get(name) for name in IDENTITY}):
-            rank = min(differing.values())
-            problem = f"{', '.join(differing)}: rank {rank} has not those of rank 0"
-            raise UserError(f"{problem}; give every node the same files, or read those of a file system that all share")
+        self.world.check_same_files({name: self.metadata.get(name) for name in IDENTITY})
         found = find_checkpoint(self.directory, "last", quiet=not self.world.is_primary)
         progress = parse_options(Progress, found[1]["progress"]) if found else Progress()
         if self.world.gather([progress.epoch, progress.step]) != [[progress.epoch, progress.step]] * self.world.size:

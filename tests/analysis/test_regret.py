@@ -114,7 +114,12 @@ def test_the_search_in_six_layers_beside_a_random_one():
     """With equally many measurements, from the same aligned layers of each of three seeds."""
     best, seeds = deeper(), range(3)
     assert {*best} == {(strategy, seed) for strategy in ("sensitivity", "random") for seed in seeds}
-    section = (DOCS / "results_trained.md").read_text().partition("### The search in a deeper model\n")[2].partition("\n## ")[0]
+    section = (
+        (DOCS / "results_trained.md")
+        .read_text()
+        .partition("### The search in a deeper model\n")[2]
+        .partition("\n## ")[0]
+    )
     with (DOCS / "data/search_six_layers.csv").open(newline="") as file:
         own = next(row for row in csv.DictReader(file) if {row[f"layer {n}"] for n in range(6)} == {OWN})
     stated = f"own attention has a loss of {float(own['loss']):.4f} and a top-1 of {float(own['top1']):.1f} on"

@@ -149,10 +149,19 @@ def test_ranks_read_copies_of_the_same_data(other: str, problem: str | None, tmp
     config.write_text(yaml.safe_dump(RUN | {"model": RUN["model"] | {"num_classes": 2}}))
     options = f"data.dataset=folder data.root={tmp_path}/$RANK train.total_batch_size=8 --output {tmp_path}/run"
     done = launched("--no-python", "bash", "-c", f"exec {sys.executable} train.py {config} {options}")
-    errors = [line for line in done.stderr.splitlines() if line.startswith("error") and "no answer from" not in line]
     assert (done.returncode == 0) == (problem is None), done.stderr
-    assert len(errors) == bool(problem)
-    assert not problem or errors[0].startswith(problem)
+    assert errors_of(done).count("\n") == 0
+    assert not problem or errors_of(done).startswith(problem)
+    if problem is None:
+        (tmp_path / "1/val/b/3.png").rename(tmp_path / "1/val/b/4.png")
+        validate = f"exec {sys.executable} validate.py {tmp_path}/run data.root={tmp_path}/$RANK"
+        assert errors_of(launched("--no-python", "bash", "-c", validate)).startswith("error: val_files: rank 1 has not")
+
+
+def errors_of(done: subprocess.CompletedProcess) -> str:
+    """The errors of an ended command, without those of ranks that wait for another."""
+    lines = [line for line in done.stderr.splitlines() if line.startswith("error") and "no answer from" not in line]
+    return "\n".join(lines)
 
 
 def failure(status: int, tmp_path: Path, exception: str = "") -> ProcessFailure:
