@@ -298,6 +298,56 @@ def equal_tables() -> tuple[str, str]:
     return equal("196", "at its size above (%)", from_scratch()), equal("784", "at 196 tokens (%)", at_196)
 
 
+def resolutions() -> dict[str, dict[str, Measured]]:
+    """Mechanism -> tokens -> top-1 of the models of 196 tokens; differences are to 196 tokens."""
+    runs: dict[str, dict[str, dict[int, dict[str, float]]]] = {}
+    for row in [row for row in EQUAL if row["tokens"] == "196"] + read("resolutions.csv"):
+        of_tokens = runs.setdefault(row["name"], {}).setdefault(row["tokens"], {})
+        of_tokens[int(row["seed"])] = {"top1": float(row["top1"])}
+    whole = {name: settings for name, settings in runs.items() if len(settings) == 4}
+    return {name: dict(zip(own, measure([*own.values()], "top1"), strict=True)) for name, own in whole.items()}
+
+
+def test_table_of_other_resolutions():
+    found, trained, sizes = resolutions(), equal_runs("784"), ("100", "196", "441", "784")
+    order = sorted(found, key=lambda name: -found[name]["784"].spread.mean)
+    titles = ["", *(f"{size} tokens (%)" for size in sizes), "784 less 196", "trained at 784 (%)"]
+    lines = []
+    for name in order:
+        loss = plus_minus(found[name]["784"].difference, "+.2f") + verdict(found[name]["784"].difference)
+        means = [plus_minus(found[name][size].spread, ".2f") for size in sizes]
+        lines.append([f"`{name}`", *means, loss, plus_minus(trained[name].spread, ".2f")])
+    table = markdown([titles, *lines])
+    assert table in RESULTS, table
+    means = {size: [found[name][size].spread.mean for name in order] for size in sizes}
+    correlations = [rank_correlation(means["196"], means[size]) for size in ("784", "100")]
+    behind = {name: to_softmax(found, name, "784") for name in order if name != "softmax"}
+    of_noise = {name: -each.mean for name, each in behind.items() if not each.is_noise}
+    assert sorted(of_noise) == ["abc", "performer", "rfa", "scatterbrain", "transformer_ls"]
+    assert not any(each.mean > 0 and not each.is_noise for each in behind.values())
+    gains = {name: trained[name].spread.mean - found[name]["784"].spread.mean for name in order}
+    assert (min(gains, key=gains.__getitem__), max(gains, key=gains.__getitem__)) == ("dpfp", "transformer_ls")
+    deviations = {name: found[name]["784"].spread.std for name in order}
+    assert max(deviations, key=deviations.__getitem__) == "eva"
+    texts = [
+        f"softmax attention alone loses {-found['softmax']['784'].difference.mean:.1f} points",
+        f"are {min(of_noise.values()):.1f} to {max(of_noise.values()):.1f} points behind softmax attention at 784",
+        f"Longformer is ahead of it by {to_softmax(found, 'longformer', '441').mean:.1f}",
+        f"DPFP is ahead by {to_softmax(found, 'dpfp', '784').mean:.1f} points (noise)",
+        f"rank correlation of {correlations[0]:.2f} with that at 784, and {correlations[1]:.2f} with that at 100",
+        f"up to {deviations['eva']:.1f} points (EVA)",
+        f"worth {gains['dpfp']:.0f} points (DPFP) to {gains['transformer_ls']:.0f} (Long-Short)",
+    ]
+    section = " ".join(RESULTS.partition("### Other resolutions at test time\n")[2].partition("\n### ")[0].split())
+    assert [text for text in texts if text not in section] == []
+
+
+def to_softmax(found: dict[str, dict[str, Measured]], name: str, size: str) -> Spread:
+    """Differences of seeds to softmax attention at this number of tokens."""
+    own, softmax = (found[each][size].values for each in (name, "softmax"))
+    return spread(own[seed] - softmax[seed] for seed in own)
+
+
 def first_softmax() -> dict[str, list[Measured]]:
     """Mechanism -> top-1 from scratch with it everywhere, with softmax attention in the first layer instead, and with
     softmax attention everywhere; differences are to the first of the three.
