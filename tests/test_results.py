@@ -641,6 +641,11 @@ def test_tables_of_exported_models():
         line = "ONNX Runtime is {} times as fast as eager, AOTInductor {}, and 8 bits {}".format(*ranges)
         assert line in section, line
         assert all(float(row["speedup"]) > 1 for row in rows.values() if row["name"] != row["baseline"])
+    rows = {(row["name"], row["execution"], row["batch"]): row for row in read("exported.csv")}
+    alone = {(name, runtime): float(row["seconds"]) for (name, runtime, batch), row in rows.items() if batch == "1"}
+    assert all(float(rows[*key, "32"]["seconds"]) / 32 > seconds for key, seconds in alone.items())
+    gains = {name: [float(rows[name, each, "1"]["speedup"]) for each in ("eager", "onnx-int8")] for name, _ in alone}
+    assert [name for name, (eager, eight) in gains.items() if eight < eager] == ["deit_tiny_p8:performer"]
 
 
 def lean() -> str:
