@@ -408,8 +408,11 @@ def test_a_distilled_run_resumes_with_its_teacher_only(
     statuses, job, _ = students.launch(output=output)
     assert statuses == [2] * ranks
     lines = job.text.splitlines()
-    assert len(lines) == 3 * ranks  # no launcher ends the others, so that each says it
-    assert re.fullmatch(r"  teacher_weights: [0-9a-f]{64} there, [0-9a-f]{64} here", lines[2])
+    assert len(lines) == 1 + 2 * ranks  # no launcher ends the others, so that each says it
+    differences = [
+        line for line in lines if re.fullmatch(r"  teacher_weights: [0-9a-f]{64} there, [0-9a-f]{64} here", line)
+    ]
+    assert len(differences) == ranks
 
 
 MIXED = ["distill.alpha=0.7", "distill.beside=soft", "train.grad_accum_steps=2", "train.amp=bf16"]
