@@ -27,7 +27,12 @@ MOST_BYTES = 2**29
 """Largest size of an image, bytes; an image that may be decoded has half of it at most."""
 
 KINDS = {
-    **{"begins": "i", "labels": "i", "checksums": "u", "fingerprints": "i", "names": "S", "classes": "S"},
+    "begins": "i",
+    "labels": "i",
+    "checksums": "u",
+    "fingerprints": "i",
+    "names": "S",
+    "classes": "S",
     "short_side": "i",
 }
 """Array of the index -> kind of its NumPy dtype."""

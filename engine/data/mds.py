@@ -150,7 +150,7 @@ def parse_index(content: bytes) -> tuple[list[Shard], File, int]:
         return shards, _parse_file(index["images"]), int(index.get("short_side", 0))
     except LayoutError:
         raise
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise LayoutError(f"{INDEX} is damaged ({describe_error(error)}); make it anew") from error
 
 

@@ -75,8 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if args.index:
             return index_splits(args)
         for name, images in open_splits(args).items():
-            sides = filter(None, (args.short_side * (not args.original), images.reader.short_side))
-            short_side = min(sides, default=None)
+            asked = 0 if args.original else args.short_side
+            short_side = min((side for side in (asked, images.reader.short_side) if side), default=None)
             try:
                 if args.format == "mds":
                     encoded = Originals(images.reader) if args.original else _encoded(images, short_side)

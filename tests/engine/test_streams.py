@@ -368,6 +368,7 @@ def test_every_image_comes_once_at_any_number_of_ranks(shards, start):
     ("change", "problem"),
     [
         ({"version": 1}, r"index.json is damaged \(ValueError: version 1\)"),
+        ({"short_side": float("inf")}, r"index.json is damaged \(OverflowError"),
         ({"shards": []}, "has no shard"),
         ({"images": {"basename": "../labels", "bytes": 9, "hashes": {}}}, r"a file '../labels' of 9 bytes"),
         ({"shards": [{"raw_data": {"basename": "/etc/passwd", "bytes": 9, "hashes": {}}}]}, "a file '/etc/passwd'"),

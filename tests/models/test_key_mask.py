@@ -128,7 +128,7 @@ def test_masked_features_are_the_mean_of_the_others(family: str):
 
 @pytest.mark.parametrize("options", [{}, {"class_token": True}, {"class_token": True, "global_pool": "avg"}], ids=str)
 def test_padding_is_left_out_of_features(options: dict):
-    """Of `forward_features`, of intermediates and of timm's `features_only`; the heads need no mask."""
+    """`forward_features`, `forward_intermediates` and timm's `features_only` leave padding out; heads need no mask."""
     options |= {"vocab_size": 7, "patch_size": 1, "in_chans": 1, "img_size": (1, 12), "dynamic_img_size": False}
     model = build("deit", "softmax", **options, pad_token=0)
     plain = build("deit", "softmax", **options)
