@@ -98,6 +98,8 @@ class OperatorCounter(TorchDispatchMode):
         constant = name not in ALLOCATIONS and not is_random and storages <= self._constants
         for x in results:
             self._allocate(x.untyped_storage(), constant)
+        if not constant:
+            self._constants.difference_update(map(_key, written))
         if constant or name in ALLOCATIONS or not (results or written):  # an allocation, or a copy that was not needed
             return
         written += results

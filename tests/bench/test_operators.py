@@ -42,6 +42,7 @@ def test_constants_count_nothing():
     assert not counted(lambda: [torch.arange(6).mul(2).view(2, 3), torch.zeros(3) + 1])
     assert [name for name, *_ in counted(lambda: x + torch.arange(4).mul_(2))] == ["add"]
     assert [name for name, *_ in counted(lambda: torch.rand(3).exp())] == ["rand", "exp"]
+    assert [name for name, *_ in counted(lambda: torch.ones(4).add_(x).exp_().exp())] == ["add_", "exp_", "exp"]
 
 
 def test_grouped_convolutions_and_fused_attention():
