@@ -12,12 +12,14 @@ The tables (table.md, table.tex, table.csv, table.json, runs.csv) are rewritten 
 pareto.png, curves.png, heat_map.png) are rewritten at most once a minute, and at the end or at a stop signal.
 """
 
+import argparse
 import shlex
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from ablation.cases import Case, check_data, check_options, failure_mark, last_failure
 from ablation.estimate import plan_text
@@ -25,10 +27,11 @@ from ablation.identity import SWEEP_FILE, check_sweep, is_extended, store_sweep
 from ablation.measured import Measurements
 from ablation.planner import count_ranks
 from ablation.progress import Progress
+from ablation.report import FIGURES, TABLES, report_sweep, write_figures, write_tables
+from ablation.schema import Ablation
 from ablation.selection import select_only
 from ablation.settings import Setting, in_order, trials_of
 from ablation.sweep import read_ablation
-from ablation.tables import FIGURES, TABLES, report_sweep, write_figures, write_tables
 from ablation.worker import is_busy, run_jobs, train_all
 from attention.options import to_yaml
 from attention.plugins import as_arguments
@@ -42,7 +45,86 @@ from engine.runtime.terminal import warn_once
 MOST_JOBS = 1024
 
 
+class Sweep(NamedTuple):
+    """A sweep whose runs are all checked.
+
+    Attributes:
+        ablation: its file. all_settings: its rows. settings: the rows to train, which --only names.
+        left_out: lines that name the settings without runs.
+    """
+
+    ablation: Ablation
+    all_settings: list[Setting]
+    settings: list[Setting]
+    left_out: list[str]
+
+    @property
+    def possible_cases(self) -> list[Case]:
+        """The runs of all rows, with every learning rate that may be chosen."""
+        return [case for setting in self.all_settings for case in setting.possible_cases]
+
+    def report(self) -> str:
+        """Returns the table of the first row and of those to train."""
+        kept = (self.all_settings[0], *self.settings)
+        return report_sweep(self.ablation.caption, [row for row in self.all_settings if row in kept], self.left_out)
+
+
+class Results:
+    """The tables and figures of a sweep in its output."""
+
+    def __init__(self, sweep: Sweep, output: Path):
+        self.sweep, self.output, self.drawn = sweep, output, time.monotonic()
+
+    def write(self, is_last: bool = False) -> None:
+        """Writes the tables, and the figures if the last ones are a minute old, or these are the last.
+
+        Leaves them alone if a later command has added to the sweep.
+        """
+        ablation, all_settings = self.sweep.ablation, self.sweep.all_settings
+        if is_extended(ablation, self.output):
+            problem = f"{self.output / SWEEP_FILE} has runs that this command has not; the tables are left alone"
+            return warn_once(f"{problem}; run the command again to write them")
+        write_tables(ablation.caption, all_settings, self.output, self.sweep.left_out)
+        if is_last or time.monotonic() - self.drawn > 60:
+            write_figures(ablation.caption, all_settings, self.output)
+            self.drawn = time.monotonic()
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
+    args = parse_arguments(arguments)
+    with refuse_bad_input():
+        launcher = shlex.split(args.launcher) or [sys.executable]
+        if shutil.which(launcher[0]) is None:
+            raise ConfigError(f"--launcher: {launcher[0]!r} is not a command here")
+        if not 1 <= args.jobs <= MOST_JOBS:
+            raise ConfigError(f"--jobs {args.jobs}: expected 1 to {MOST_JOBS}")
+        check_directory(args.output)
+        check_sweep(args.config, args.output)
+        measurements = Measurements(args.output)
+        sweep = read_and_check(args, launcher, measurements)
+    if args.dry_run:
+        print(sweep.report())
+        print(plan_text(sweep.settings, count_ranks(launcher)))
+        print(*list_commands(sweep.settings), sep="\n")
+        return
+    with refuse_bad_input():
+        make_output(args.output, [SWEEP_FILE, *TABLES, *FIGURES])
+        store_sweep(args.config, args.overrides, args.output)
+        is_other = measurements.store()
+    if is_other:  # another worker has measured first: sizes follow from its measurements
+        return main(arguments)
+    failures = {case.directory: last_failure(case) for case in sweep.possible_cases}
+    results = Results(sweep, args.output)
+    with refuse_bad_input():
+        try:
+            train(args, launcher, sweep.settings, failures, results)
+        finally:
+            print(sweep.report())
+            results.write(is_last=True)
+    exit_unless_finished(sweep.settings, failures, args.jobs)
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = ArgumentParser(description="Run an ablation: a YAML grid -> runs -> one table.")
     add = parser.add_argument
     add("config", type=find_config, help="YAML file, see configs/ablation/")
@@ -53,71 +135,56 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--no-wait", action="store_true", help="end when all remaining runs are running elsewhere")
     add("--only", action="append", default=[], metavar="OPTION=VALUE", help="train rows with this value; repeatable")
     add("--dry-run", action="store_true", help="check all runs, show table, time and commands, and end")
-    args = parser.parse_intermixed_args(arguments)
-    with refuse_bad_input():
-        launcher = shlex.split(args.launcher) or [sys.executable]
-        if shutil.which(launcher[0]) is None:
-            raise ConfigError(f"--launcher: {launcher[0]!r} is not a command here")
-        if not 1 <= args.jobs <= MOST_JOBS:
-            raise ConfigError(f"--jobs {args.jobs}: expected 1 to {MOST_JOBS}")
-        check_directory(args.output)
-        check_sweep(args.config, args.output)
-        measurements = Measurements(args.output)
-        ablation, every, left_out = read_ablation(args.config, args.overrides, args.output, launcher, measurements)
-        settings = select_only(every, args.only)
-        shown = [setting for setting in every if setting in (every[0], *settings)]
-        possible = [case for setting in every for case in setting.possible_cases]
-        for case in possible:
-            check_directory(case.directory)
-        check_options(possible)
-        trials = trials_of(settings)
-        check_data(trials)
-        check_data(in_order(settings))
+    return parser.parse_intermixed_args(arguments)
 
-    if args.dry_run:
-        print(report_sweep(ablation.caption, shown, left_out))
-        print(plan_text(settings, count_ranks(launcher)))
-        print(*list_commands(settings), sep="\n")
-        return
-    with refuse_bad_input():
-        make_output(args.output, [SWEEP_FILE, *TABLES, *FIGURES])
-        store_sweep(args.config, args.overrides, args.output)
-        is_other = measurements.store()
-    if is_other:  # another worker has measured first: sizes follow from its measurements
-        return main(arguments)
-    failures = {case.directory: last_failure(case) for case in possible}
-    wait = not args.no_wait
-    results, drawn = (ablation.caption, every, args.output), time.monotonic()
 
-    def write_results(is_last: bool = False) -> None:
-        """Writes the tables, and the figures if the last ones are a minute old, or these are the last.
+def read_and_check(args: argparse.Namespace, launcher: Sequence[str], measurements: Measurements) -> Sweep:
+    """Reads the sweep, and checks its runs and their directories; writes nothing.
 
-        Leaves them alone if a later command has added to the sweep.
-        """
-        nonlocal drawn
-        if is_extended(ablation, args.output):
-            problem = f"{args.output / SWEEP_FILE} has runs that this command has not; the tables are left alone"
-            return warn_once(f"{problem}; run the command again to write them")
-        write_tables(*results, left_out)
-        if is_last or time.monotonic() - drawn > 60:
-            write_figures(*results)
-            drawn = time.monotonic()
+    Raises:
+        UserError, OptionError: the first problem.
+    """
+    ablation, all_settings, left_out = read_ablation(args.config, args.overrides, args.output, launcher, measurements)
+    settings = select_only(all_settings, args.only)
+    sweep = Sweep(ablation, all_settings, settings, left_out)
+    for case in sweep.possible_cases:
+        check_directory(case.directory)
+    check_options(sweep.possible_cases)
+    check_data(trials_of(settings))
+    check_data(in_order(settings))
+    return sweep
 
-    with refuse_bad_input():
-        try:
-            with end_at_interrupt(), Progress(settings, announces=args.jobs > 1) as progress:
-                if args.jobs > 1:
-                    worker = [sys.executable, __file__, str(args.config), *args.overrides, "--output", str(args.output)]
-                    worker += ["--launcher", shlex.join(launcher), *["--no-wait"] * args.no_wait, *as_arguments()]
-                    worker += [part for text in args.only for part in ("--only", text)]
-                    run_jobs(worker, args.jobs, args.output, progress)
-                else:
-                    remaining = [case for case in trials if not case.has_diverged()]
-                    train_all(remaining, failures, wait, write_results, progress)
-                    train_all(in_order(settings), failures, wait, write_results, progress)
-        finally:
-            print(report_sweep(ablation.caption, shown, left_out))
-            write_results(is_last=True)
+
+def train(
+    args: argparse.Namespace,
+    launcher: Sequence[str],
+    settings: Sequence[Setting],
+    failures: Mapping[Path, int | None],
+    results: Results,
+) -> None:
+    """Trains the runs of `settings` here, or by --jobs workers; for `failures` see `train_all`.
+
+    Raises:
+        SystemExit: stopped by a signal, after the runs have saved.
+    """
+    with end_at_interrupt(), Progress(settings, announces=args.jobs > 1) as progress:
+        if args.jobs > 1:
+            worker = [sys.executable, __file__, str(args.config), *args.overrides, "--output", str(args.output)]
+            worker += ["--launcher", shlex.join(launcher), *["--no-wait"] * args.no_wait, *as_arguments()]
+            worker += [part for text in args.only for part in ("--only", text)]
+            return run_jobs(worker, args.jobs, args.output, progress)
+        trials = [case for case in trials_of(settings) if not case.has_diverged()]
+        train_all(trials, failures, not args.no_wait, results.write, progress)
+        train_all(in_order(settings), failures, not args.no_wait, results.write, progress)
+
+
+def exit_unless_finished(settings: Sequence[Setting], failures: Mapping[Path, int | None], jobs: int) -> None:
+    """Names the runs that have failed since `failures`, or are unfinished, and exits unless others train the rest.
+
+    Raises:
+        SystemExit: a run has failed, or no process trains one that is unfinished.
+    """
+    trials = trials_of(settings)
     diverged = [case for case in trials if case.has_diverged()]
     cases = [case for case in (*trials, *in_order(settings)) if case not in diverged]
     failed = [case for case in cases if last_failure(case) != failures[case.directory]]
@@ -126,7 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if are_elsewhere:
         print(f"{len(unfinished)} of {len(cases)} runs are running elsewhere: {list_directories(unfinished)}")
     if failed:
-        if args.jobs > 1:  # their logs say it too
+        if jobs > 1:  # their logs say it too
             print(*(failure_mark(case).read_text() for case in failed), sep="\n", file=sys.stderr)
         sys.exit(f"error: {len(failed)} of {len(cases)} runs failed: {list_directories(failed)}")
     if unfinished and not are_elsewhere:

@@ -17,7 +17,7 @@ from engine.objectives import choose_objective
 from engine.reporting.metrics import find_records, list_changes
 from engine.runtime.errors import ConfigError, UserError
 from engine.runtime.terminal import warn_once
-from engine.training.resume import CONTENT, NAMES_ONLY, RANKS, list_data_differences, list_differences
+from engine.training.differences import CONTENT, NAMES_ONLY, RANKS, list_data_differences, list_differences
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Case:
         return "diverged" if self.has_diverged() else "failed" * failure_mark(self).exists()
 
     def changes(self) -> list[str]:
-        """Returns a text for every option that was changed within the run, so that it is not all of one setting."""
+        """Returns a text for every option that was changed during the run."""
         return list_changes(find_records(self.directory))
 
 

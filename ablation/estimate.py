@@ -102,7 +102,7 @@ class Speed(NamedTuple):
 def plan_text(settings: Sequence[Setting], world_size: int) -> str:
     """Returns the lines of a dry run: how many runs, their seeds or folds, and how long they take.
 
-    If no run is finished, a step of the first row is timed, with `world_size` devices as fast as the one here.
+    If no run has made a step, one of the first row is timed, with `world_size` devices as fast as the one here.
     """
     estimate = Estimate(settings)
     finished, (option, values) = estimate.look(), settings[0].replicates
@@ -112,7 +112,8 @@ def plan_text(settings: Sequence[Setting], world_size: int) -> str:
     if finished == estimate.total:
         return head
     if (seconds := estimate.seconds_left()) is not None:
-        return f"{head}\nThe others take about {duration(seconds)}, one after the other, at the speed of finished ones."
+        speed = "at the speed of the runs so far"
+        return f"{head}\nThe others take about {duration(seconds)}, one after the other, {speed}."
     try:
         seconds, how = timed_seconds(settings, world_size)
     except (OptionError, UserError) as error:

@@ -11,8 +11,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 from ablation.front import front_probabilities, non_dominated
-from ablation.replicates import Measured, measure, tells_apart
-from ablation.settings import Setting, has_replicates, name_change, replicate_of, short_names, varied_options
+from ablation.replicates import MEASURED_COSTS, Measured, means_if_apart, measure, tells_apart
+from ablation.settings import Setting, has_replicates, replicate_of, varied_options
+from ablation.short_names import name_change, short_names
 from engine.reporting.metrics import find_records
 from engine.reporting.plots import (
     BLUE,
@@ -151,10 +152,10 @@ def draw_pareto(caption: str, settings: Sequence[Setting]) -> Figure:
     unit, scale = ("G", 1e9) if max(macs) > 1e9 else ("M", 1e6)
     costs = {f"multiply-accumulates of an image ({unit})": [value / scale for value in macs]}
     left_out = []
-    for label, key in {"step time (s)": "step_seconds", "peak memory (MB)": "memory_mb"}.items():
+    for key, _, label in MEASURED_COSTS:
         measured = measure(results, key)
-        if tells_apart(measured):
-            costs[label] = [own.spread and own.spread.mean for own in measured]
+        if means := means_if_apart(measured):
+            costs[label] = means
         elif any(own.spread for own in measured):
             cost = label.partition(" (")[0]
             left_out.append(f"Not shown: {cost}, in which settings differ no more than {replicate_of(settings)}s.")
@@ -201,13 +202,13 @@ def read_curve(directory: Path) -> list[tuple[int, float, float]]:
 def draw_curves(caption: str, settings: Sequence[Setting]) -> Figure:
     """Draws validation loss against epochs with a line for each setting: the mean of its seeds, and a band over them.
 
-    A second panel has hours, unless the time of a step varies as much between seeds as between settings. Seeds that are
-    behind the setting's furthest are left out, so that a line is of the same runs all along.
+    A second panel has hours, unless the time of a step varies as much between seeds as between settings. Runs that have
+    not reached the setting's last epoch so far are left out, so that every point of a line averages the same runs.
     """
     results, names = [setting.results() for setting in settings], short_names(settings)
     curves = [furthest([read_curve(case.directory) for case in setting.cases]) for setting in settings]
     with_hours = tells_apart(measure(results, "step_seconds"))
-    about = f" Line: mean of {replicate_of(settings)}s; band: least to most of them." * has_replicates(settings)
+    about = f" Line: mean of {replicate_of(settings)}s; band: lowest to highest of them." * has_replicates(settings)
     height = max(3.0, 1 + 0.14 * sum(map(bool, curves)))
     figure = new_figure(f"{caption}\nHow fast does the validation loss fall?{about}", height)
     panels = figure.subplots(1, 1 + with_hours, sharey=True, squeeze=False)[0]

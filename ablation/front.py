@@ -23,8 +23,8 @@ def front_probabilities(costs: Sequence[float | None], values: Sequence[Sequence
     """Returns for each setting the probability that it is on the front of mean top-1 against cost.
 
     It is the share of `RESAMPLES` in which `non_dominated` holds. A resample draws the seeds of every setting anew,
-    with replacement and independently of other settings (the bootstrap of Efron, 1979); costs stay. The generator has
-    seed 0.
+    with replacement and independently of other settings (the bootstrap of Efron, 1979); costs are not resampled. The
+    generator has seed 0.
 
     Args:
         costs: cost of each setting; None: not known. values: top-1 of its seeds.

@@ -1,4 +1,4 @@
-"""The sweep of an output directory: its file lies there, and only a file that adds to it may take its place."""
+"""The sweep of an output directory: its file is stored there, and only a file with all of its runs may replace it."""
 
 import dataclasses
 import shlex
@@ -20,7 +20,7 @@ SWEEP_FILE = "sweep.yaml"
 """File of an output directory: the ablation file, with the command above it."""
 
 FREE = {"caption", "paper", "baseline", "plugins"}
-"""Options that change no run, or cannot without another option."""
+"""Options that do not affect runs, or only together with another option."""
 
 MOST_SHOWN = 60
 """Longest text of a value in a message."""
@@ -103,9 +103,11 @@ def compare_grids(old: dict[str, Any], new: dict[str, Any], is_search: bool) -> 
 
 
 def describe(old: Any, new: Any) -> str:
-    """Returns the text of a difference: a value that is gone, one that has come, or both."""
+    """Returns the text of a difference: a value that was removed, one that was added, or both."""
     old, new = ("" if value is None else one_line(to_text(value), MOST_SHOWN) for value in (plain(old), plain(new)))
-    return f"{old} is gone" if not new else f"{new} is new for all its runs" if not old else f"{old} -> {new}"
+    if not new:
+        return f"{old} was removed"
+    return f"{old} -> {new}" if old else f"{new} was not set before, and would change all runs"
 
 
 def plain(value: Any) -> Any:

@@ -2,38 +2,40 @@
 
 import dataclasses
 import functools
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from ablation.measured import (
-    LONGEST,
-    Measurement,
-    Measurements,
-    device_of,
-    find_size,
-    list_places,
-    machine_of,
-    measure_layers,
-)
+from ablation.measured import Measurement, Measurements, device_of, list_places, machine_of, measure_layers
 from attention import ATTENTION, AttentionFactory, LayerContext
 from attention.options import OptionError, option, to_yaml
-from attention.sizes import NoSize, solve_size
+from attention.sizes import NoSize, Size, solve_size
 from engine.config.schema import Run
 from engine.runtime.errors import ConfigError
-from models import layer_contexts, parse_model
+from models import layer_contexts, parse_model, split_name
 from models.costs import count_costs
 
 TOLERANCE = 0.02
-"""Largest deviation from the target, a share of it, with which a setting counts as equal."""
+"""Largest relative deviation from the target that counts as equal."""
 
 BATCH_SIZE = 32
 """Images of a pass that is measured, by default."""
 
 PROPORTIONAL = 0.1
-"""Seconds of a pass from which on time grows as cost does; a shorter pass is overhead for a good part."""
+"""Shortest pass (seconds) whose time may be extrapolated in proportion to cost; shorter ones are mostly overhead."""
+
+MAX_PASS_SECONDS = 10.0
+"""Longest pass (seconds) that a target may need."""
+
+MOST_SIZES = 16
+"""Most sizes of a mechanism that are measured."""
+
+FACTORS = (2.0, 4.0, 16.0, 256.0)
+"""Factors by which the MACs of the next size are multiplied or divided, until sizes on both sides of the target are
+measured."""
 
 UNITS = {"time": "ms", "memory": "MiB"}
 """Measured costs -> their units."""
@@ -137,11 +139,8 @@ def solve(match: Match, run: Run, measurements: Measurements) -> Matched:
     if isinstance(run.attention, list):
         problem = "match sets the size of one mechanism, and this is a list; write match: false beside it to keep it"
         raise OptionError("attention", f"{problem}, or give one mechanism")
-    options, factory = dict(run.model), AttentionFactory.from_options(run.attention)
-    name = options.pop("name", None)
-    if not isinstance(name, str):
-        raise OptionError("model.name", f"expected the name of a model, got {name!r}")
-    contexts, solver = layer_contexts(name, options), measure_size if match.is_measured else count_size
+    factory = AttentionFactory.from_options(run.attention)
+    contexts, solver = layer_contexts(*split_name(run.model)), measure_size if match.is_measured else count_size
     try:
         found, is_in_range = solver(match, run, factory, contexts, measurements)
     except NoSize as error:
@@ -158,9 +157,9 @@ def count_size(
     match: Match, run: Run, factory: AttentionFactory, contexts: Sequence[LayerContext], _: Measurements
 ) -> tuple[Matched, bool]:
     """Returns the size with the nearest multiply-accumulates, and whether the target is between those of two sizes."""
-    options = {option: value for option, value in run.model.items() if option != "name"}
-    model = {"name": run.model["name"], **vars(parse_model(run.model["name"], options))}
-    per_layer, others = 1.0, 0.0  # what the target is of = per_layer * cost of a layer + others
+    name, options = split_name(run.model)
+    model = {"name": name, **vars(parse_model(name, options))}
+    per_layer, others = 1.0, 0.0  # target quantity = per_layer * cost of a layer + others
     if match.kind == "token_macs":
         per_layer = len(contexts) / sum(context.num_tokens for context in contexts)
     elif match.kind == "model_macs":
@@ -190,7 +189,7 @@ def measure_size(
     Names on stderr each size that it measures.
 
     Raises:
-        OptionError: a pass with the cost of the target takes more than `LONGEST` seconds, in proportion to one that is
+        OptionError: a pass with the cost of the target takes more than `MAX_PASS_SECONDS`, in proportion to one that is
             measured.
     """
     mechanism, batch_size = ATTENTION[factory.name], match.batch_size or BATCH_SIZE
@@ -223,8 +222,9 @@ def measure_size(
     def cost(value: int) -> float:
         found = take(value)
         seconds = found.seconds * match.target / found.cost
-        if found.cost < match.target and found.seconds > PROPORTIONAL and seconds > LONGEST:
-            problem = f"a pass would take about {seconds:,.0f} s; lower it until that is at most {LONGEST:g} s"
+        if found.cost < match.target and found.seconds > PROPORTIONAL and seconds > MAX_PASS_SECONDS:
+            limit = f"lower it until that is at most {MAX_PASS_SECONDS:g} s"
+            problem = f"a pass would take about {seconds:,.0f} s; {limit}"
             known = f"measured: {name} = {value}, {found.cost:.4g}{match.unit}"
             raise OptionError(f"match.{match.kind}", f" = {match.target:g}{match.unit}: {problem}; {known}")
         return found.cost
@@ -234,6 +234,39 @@ def measure_size(
     found, override = take(value), to_override(run.attention, name, value)
     machine = measurements.machine(question)
     return Matched(match, name, value, found.cost, override, found.error, machine), is_in_range
+
+
+def find_size(
+    target: float, nearest: Callable[[float], Size], cost: Callable[[int], float], start: float, tolerance: float
+) -> tuple[int, bool]:
+    """Returns the measured size whose cost is nearest to `target`, and whether another's is on its other side.
+
+    Sizes are tried by their multiply-accumulates, by which costs are interpolated.
+
+    Args:
+        nearest: multiply-accumulates of a layer -> the valid size nearest to them. cost: measures a size.
+        start: multiply-accumulates of the first size. tolerance: share of the target within which the search ends.
+    """
+    found: dict[int, tuple[float, float]] = {}  # size -> multiply-accumulates, cost
+    candidates: Sequence[float] = [start]
+    below = above = None
+    while len(found) < MOST_SIZES:
+        size = next((size for macs in candidates if (size := nearest(macs)).value not in found), None)
+        if size is None:
+            break
+        found[size.value] = size.macs, cost(size.value)
+        if abs(found[size.value][1] / target - 1) <= tolerance:
+            break
+        below = max((pair for pair in found.values() if pair[1] <= target), default=None)
+        above = min((pair for pair in found.values() if pair[1] > target), default=None)
+        if below is None or above is None:
+            macs = size.macs
+            candidates = [macs / f for f in (*FACTORS, math.inf)] if below is None else [macs * f for f in FACTORS]
+        else:
+            share = (target - below[1]) / (above[1] - below[1])  # 0 if the larger size does not fit into memory
+            candidates = [below[0] + share * (above[0] - below[0]), (below[0] + above[0]) / 2]
+    best = min(found, key=lambda size: abs(found[size][1] - target))
+    return best, below is not None and above is not None
 
 
 def to_override(attention: Any, name: str, value: int) -> str:

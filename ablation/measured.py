@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import json
 import math
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,8 +14,7 @@ from torch import Tensor, nn
 
 from attention import Attention, Grid, LayerContext
 from attention.fitting import fitted
-from attention.sizes import Size
-from bench.timing import Quartiles, elapsed, time_rounds
+from bench.timing import Quartiles, cpu_clock, elapsed, time_rounds
 from bench.workload import Subject, Workload
 from engine.config.schema import Run
 from engine.runtime.errors import ConfigError
@@ -32,15 +30,8 @@ MATCH_FILE = "match.json"
 ROUNDS = 10
 """Rounds in which a layer is timed, at most."""
 
-LONGEST = 10.0
-"""Seconds of the longest pass that a target may need, and of the rounds in which a layer is timed, which are two at
-least."""
-
-MOST_SIZES = 16
-"""Most sizes of a mechanism that are measured."""
-
-FACTORS = (2.0, 4.0, 16.0, 256.0)
-"""Multiples and parts of multiply-accumulates with which a larger, or smaller, size is looked for."""
+MAX_TIMING_SECONDS = 10.0
+"""Longest time (s) of the rounds in which a layer is timed; there are at least two rounds, even if they take longer."""
 
 
 class Measurement(NamedTuple):
@@ -115,39 +106,6 @@ def to_key(question: Mapping[str, Any]) -> str:
     return json.dumps(question, sort_keys=True)
 
 
-def find_size(
-    target: float, nearest: Callable[[float], Size], cost: Callable[[int], float], start: float, tolerance: float
-) -> tuple[int, bool]:
-    """Returns the measured size whose cost is nearest to `target`, and whether another's is on its other side.
-
-    Sizes are tried by their multiply-accumulates, by which costs are interpolated.
-
-    Args:
-        nearest: multiply-accumulates of a layer -> the valid size nearest to them. cost: measures a size.
-        start: multiply-accumulates of the first size. tolerance: share of the target within which the search ends.
-    """
-    found: dict[int, tuple[float, float]] = {}  # size -> multiply-accumulates, cost
-    candidates: Sequence[float] = [start]
-    below = above = None
-    while len(found) < MOST_SIZES:
-        size = next((size for macs in candidates if (size := nearest(macs)).value not in found), None)
-        if size is None:
-            break
-        found[size.value] = size.macs, cost(size.value)
-        if abs(found[size.value][1] / target - 1) <= tolerance:
-            break
-        below = max((pair for pair in found.values() if pair[1] <= target), default=None)
-        above = min((pair for pair in found.values() if pair[1] > target), default=None)
-        if below is None or above is None:
-            macs = size.macs
-            candidates = [macs / f for f in (*FACTORS, math.inf)] if below is None else [macs * f for f in FACTORS]
-        else:
-            share = (target - below[1]) / (above[1] - below[1])  # 0 if the larger size does not fit into memory
-            candidates = [below[0] + share * (above[0] - below[0]), (below[0] + above[0]) / 2]
-    best = min(found, key=lambda size: abs(found[size][1] - target))
-    return best, below is not None and above is not None
-
-
 def device_of(run: Run) -> torch.device:
     """Returns the device on which a run would be trained here."""
     return torch.device("cuda" if run.train.device != "cpu" and torch.cuda.is_available() else "cpu")
@@ -209,10 +167,10 @@ def layer_at(context: LayerContext, mechanism: type[Attention], config: Any, run
 
 def measure_call(kind: str, call: Callable[[], object], device: torch.device) -> Measurement:
     """Measures the time (ms) or the memory (MiB) of a call."""
-    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter  # others' work does not count
+    clock = cpu_clock()
     seconds, _ = elapsed(call, 1, device, clock)
     if kind == "memory":
         return Measurement(peak_bytes(call, device) / 2**20, 0.0, seconds)
-    rounds = max(2, min(ROUNDS, int(LONGEST / seconds)))
+    rounds = max(2, min(ROUNDS, int(MAX_TIMING_SECONDS / seconds)))
     quartiles = Quartiles.of(time_rounds({kind: call}, rounds, device, clock=clock).seconds[kind])
     return Measurement(1e3 * quartiles.median, quartiles.error, quartiles.median)

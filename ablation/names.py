@@ -5,9 +5,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from attention.options import OptionError
 from engine.config.yaml_files import dump_yaml
-from engine.runtime.errors import ConfigError
+from engine.runtime.errors import as_config_error
 from models.assignment import numbers_of
 
 OF_ROWS = {"paper", "match"}
@@ -40,10 +39,8 @@ def expand(option: str) -> list[str]:
     for part in option.split("."):
         parts = [part]
         if re.fullmatch(r"[0-9 ]+([-,][0-9 ]+)+", part):
-            try:
+            with as_config_error():
                 parts = [str(number) for number in numbers_of(part, MOST_ENTRIES, option)]
-            except OptionError as error:
-                raise ConfigError(str(error)) from None
         keys = [f"{key}.{each}" if key else each for key in keys for each in parts]
     return keys
 

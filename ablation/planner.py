@@ -15,22 +15,22 @@ from ablation.names import OF_ROWS, to_directory, to_name, to_overrides, to_text
 from ablation.schema import Ablation, list_replicates
 from ablation.settings import Setting
 from ablation.tuning import Tuning, check_rates
-from attention.options import OptionError, nearest, parse_options, to_yaml
+from attention.options import nearest, parse_options, to_yaml
 from attention.plugins import as_arguments
 from engine.config.checks import check_run
-from engine.config.load import load_run, load_unbuilt, sets
+from engine.config.load import is_overridden, load_run, load_unbuilt
 from engine.config.papers import PaperRow
 from engine.config.schema import Run
 from engine.objectives import choose_objective
-from engine.runtime.errors import ConfigError
+from engine.runtime.errors import ConfigError, as_config_error
 
 TRAIN = str(Path(__file__).parents[1] / "train.py")
 
-Figures = Mapping[tuple[Path, tuple[str, ...]], PaperRow]
-"""Configuration and overrides -> figures of a paper."""
+PaperRows = Mapping[tuple[Path, tuple[str, ...]], PaperRow]
+"""Configuration and overrides -> row of a paper's table."""
 
-FIGURES = "top1", "parameters", "macs", "step_ms", "memory_gb"
-"""Figures of a paper that a row may give itself, see `PaperRow`."""
+PAPER_FIELDS = "top1", "parameters", "macs", "step_ms", "memory_gb"
+"""Fields of a `PaperRow` that a row of a sweep may give itself."""
 
 
 class Row(NamedTuple):
@@ -51,7 +51,7 @@ class Planner:
 
     Args:
         folder: directory of the ablation file. overrides: options of every run. output: directory of the runs.
-        launcher: command that starts train.py. figures: those of the paper that the ablation names.
+        launcher: command that starts train.py. paper_rows: those of the table that the ablation names.
         measurements: takes those of `match`.
     Attributes:
         replicates: the runs of every setting. rates: learning rates to choose from; empty for none.
@@ -66,11 +66,11 @@ class Planner:
         overrides: Sequence[str],
         output: Path,
         launcher: Sequence[str],
-        figures: Figures,
+        paper_rows: PaperRows,
         measurements: Measurements,
     ):
         self.ablation, self.folder, self.overrides, self.output = ablation, folder, (*overrides,), output
-        self.launcher, self.figures, self.measurements = launcher, figures, measurements
+        self.launcher, self.paper_rows, self.measurements = launcher, paper_rows, measurements
         self.replicates, self.rates = list_replicates(ablation), check_rates(ablation.lr)
         self.world_size = count_ranks(launcher)
         # Settings of a search are loaded twice.
@@ -117,17 +117,15 @@ class Planner:
             ConfigError: the first problem.
         """
         for key in self.replicates.overrides[0]:
-            if sets([*self.overrides, *given], key):
+            if is_overridden(key, [*self.overrides, *given]):
                 by = "folds" if self.ablation.folds else "seeds"
                 raise ConfigError(f"{key} is given beside {by}; leave one of them out")
         if not self.ablation.folds:
             return
         if held_out_by := run.data.held_out_by:
-            raise ConfigError(f"{held_out_by}: folds hold images out by themselves; set it to null in base")
-        try:
+            raise ConfigError(f"{held_out_by}: folds already holds images out; set it to null in base")
+        with as_config_error("folds: "):
             check_run(with_values(run, self.replicates.overrides[0]), self.world_size)
-        except OptionError as error:
-            raise ConfigError(f"folds: {error}") from None
 
     def name(self, row: Row, size: Sequence[str] = ()) -> str:
         """Returns the name of a row in the file system, with the override `size` that `match` adds."""
@@ -151,11 +149,9 @@ class Planner:
         """
         assert self.ablation.match is not None
         run = load_unbuilt(base, overrides)
-        try:
+        with as_config_error():
             matched = solve(self.ablation.match, run, self.measurements)
-        except OptionError as error:
-            raise ConfigError(str(error)) from None
-        if sets(overrides, key := f"attention.{matched.option}"):
+        if is_overridden(key := f"attention.{matched.option}", overrides):
             raise ConfigError(f"{key} is given, and match solves it; leave it out, or write match: false beside it")
         return matched
 
@@ -165,15 +161,13 @@ class Planner:
         if isinstance(given, float | int):
             given = {"top1": given}
         if given is None:
-            return self.figures.get((row.base.resolve(), tuple(to_overrides(row.options))))
+            return self.paper_rows.get((row.base.resolve(), tuple(to_overrides(row.options))))
         if not isinstance(given, Mapping):
-            raise ConfigError(f"paper: expected a number, or a mapping of {', '.join(FIGURES)}, got {given!r}")
-        if unknown := sorted(set(given) - set(FIGURES)):
-            raise ConfigError(f"paper.{unknown[0]}: unknown figure{nearest(unknown[0], FIGURES)}")
-        try:
+            raise ConfigError(f"paper: expected a number, or a mapping of {', '.join(PAPER_FIELDS)}, got {given!r}")
+        if unknown := sorted(set(given) - set(PAPER_FIELDS)):
+            raise ConfigError(f"paper.{unknown[0]}: unknown figure{nearest(unknown[0], PAPER_FIELDS)}")
+        with as_config_error():
             return parse_options(PaperRow, {"config": str(row.base), **given}, "paper")
-        except OptionError as error:
-            raise ConfigError(str(error)) from None
 
     def _create_case(
         self,
@@ -216,17 +210,15 @@ def check_tuning(
         ConfigError: the first problem.
     """
     for key in ("optim.lr", "data.val_fraction", "data.folds"):
-        if sets(overrides, key):
+        if is_overridden(key, overrides):
             raise ConfigError(f"{key} is given beside lr; leave one of them out")
     if held_out_by := run.data.held_out_by:
-        raise ConfigError(f"{held_out_by}: lr holds images out by itself; set it to null in base")
+        raise ConfigError(f"{held_out_by}: lr already holds images out; set it to null in base")
     if "top1" not in choose_objective(run).measure.names:
         raise ConfigError("lr is chosen by top-1, which this run does not measure; give optim.lr instead")
-    try:
+    with as_config_error("lr: "):
         for lr in rates:
             check_run(with_values(run, {"optim.lr": lr, "data.val_fraction": val_fraction}), world_size)
-    except OptionError as error:
-        raise ConfigError(f"lr: {error}") from None
 
 
 def count_ranks(launcher: Sequence[str]) -> int:

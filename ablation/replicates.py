@@ -8,6 +8,9 @@ from typing import Any
 
 from engine.reporting.tables import Spread, spread
 
+MEASURED_COSTS = (("step_seconds", "step", "step time (s)"), ("memory_mb", "peak memory", "peak memory (MB)"))
+"""Costs that runs measure: key in their final records, name in titles of columns, label of an axis."""
+
 TIMES_SEEDS = 3
 """A measured cost has a panel, or a front, if it varies this many times as much between settings as between seeds."""
 
@@ -50,3 +53,8 @@ def tells_apart(measured: Sequence[Measured]) -> bool:
     squares = [own.spread.std**2 for own in measured if own.spread and own.spread.std is not None]
     between_seeds = math.sqrt(fmean(squares)) if squares else 0.0
     return len(means) > 1 and pstdev(means) > TIMES_SEEDS * between_seeds
+
+
+def means_if_apart(measured: Sequence[Measured]) -> list[float | None]:
+    """Returns the mean of every setting, None without a finished run; empty if `tells_apart` is false."""
+    return [own.spread and own.spread.mean for own in measured] if tells_apart(measured) else []

@@ -4,10 +4,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ablation.names import to_text
-from ablation.settings import Setting, short_names
+from ablation.settings import Setting
+from ablation.short_names import short_names
 from attention.options import OptionError, nearest
 from engine.config.yaml_files import parse_yaml
-from engine.runtime.errors import ConfigError
+from engine.runtime.errors import ConfigError, as_config_error
 
 
 def select(settings: Sequence[Setting], wanted: Mapping[str, Any], key: str) -> list[Setting]:
@@ -61,10 +62,8 @@ def select_only(settings: Sequence[Setting], texts: Sequence[str]) -> list[Setti
         if not option or not equals:
             raise ConfigError(f"--only {text!r}: expected OPTION=VALUE")
         wanted[option] = parse_yaml(value, lambda line, text=text: f"--only {text}").values
-    try:
+    with as_config_error():
         return select(settings, wanted, "--only")
-    except OptionError as error:
-        raise ConfigError(str(error)) from None
 
 
 def put_first(settings: Sequence[Setting], baseline: Mapping[str, Any]) -> list[Setting]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from ablation.match import OutOfReach
 from ablation.measured import Measurements
-from ablation.planner import Figures, Planner, Row, list_bases
+from ablation.planner import PaperRows, Planner, Row, list_bases
 from ablation.schema import LIMIT, Ablation
 from ablation.search import sample
 from ablation.selection import put_first
@@ -45,15 +45,13 @@ def read_ablation(
     sections = {field.name for field in dataclasses.fields(Run)}
     if tree.values.keys() & sections and not tree.values.keys() & SWEEP:
         raise ConfigError(f"{path}: the configuration of one run; give it to train.py, or name it as base of a sweep")
-    try:
+    with tree.locating():
         ablation = parse_ablation(tree)
-        figures, measurements = figures_of(ablation.paper), measurements or Measurements(output)
-        planner = Planner(ablation, path.parent, overrides, output, launcher, figures, measurements)
+        paper_rows, measurements = find_paper_rows(ablation.paper), measurements or Measurements(output)
+        planner = Planner(ablation, path.parent, overrides, output, launcher, paper_rows, measurements)
         if "val_fraction" in tree.values and not planner.rates:
             raise OptionError("val_fraction", f" = {ablation.val_fraction}, but there is no lr to choose; leave it out")
         rows = list_rows(ablation, path.parent, planner.check)
-    except OptionError as error:
-        raise ConfigError(f"{tree.origin(error.key)}: {error}") from None
 
     settings: dict[str, Setting] = {}
     left_out = []
@@ -69,10 +67,8 @@ def read_ablation(
             raise ConfigError(f"{tree.origin(row.key)}: {row.key}: {error}") from None
     if not settings:
         raise ConfigError(f"{tree.origin('match')}: match: no setting can be trained; the last: {left_out[-1]}")
-    try:
+    with tree.locating():
         ordered = put_first([*settings.values()], ablation.baseline) if ablation.baseline else [*settings.values()]
-    except OptionError as error:
-        raise ConfigError(f"{tree.origin(error.key)}: {error}") from None
     return ablation, ordered, left_out
 
 
@@ -135,15 +131,15 @@ def combine(ablation: Ablation, check: Callable[[dict[str, Any]], None]) -> list
     return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values()) if values]
 
 
-def figures_of(source: str | None) -> Figures:
-    """Returns configuration and overrides -> figures of the paper's table `source`; empty for null.
+def find_paper_rows(source: str | None) -> PaperRows:
+    """Returns configuration and overrides -> row of the paper's table `source`; empty for null.
 
     Raises:
         OptionError: engine/config/papers.yaml has no such source.
     """
     rows = read_papers() if source else ()
-    figures = {((CONFIGS / row.config).resolve(), row.overrides): row for row in rows if row.source == source}
-    if source and not figures:
+    found = {((CONFIGS / row.config).resolve(), row.overrides): row for row in rows if row.source == source}
+    if source and not found:
         meant = nearest(source, {row.source for row in rows})
         raise OptionError("paper", f"{source!r} is no source in engine/config/papers.yaml{meant}")
-    return figures
+    return found

@@ -32,13 +32,16 @@ from ablation.cases import Case
 from ablation.figures import draw_curves, draw_heat_map, draw_pareto, draw_results, read_curve
 from ablation.front import front_probabilities, non_dominated
 from ablation.names import to_directory
+from ablation.notes import ONE_RUN
 from ablation.planner import count_ranks
 from ablation.progress import Progress
 from ablation.replicates import measure
+from ablation.report import FIGURES, report_sweep, to_json, write_figures, write_tables
 from ablation.search import sample
-from ablation.settings import Setting, in_order, short_names
+from ablation.settings import Setting, in_order
+from ablation.short_names import short_names
 from ablation.sweep import read_ablation
-from ablation.tables import FIGURES, ONE_RUN, report_sweep, tabulate, to_json, write_figures, write_tables
+from ablation.tables import tabulate
 from engine.checkpoints.files import find_checkpoint, save_checkpoint
 from engine.config.load import dump_run
 from engine.data.idx import IMAGES, LABELS, write_idx
@@ -48,7 +51,7 @@ from engine.runtime import files
 from engine.runtime.errors import ConfigError
 from engine.runtime.processes import run_to_end
 from engine.runtime.signals import STOPPED
-from engine.training.resume import NAMES_ONLY
+from engine.training.differences import NAMES_ONLY
 
 BASE = """\
 model: {name: deit, img_size: 32, patch_size: 8, embed_dim: 12, depth: 1, num_heads: 2, num_classes: 10}
@@ -267,7 +270,7 @@ def test_a_run_that_was_changed_within_is_marked(config, launcher):
     ablate.main(arguments)
     text = "optim.lr 0.001 -> 0.0005 at step 3"
     assert [row["changed"] for row in read_csv(output / "runs.csv")] == ["", text, ""]
-    assert f"\n{NAMES[1]} is not all of its setting: {text}.\n" in (output / "table.md").read_text()
+    assert f"\n{NAMES[1]} changed options during training: {text}.\n" in (output / "table.md").read_text()
 
 
 def test_a_run_finished_on_other_data_is_refused(config, capsys):
@@ -884,7 +887,7 @@ def test_folds_are_runs_of_their_own_and_a_row_together(config):
         ("folds: 3\nlr: [0.1, 0.2]", "folds = 3 is given beside lr; leave one of them out"),
         ("folds: 1", "folds = 1 is below the least valid value 2"),
         ("folds: 3\ngrid: {data.fold: [0, 1]}", "data.fold is given beside folds; leave one of them out"),
-        ("folds: 3\ngrid: {data.val_fraction: [0.1]}", "folds hold images out by themselves"),
+        ("folds: 3\ngrid: {data.val_fraction: [0.1]}", "folds already holds images out"),
     ],
 )
 def test_folds_that_cannot_be_are_refused(config, change, message):

@@ -1,16 +1,19 @@
 """Equal budgets: sizes are solved for a cost, runs are ordinary configurations, and what cannot reach it is named."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 import ablate
-from ablation import match, measured
-from ablation.measured import MATCH_FILE, Measurement, Measurements, find_size, measure_call, measure_layers
+from ablation import match
+from ablation.match import find_size
+from ablation.measured import MATCH_FILE, Measurement, Measurements, measure_call, measure_layers
+from ablation.report import report_sweep, to_json
 from ablation.sweep import read_ablation
-from ablation.tables import report_sweep, tabulate, to_json
+from ablation.tables import tabulate
 from attention import ATTENTION, LayerContext
 from attention.options import parse_options
 from attention.sizes import Size
@@ -345,8 +348,8 @@ def test_measurements_of_a_version_without_seconds_are_taken(tmp_path):
 def test_a_long_pass_is_timed_in_few_rounds(monkeypatch, seconds, calls):
     """One call tells how long a pass takes, one how often to repeat it, and one round more than are kept is timed."""
     made = []
-    monkeypatch.setattr(measured.time, "perf_counter", lambda: seconds * len(made))
-    monkeypatch.setattr(measured.time, "process_time", lambda: seconds * len(made))
+    monkeypatch.setattr(time, "perf_counter", lambda: seconds * len(made))
+    monkeypatch.setattr(time, "process_time", lambda: seconds * len(made))
     found = measure_call("time", lambda: made.append(1), torch.device("cpu"))
     assert (found, len(made)) == (Measurement(1e3 * seconds, 0.0, seconds), calls)
 

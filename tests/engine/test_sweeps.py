@@ -23,9 +23,11 @@ from ablation.estimate import Estimate, plan_text
 from ablation.identity import SWEEP_FILE
 from ablation.latex import latex_table
 from ablation.progress import Progress
-from ablation.settings import in_order, short_names
+from ablation.report import make_report, to_json, to_latex, write_tables
+from ablation.settings import in_order
+from ablation.short_names import short_names
 from ablation.sweep import read_ablation
-from ablation.tables import make_report, tabulate, to_json, to_latex, write_tables
+from ablation.tables import tabulate
 from ablation.worker import ErrorLines, describe_status
 from engine.config.load import dump_run
 from engine.runtime.processes import run_to_end
@@ -273,19 +275,23 @@ GRID = "base: base.yaml\nseeds: 2\ngrid: {optim.lr: [1.0e-3, 2.0e-3], schedule.e
     ("before", "now", "difference"),
     [
         (SWEEP, SWEEP.replace("base.yaml", "other.yaml"), "base: base.yaml -> other.yaml"),
-        (SWEEP, SWEEP.replace("seeds: 2", "seeds: [0, 3]"), "seeds: [1] is gone"),
-        (SWEEP, SWEEP.replace("seeds: 2\n", ""), "seeds: 2 is gone"),
-        (SWEEP, SWEEP.replace("{attention.window_size: 1}", "{}"), "runs.0: {attention.window_size: 1} is gone"),
-        (SWEEP, GRID, "runs.0: {attention.window_size: 1} is gone; runs.1"),
-        (GRID, GRID.replace("2.0e-3", "3.0e-3"), "grid.optim.lr: [0.002] is gone"),
-        (GRID, GRID.replace(", schedule.epochs: [3]", ""), "grid.schedule.epochs: [3] is gone"),
+        (SWEEP, SWEEP.replace("seeds: 2", "seeds: [0, 3]"), "seeds: [1] was removed"),
+        (SWEEP, SWEEP.replace("seeds: 2\n", ""), "seeds: 2 was removed"),
+        (SWEEP, SWEEP.replace("{attention.window_size: 1}", "{}"), "runs.0: {attention.window_size: 1} was removed"),
+        (SWEEP, GRID, "runs.0: {attention.window_size: 1} was removed; runs.1"),
+        (GRID, GRID.replace("2.0e-3", "3.0e-3"), "grid.optim.lr: [0.002] was removed"),
+        (GRID, GRID.replace(", schedule.epochs: [3]", ""), "grid.schedule.epochs: [3] was removed"),
         (
             GRID,
             GRID.replace("[3]", "[3], train.ema_decay: [0.9]"),
-            "grid.train.ema_decay: [0.9] is new for all its runs",
+            "grid.train.ema_decay: [0.9] was not set before, and would change all runs",
         ),
-        (GRID, GRID + "match: {layer_macs: 1.0}\n", "match: {layer_macs: 1.0} is new for all its runs"),
-        (GRID, GRID + "trials: 1\n", "trials: 1 is new for all its runs"),
+        (
+            GRID,
+            GRID + "match: {layer_macs: 1.0}\n",
+            "match: {layer_macs: 1.0} was not set before, and would change all runs",
+        ),
+        (GRID, GRID + "trials: 1\n", "trials: 1 was not set before, and would change all runs"),
         (GRID + "trials: 2\n", GRID.replace("[3]", "[3, 4]") + "trials: 2\n", "grid.schedule.epochs: [3] -> [3, 4]"),
         (GRID + "trials: 2\n", GRID + "trials: 1\n", "trials: 2 -> 1"),
         ("bases: [base.yaml]\n", "bases: [base.yaml]\nruns: [{}]\n", "bases: as they are -> changed by all settings"),
@@ -317,7 +323,7 @@ def test_a_dry_run_plans_runs_and_their_time(config, monkeypatch):
     finish(settings[0].cases[0])  # 4 epochs of 9 seconds
     finish(settings[1].cases[0], elapsed_seconds=4 * 60.0)
     assert plan_text(settings, 1).endswith(
-        "2 are finished.\nThe others take about 0:06:54, one after the other, at the speed of finished ones."
+        "2 are finished.\nThe others take about 0:06:54, one after the other, at the speed of the runs so far."
     )  # 36 + 240 + 2 runs of 2 epochs of 34.5 seconds on average
 
 

@@ -12,8 +12,9 @@ import ablate
 import train
 from ablation import worker
 from ablation.cases import Case
+from ablation.report import report_sweep, to_json
 from ablation.settings import in_order, trials_of
-from ablation.tables import report_sweep, tabulate, to_json
+from ablation.tables import tabulate
 from engine.config.load import dump_run, load_run
 from engine.runtime.errors import ConfigError
 from engine.runtime.signals import STOPPED
@@ -114,7 +115,7 @@ def test_the_table_shows_the_chosen_rate_and_marks_an_edge(config):
     assert (table["lr"], table["edge of lr"]) == (["0.001", "0.0005"], ["", "lowest"])
     assert table["held-out top-1 (%)"] == ["92.00", "91.00"]
     report = report_sweep(ablation.caption, settings)
-    assert "\nlr was chosen of [0.0005, 0.001, 0.002] for every row by the best top-1" in report
+    assert "\nlr was chosen from [0.0005, 0.001, 0.002] for every row: the value with the best top-1" in report
     assert "\nE=1: training has diverged with optim.lr = 0.002, which was not chosen.\n" in report
     stored = json.loads(to_json("", settings))["rows"]
     assert stored[0]["tuning"]["0.001"]["top1"] == 92
@@ -211,7 +212,7 @@ def test_a_base_that_holds_images_out_or_has_no_accuracy_is_refused(config):
     base = config.parent / "base.yaml"
     for options, shown in (("val_fraction: 0.3", "val_fraction = 0.3"), ("folds: 4", "folds = 4, data.fold = 0")):
         base.write_text(BASE.replace("subset: 20", f"subset: 20, {options}"))
-        with pytest.raises(ConfigError, match=rf"runs.0: data.{shown}: lr holds images out by itself; set it to null"):
+        with pytest.raises(ConfigError, match=rf"runs.0: data.{shown}: lr already holds images out; set it to null"):
             read(config)
     simmim = BASE.replace("num_classes: 10", "num_classes: 0, mask_token: true") + "simmim: {mask_size: 8}\n"
     base.write_text(simmim.replace("cutmix: 0.0", "cutmix: 0.0, smoothing: 0.0, reprob: 0.0"))

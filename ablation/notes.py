@@ -1,0 +1,90 @@
+"""Notes below the table of a sweep."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from ablation.cases import Case
+from ablation.front import RESAMPLES
+from ablation.match import BATCH_SIZE
+from ablation.settings import Setting, has_replicates, in_order, replicate_of
+from ablation.short_names import short_names
+from ablation.tables import Table
+from ablation.tuning import Tuning
+from attention.options import to_yaml
+
+ONE_RUN = (
+    "One run per row: how far other seeds would end from it is not known, and rows that are near cannot be ranked."
+)
+REPLICATES = (
+    "± is the standard deviation over {0}s. Differences are to the first row, between runs of the same {0}, and noise"
+    " where the 95 % interval of Student's t over them contains 0; their standard deviation is taken as at"
+    " least one image, because accuracies are multiples of one image (row by row: of 20 rows without an effect, one"
+    " will seem to have one)."
+)
+
+FOLDS = (
+    "Each fold is another part of the training images, which its run validates on. Runs of different folds share"
+    " training images, so that the standard deviation over folds is too small (Bengio and Grandvalet: No unbiased"
+    " estimator of the variance of k-fold cross-validation, JMLR 2004)."
+)
+
+ON_FRONT = (
+    "On front: probability that no other row has at least as good a mean top-1 at no more cost, and one of them better."
+    f" It is the share of {RESAMPLES:,} bootstrap resamples of the runs of every row that has two or more; few"
+    " runs make it rough. A measured cost in which rows differ no more than {0}s has no such column."
+)
+
+
+def list_notes(settings: Sequence[Setting], table: Table, left_out: Sequence[str]) -> list[str]:
+    """Returns the notes below a table: how reliable its numbers are, and what is not as its row says."""
+    replicate, num_runs = replicate_of(settings), settings[0].num_runs
+    notes = [REPLICATES.format(replicate) if has_replicates(settings) else ONE_RUN] + [FOLDS] * (replicate == "fold")
+    counts = set(map(int, table.get(f"{replicate}s", [])))
+    if len(counts) == 1 and 0 < max(counts) < num_runs and not all(map(Case.outcome, in_order(settings))):
+        notes.append(f"Not finished: every row has {max(counts)} of its {num_runs} runs.")
+    if any(title.startswith("on front") for title in table):
+        notes.append(ON_FRONT.format(replicate))
+    notes += describe_match(settings)
+    if tuned := [setting.tuning for setting in settings if setting.tuning]:
+        notes.append(describe_choice(tuned[0]))
+    for name, setting in zip(short_names(settings), settings, strict=True):
+        for lr in setting.tuning.diverged() if setting.tuning else ():
+            notes.append(f"{name}: training has diverged with optim.lr = {to_yaml(lr)}, which was not chosen.")
+        notes += [f"{name}: {line}." for line in describe_lost(setting)]
+        if setting.paper and setting.paper.note:
+            notes.append(f"{name}, not as the paper prints it: {setting.paper.note}.")
+    for case in in_order(settings):
+        if changes := case.changes():
+            notes.append(f"{case.directory.name} changed options during training: {'; '.join(changes)}.")
+    return notes + [f"Left out: {line}." for line in left_out]
+
+
+def describe_lost(setting: Setting) -> list[str]:
+    """Returns a text for the runs of a setting that have diverged, and one for those that have failed otherwise."""
+    outcomes, lines = Counter(map(Case.outcome, setting.cases)), []
+    for outcome in ("diverged", "failed"):
+        if count := outcomes[outcome]:
+            has, takes = ("has", "takes") if count == 1 else ("have", "take")
+            lines.append(f"{count} of {setting.num_runs} runs {has} {outcome} and {takes} no part")
+    return lines
+
+
+def describe_choice(tuning: Tuning) -> str:
+    """Returns the note on the rule by which learning rates are chosen."""
+    rates, (case, *_) = [*tuning.cases], tuning.cases.values()
+    return (
+        f"lr was chosen from {to_yaml(rates)} for every row: the value with the best top-1 on held-out training images"
+        f" ({case.run.data.held_out_by}), one run for each value. The seeds are trained on all training images. At an"
+        " edge of lr, a better one may lie beyond it."
+    )
+
+
+def describe_match(settings: Sequence[Setting]) -> list[str]:
+    """Returns the note on costs that were measured; none if they were counted."""
+    measured = [setting.matched for setting in settings if setting.matched and setting.matched.machine]
+    if not measured:
+        return []
+    match, machines = measured[0].match, ", ".join(dict.fromkeys(own.machine for own in measured))
+    pass_of = f"forward and backward pass of an attention layer, images: {match.batch_size or BATCH_SIZE}"
+    noise = f"; standard error of the medians up to {100 * max(own.error for own in measured):.1f} %"
+    return [f"{match.kind}: {pass_of}, measured once on {machines}{noise if match.kind == 'time' else ''}."]
