@@ -26,14 +26,14 @@ from tqdm import tqdm
 
 from attention import kernels
 from bench.arguments import device_name, every_mechanism, image_size, positive, token_grid
-from bench.calibration import LEAST_POINTS, ROUNDS
+from bench.calibration import LEAST_SHAPES, ROUNDS, stopwatch
 from bench.choices import BUDGETS, Request
 from bench.comparison import BATCH_TOKENS, compare, plan
 from bench.costs import CONFIGS, print_costs, print_costs_by_size, print_costs_of_others
 from bench.devices import DEVICES
 from bench.figures import draw_figures
 from bench.quality import MEASURES
-from bench.recommend import measure_on, recommend
+from bench.recommend import recommend
 from bench.results import MEMORY, NOISE, describe, format_results, write_tables
 from bench.runtimes import RUNTIMES
 from bench.workload import DTYPES, EXECUTIONS, MODES
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if request:
             print(describe(metadata), end="\n\n", flush=True)
             with limit_memory(device):
-                recommend(args, request, measure_on(args, device, clock))
+                recommend(args, request, stopwatch(args.modes[0], args.dtypes[0], args.rounds, device, clock))
             return
         rows = []
         try:
@@ -118,7 +118,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     budgets = "; ".join(f"{key}: {meaning}" for key, meaning in BUDGETS.items())
     add("--budget", **many, metavar="KEY=LIMIT", help=f"with --recommend: {budgets}")
     add("--measure", choices=tuple(MEASURES), help="quality that ranks; default: the first with stored values")
-    limited = f"shapes that would take longer are left out, but for the first {LEAST_POINTS}; default: 60"
+    limited = f"shapes that would take longer are left out, but for the first {LEAST_SHAPES}; default: 60"
     add("--calibrate", type=positive, metavar="SECONDS", help=limited)
     elsewhere = "with --recommend: predict for a device that is not here (bench/devices.py), without a calibration"
     add("--on", choices=tuple(DEVICES), help=elsewhere)

@@ -1,4 +1,4 @@
-"""Alignment in small: replaced attention layers, fitted to those of a trained model in a few steps without labels."""
+"""A short alignment: replaced attention layers, fitted to those of a trained model in a few steps without labels."""
 
 import copy
 from collections.abc import Iterable, Iterator
@@ -13,7 +13,7 @@ from attention.options import OptionError
 from engine.config.schema import Optim, Schedule
 from engine.data.splits import Images, identify_data, is_one_split, open_split
 from engine.objectives.alignment import Alignment
-from engine.objectives.distillation import INITIAL, Distill, Teacher
+from engine.objectives.distillation import TEACHER_OF_INIT, Distill, Teacher
 from engine.training.optim import create_optimizer, create_schedule
 from models.base import attention_layers, is_same_attention
 
@@ -99,7 +99,7 @@ def align(trained: Trained, model: nn.Module, batches: Iterable[Tensor], steps: 
     if all(is_same_attention(*pair) for pair in layers):
         return
     teacher = Teacher(copy.deepcopy(trained.model), (), None, *[((0.0,), (1.0,))] * 2).to(trained.device)
-    distill = Distill(teacher=INITIAL, type="attention")
+    distill = Distill(teacher=TEACHER_OF_INIT, type="attention")
     objective = Alignment(nn.Identity(), distill, model.train(), teacher)
     optimizer = create_optimizer(model, OPTIM, BATCH_SIZE)
     schedule = create_schedule(optimizer, SCHEDULE, steps)

@@ -31,7 +31,7 @@ class Row:
         name: the mechanism on the command line. options: its options, including the budget's. budget: None for
             mechanisms without an option of size. temperature: divisor of the logits. entropies: entropy of softmax's
             weights in each layer, nats. layers: numbers of those that have the mechanism, of which means are taken;
-            the last stage of a pyramid keeps softmax (None: all). mode: see `merge_modes`. errors: `normalised_error`
+            the last stage of a pyramid keeps softmax (None: all). mode: see `merge_modes`. errors: `relative_error`
             for each draw and layer, mean over the passes. variances: the part of it that is variance over the passes;
             the rest is squared bias. untrained: number of untrained parameters. macs: see `layer_macs`. peak: peak
             bytes of the first layer for `CHUNK` images. steps: of alignment with softmax attention. problem: why there
@@ -200,7 +200,7 @@ def check_draws(attention: Mapping[str, Any]) -> None:
 
 @torch.no_grad()
 def decompose_errors(model: nn.Module, softmax: Softmax, samples: int) -> list[tuple[float, float]]:
-    """Returns for every attention layer its `normalised_error`, mean over `samples` passes, and how much is variance.
+    """Returns for every attention layer its `relative_error`, mean over `samples` passes, and how much is variance.
 
     The error of a random y against a fixed t is E (y - t)^2 = (E y - t)^2 + Var y. The variance is estimated over the
     passes, divided by samples - 1; a single pass has none. Every pass must draw its own samples, see `check_draws`.

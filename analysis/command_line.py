@@ -40,8 +40,13 @@ def add_sample(parser: argparse.ArgumentParser, num_images: int) -> None:
     """Adds the numbers of draws and of images."""
     draws = "number of random initialisations and samples, with seeds from 0 on (3)"
     parser.add_argument("--draws", type=int, default=3, help=draws)
-    images = f"number of validation images, evenly spaced ({num_images})"
-    parser.add_argument("--images", type=int, default=num_images, help=images)
+    add_images(parser, num_images)
+
+
+def add_images(parser: argparse.ArgumentParser, number: int) -> None:
+    """Adds the number of images."""
+    images = f"number of validation images, evenly spaced ({number})"
+    parser.add_argument("--images", type=int, default=number, help=images)
 
 
 def add_drop_in(parser: argparse.ArgumentParser, num_images: int, modes: Sequence[str]) -> None:

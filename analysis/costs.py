@@ -1,7 +1,6 @@
 """Costs of hybrids that a budget limits: multiply-accumulates, time or memory, measured and predicted from layers."""
 
 import operator
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import partial, reduce
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from analysis.command_line import progress
 from analysis.hybrids import OWN, Choices, Hybrids
 from attention.ops import kernels
-from bench.timing import Quartiles, Times, time_rounds
+from bench.timing import Quartiles, Times, cpu_clock, time_rounds
 from bench.workload import WARM_UP
 from engine.runtime.distributed import autocast
 from engine.runtime.memory import peak_bytes
@@ -64,12 +63,14 @@ class Cost(ABC):
     Args:
         batch_size: images of the pass; the sample is repeated if it has fewer.
     Attributes:
-        name: key of `COSTS`. axis: label of figures; {} is for the number of images. columns: columns of tables
-            for the measured and the predicted cost, in units of a budget; none if tables have them already. unit:
-            cost of a budget of 1. combine: see `Prices`. noisy: hybrids whose measurement is too uncertain.
+        name: key of `COSTS`. meaning: what a budget limits, and its unit. axis: label of figures; {} is for the number
+            of images. columns: columns of tables for the measured and the predicted cost, in units of a budget; none if
+            tables have them already. unit: cost of a budget of 1. combine: see `Prices`. noisy: hybrids whose
+            measurement is too uncertain.
     """
 
     name: str
+    meaning: str
     axis: str
     columns: tuple[str, ...] = ()
     unit: float
@@ -141,6 +142,7 @@ class Macs(Cost):
     """Multiply-accumulates for one image; a budget is a share of the trained model's."""
 
     name, axis = "macs", "multiply-accumulates, share of the model's own"
+    meaning = "multiply-accumulates, as a share of those with the model's own attention"
 
     @property
     def unit(self) -> float:
@@ -158,6 +160,7 @@ class Time(Cost):
     thread is timed by processor time, which other programs do not lengthen.
     """
 
+    meaning = "milliseconds of a forward pass on this machine"
     name, axis, columns, unit = "ms", "ms of a forward pass, images: {}", ("ms", "predicted_ms"), 1e-3
 
     def measure(self, choices: Choices) -> float:
@@ -178,8 +181,7 @@ class Time(Cost):
 
     def _times(self, hybrids: Mapping[str, Choices]) -> Times:
         calls = {name: self.call(self.build(choices)) for name, choices in hybrids.items()}
-        clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
-        return time_rounds(calls, ROUNDS, self.device, clock=clock)
+        return time_rounds(calls, ROUNDS, self.device, clock=cpu_clock())
 
 
 class Memory(Cost):
@@ -190,6 +192,7 @@ class Memory(Cost):
     """
 
     name, axis = "memory", "MiB at the peak of a forward pass, images: {}"
+    meaning = "MiB at the peak of a forward pass"
     columns, unit = ("peak_mib", "predicted_peak_mib"), 2**20
     combine = max
 

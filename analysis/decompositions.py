@@ -7,6 +7,15 @@ factors of an N x N matrix of rank r hold 2 N r numbers. Positions of entries ar
 import torch
 from torch import Tensor
 
+MAX_STEPS = 1000
+"""Largest number of steps of an iteration."""
+
+MAX_RESIDUAL = 1e-7
+"""Largest residual of robust PCA, relative to ||A||_F."""
+
+LEAST_GAIN = 3e-3
+"""Least share by which a step of GoDec lowers the error; the iteration ends below it."""
+
 
 def truncate(a: Tensor, rank: int) -> Tensor:
     """Returns the matrix of `rank` nearest to `a` (M, N), from its largest singular values (Eckart and Young, 1936)."""
@@ -23,18 +32,15 @@ def keep_largest(a: Tensor, count: int) -> Tensor:
     return a.where(size > size.flatten().kthvalue(a.numel() - count).values, 0)
 
 
-def robust_pca(
-    a: Tensor, weight: float | None = None, tolerance: float = 1e-7, max_steps: int = 1000
-) -> tuple[Tensor, Tensor]:
+def robust_pca(a: Tensor, weight: float | None = None, max_steps: int = MAX_STEPS) -> tuple[Tensor, Tensor]:
     """Finds low-rank L + sparse S = A with least ||L||_* + weight ||S||_1 (Candes et al. 2011, arXiv:0912.3599).
 
     Uses the inexact augmented Lagrangian method (Lin et al. 2010, arXiv:1009.5055, Algorithm 5, with its parameters).
 
     Args:
         a: (M, N), not zero. weight: weight of the entries; None: max(M, N)^(-1/2), for which recovery is proved.
-        tolerance: largest residual relative to ||A||_F.
     Raises:
-        RuntimeError: the tolerance is not reached in `max_steps`.
+        RuntimeError: the residual is not within `MAX_RESIDUAL` after `max_steps`.
     """
     weight = weight or max(a.shape) ** -0.5
     spectral, norm = torch.linalg.matrix_norm(a, 2), a.norm()
@@ -46,33 +52,34 @@ def robust_pca(
         rest = a - low + multiplier / mu
         sparse = rest.sign() * (rest.abs() - weight / mu).relu()
         residual = a - low - sparse
-        if residual.norm() <= tolerance * norm:
+        if residual.norm() <= MAX_RESIDUAL * norm:
             return low, sparse
         multiplier = multiplier + mu * residual
         mu = torch.minimum(1.5 * mu, largest_mu)
     raise RuntimeError(f"robust PCA: residual {residual.norm() / norm:.1e} of the norm after {max_steps} steps")
 
 
-def godec(a: Tensor, rank: int, count: int, tolerance: float = 3e-3, max_steps: int = 1000) -> tuple[Tensor, Tensor]:
+def godec(a: Tensor, rank: int, count: int) -> tuple[Tensor, Tensor]:
     """Finds L of `rank` and S of `count` entries with small ||A - L - S||_F (GoDec; Zhou and Tao, ICML 2011).
 
     L and S are fitted in turn to the residual of the other. Of two starts, the best S alone and S = 0, the better wins.
-    L is fitted by the paper's two projections, which start from the last step's, so that the error never rises.
+    L is fitted by the paper's two projections, which start from the last step's, so that the error never rises. The
+    iteration ends if a step lowers the error by a share below `LEAST_GAIN`, or to rounding error.
 
     Args:
-        a: (M, N). tolerance: iteration ends if a step lowers the error by a smaller share, or to rounding error.
+        a: (M, N).
     """
     found = []
     for sparse in (keep_largest(a, count), torch.zeros_like(a)):
         right, before = torch.linalg.svd(a - sparse, full_matrices=False).Vh[:rank].mT, torch.inf
-        for _ in range(max_steps):
+        for _ in range(MAX_STEPS):
             rest = a - sparse
             left = torch.linalg.qr(rest @ right).Q
             right = rest.mT @ left
             low = left @ right.mT
             sparse = keep_largest(a - low, count)
             error = (a - low - sparse).norm()
-            if error > (1 - tolerance) * before or error <= 1e-14 * a.norm():
+            if error > (1 - LEAST_GAIN) * before or error <= 1e-14 * a.norm():
                 break
             before = error
         found.append((low, sparse))

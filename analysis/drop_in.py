@@ -11,6 +11,7 @@ from analysis.implied import attention_inputs
 from analysis.trained import Trained
 from attention import Attention, Grid, OptionError
 from engine.checkpoints.adapt import fit_weights
+from engine.objectives.alignment import relative_error
 from models import create_model
 from models.base import attention_layers
 
@@ -68,9 +69,7 @@ def set_mode(model: nn.Module, mode: str, seed: int) -> None:
         layer.train(mode == "sampled")  # and its parts: EVA's landmarks sample, not the layer itself
         if mode == "sampled":
             leave_out_dropout(layer)
-            if hasattr(layer, "num_passes"):
-                layer.num_passes.zero_()
-                layer.last_draw.fill_(torch.nan)
+            layer.restart()
 
 
 def leave_out_dropout(layer: Attention) -> None:
@@ -120,18 +119,12 @@ def outputs(layer: Attention, x: Tensor, grid: Grid) -> Tensor:
     return torch.cat([layer(part, grid) for part in x.split(CHUNK)])
 
 
-def normalised_error(y: Tensor, expected: Tensor) -> float:
-    """Returns the mean squared error over the mean square of `expected`: 0 for equal values, 1 for zeros."""
-    y, expected = y.double(), expected.double()
-    return ((y - expected).square().mean() / expected.square().mean()).item()
-
-
 def layer_errors(
     model: nn.Module,
     inputs: Sequence[tuple[Tensor, Grid]],
     expected: Sequence[Tensor],
     compute: Callable[[Attention, Tensor, Grid], Tensor],
 ) -> list[float]:
-    """Returns the `normalised_error` of the result of `compute` (`attended`, `outputs`) for each attention layer."""
+    """Returns the `relative_error` of the result of `compute` (`attended`, `outputs`) for each attention layer."""
     layers = zip(attention_layers(model), inputs, expected, strict=True)
-    return [normalised_error(compute(layer, *given), y) for layer, given, y in layers]
+    return [relative_error(compute(layer, *given).double(), y.double()).item() for layer, given, y in layers]

@@ -24,9 +24,9 @@ from analysis.matrices import MAX_TOKENS
 from analysis.trained import Trained, load_trained, read_sample
 from attention import Attention, Grid, OptionError
 from engine.reporting.plots import encode, in_style, line_style, new_figure
-from engine.reporting.tables import Spread, compact_table, over_draws, plus_minus, spread
+from engine.reporting.tables import Spread, compact_table, mean_and_std, over_draws, plus_minus, spread
 from engine.runtime.errors import UserError
-from engine.runtime.files import make_output, to_csv, write_file
+from engine.runtime.files import dicts_to_csv, make_output, write_file
 from models.base import attention_layers
 
 NUM_BINS = 10
@@ -93,7 +93,7 @@ def main(args: argparse.Namespace) -> None:
     print(f"{title}\n\nError of each tenth of the entries, from low logits to high, in multiples of 1 / N\n")
     print(compact_table([readable(row) for row in rows]))
     lines = [line for row in rows for line in values(row)]
-    write_file(args.output / "entries.csv", to_csv(list(lines[0]), (line.values() for line in lines)))
+    write_file(args.output / "entries.csv", dicts_to_csv(lines))
     write_file(args.output / "entries.png", encode(draw(title, rows)))
 
 
@@ -169,7 +169,7 @@ def values(row: Row) -> Iterator[dict[str, Any]]:
     """Yields the rows of the CSV file, column -> value: one for each bin."""
     line = {"attention": row.attention, "options": row.options, "mode": row.mode, "layer": row.layer or None}
     for part, logit in enumerate(row.logits or [None]):
-        error, std = (row.spread(part) or (None, None))[:2]
+        error, std = mean_and_std(row.spread(part))
         yield line | {"logit": logit, "error": error, "error_std": std, "problem": row.problem}
 
 

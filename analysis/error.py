@@ -24,9 +24,9 @@ from analysis.approximation import Row, attend_by_softmax, measure
 from analysis.drop_in import CHUNK, attended, layer_inputs, outputs
 from analysis.trained import Sample, Trained, load_trained, read_sample
 from engine.reporting.plots import encode, in_style, label_ends, label_points, line_style, new_figure
-from engine.reporting.tables import compact_table, over_draws, plus_minus
+from engine.reporting.tables import compact_table, mean_and_std, over_draws, plus_minus
 from engine.runtime.errors import UserError
-from engine.runtime.files import make_output, to_csv, write_file
+from engine.runtime.files import dicts_to_csv, make_output, write_file
 from models.assignment import mechanisms_of
 
 NUM_IMAGES = 16
@@ -99,7 +99,7 @@ def main(args: argparse.Namespace) -> None:
     title = f"{args.checkpoint}: error against {of}; {count} images; {stages}, {over_draws(args.draws)}"
     print(f"{title}\n\n{compact_table([readable(row) for row in rows])}")
     lines = [line for row in rows for line in values(row, count, args.draws)]
-    write_file(args.output / "error.csv", to_csv(list(lines[0]), (line.values() for line in lines)))
+    write_file(args.output / "error.csv", dicts_to_csv(lines))
     for against in figures:
         figure = draw(title, rows, against, budgets, softmax.macs)
         write_file(args.output / f"error_{against}.png", encode(figure))
@@ -142,7 +142,7 @@ def readable(row: Row) -> dict[str, str]:
 def values(row: Row, images: int, draws: int) -> Iterator[dict[str, Any]]:
     """Yields the rows of the CSV file, column -> value: one for each layer, counted from 1."""
     for layer, nats in enumerate(row.entropies):
-        error, std = (row.spread(layer) or (None, None))[:2]
+        error, std = mean_and_std(row.spread(layer))
         line = {"attention": row.name, "options": row.options, "mode": row.mode, "aligned_steps": row.steps}
         line |= {"images": images, "draws": draws, "budget": row.budget, "temperature": row.temperature}
         line |= {"layer": layer + 1, "entropy": nats}

@@ -56,10 +56,12 @@ class Hybrids:
             raise problem
         together = self._layers_of(self.uniform(name, found))
         for layer in found:
-            if not is_same_attention(self._layers_of(self.single(layer, name))[layer], together[layer]):
-                problem = f"layer {layer} depends on the number of earlier layers with it, so that no fit serves all"
-                remedy = "leave it out (shifted_window: give it shift: false)"
-                raise OptionError(f"--attention {name}", f"{problem} hybrids; {remedy}")
+            alone = self._layers_of(self.single(layer, name))[layer]
+            weights, of_all = alone.state_dict().keys(), together[layer].state_dict().keys()
+            if not is_same_attention(alone, together[layer]) or weights != of_all:
+                problem = f"layer {layer} depends on the other layers with it, so that no fit serves all hybrids"
+                remedy = "leave it out, or give it options of single layers (shift: false, sharing: heads)"
+                raise OptionError(f"--attention {name}", f"{problem}; {remedy}")
         return found
 
     def _layers_of(self, choices: Choices) -> list[Attention]:

@@ -36,7 +36,8 @@ from models.base import attention_layers
 NUM_COMPARED = 32
 """Number of images on which errors of attention layers, and memory of a forward pass, are measured."""
 
-FILE = "measurements.jsonl"
+MEASUREMENTS_FILE = "measurements.jsonl"
+"""File of the directory that keeps the measurements."""
 
 
 class Score(NamedTuple):
@@ -50,7 +51,7 @@ class Stage(NamedTuple):
     """Measurements of a model with another mechanism.
 
     Attributes:
-        top1, loss: see `Score`. attended, outputs: `normalised_error` of attended values, and of outputs, on the inputs
+        top1, loss: see `Score`. attended, outputs: `relative_error` of attended values, and of outputs, on the inputs
             of the trained model's layers; mean over the layers that are replaced.
     """
 
@@ -114,7 +115,7 @@ class Laboratory:
         if self.training is not None:
             basis |= identify_split("train", self.training[0])
             basis |= {"align": RECIPE, "steps": steps, "indices": len(self.training[1])}
-        self.kept = Measurements(directory / FILE, basis)
+        self.kept = Measurements(directory / MEASUREMENTS_FILE, basis)
 
     @property
     def aligned(self) -> Path:
@@ -131,7 +132,7 @@ class Laboratory:
         """
         key = self.kept.key(attention=attention, layers=list(layers), seed=seed)
         values = self.kept.find(key)
-        weights = self.aligned / f"{to_file_name(name)}-seed{seed}-{key}.safetensors"
+        weights = self.aligned / f"{to_file_name(name)[:100]}-seed{seed}-{key}.safetensors"
         if values is None or not (self.training is None or weights.exists()):
             values = self._measure(attention, layers, seed, weights)
             self.kept.add(key, values)
@@ -222,4 +223,4 @@ def export_model(path: Path, trained: Trained, model: nn.Module, attention: Any,
 
 def to_file_name(text: str) -> str:
     """Returns `text` as a part of a file's name."""
-    return re.sub(r"[^\w.=]+", "-", text).strip("-")[:100]
+    return re.sub(r"[^\w.=]+", "-", text).strip("-")

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from analysis import command_line
 from analysis.drop_in import drop_in
 from analysis.implied import LayerInput, NoMatrix, attention_inputs
+from analysis.laboratory import to_file_name
 from analysis.layer_maps import LayerMaps, Row, describe_layer, layers_csv, list_problems, tabulate
 from analysis.map_figures import draw_layers, draw_maps, draw_rollout
 from analysis.trained import Trained, load_trained, read_images
@@ -59,7 +60,7 @@ def main(args: argparse.Namespace) -> None:
                 bar.update(len(files))
                 continue
             title = f"attention {name}" + (" in place of the run's, without training" if text else "")
-            directory = args.output / re.sub(r"[^\w.=]+", "-", name).strip("-")
+            directory = args.output / to_file_name(name)
             for number, (file, image) in enumerate(zip(files, images, strict=True), start=1):
                 start = f"{one_line(Path(file).name, 40)}, {title}"
                 layers, figures = examine(model.double(), trained, image, place, start)

@@ -16,6 +16,12 @@ from engine.runtime.errors import UserError
 MAX_TOKENS = 1024
 """Most tokens of a matrix. Decompositions take some 100 N^3 operations, minutes for larger N."""
 
+NUM_TOKENS, DIM, PER_CLUSTER, DELTA = 196, 256, 4, 0.3
+"""Process 1 of Scatterbrain (Chen et al. 2021, arXiv:2110.15343): tokens n, channels d, tokens of a cluster, Delta.
+
+The paper gives orders of magnitude and no numbers; these are ours.
+"""
+
 
 class Layer(NamedTuple):
     """Queries and keys of B images or samples, (B, h, P + N, d) float64; each head has a softmax matrix."""
@@ -70,25 +76,23 @@ def capture(model: nn.Module, images: Tensor) -> list[Layer]:
     return layers
 
 
-def process1(
-    samples: int, beta: float, tokens: int = 196, dim: int = 256, per_cluster: int = 4, spread: float = 0.3
-) -> Layer:
+def process1(samples: int, beta: float, tokens: int) -> Layer:
     """Samples Scatterbrain's Process 1: tokens z in clusters about random centres c, and A_nm ~ exp(beta z_n . z_m).
 
-    z = c + r, where ||c|| is about 1 and ||r|| about `spread` (the paper's Delta). The paper's covariances
-    I / sqrt(dim) are read as standard deviations, which place the clusters on the unit sphere as the paper states.
+    z = c + r, where ||c|| is about 1 and ||r|| about `DELTA`. The paper's covariances I / sqrt(d) are read as standard
+    deviations, which place the clusters on the unit sphere as the paper states.
     Rows are normalised as softmax's.
 
     Returns:
         The `Layer` of a sequence, one head, clusters one after the other.
     """
-    centres = torch.randn(samples, 1, math.ceil(tokens / per_cluster), dim, dtype=torch.float64)
-    z = centres.repeat_interleave(per_cluster, 2)[:, :, :tokens]
-    z = (z + spread * torch.randn(z.shape, dtype=z.dtype)) * dim**-0.5
-    x = z * (beta * dim**0.5) ** 0.5
+    centres = torch.randn(samples, 1, math.ceil(tokens / PER_CLUSTER), DIM, dtype=torch.float64)
+    z = centres.repeat_interleave(PER_CLUSTER, 2)[:, :, :tokens]
+    z = (z + DELTA * torch.randn(z.shape, dtype=z.dtype)) * DIM**-0.5
+    x = z * (beta * DIM**0.5) ** 0.5
     return Layer(f"beta {beta:.2f}", x, x, (1, tokens))
 
 
-def process1_layers(samples: int, tokens: int = 196) -> list[Layer]:
+def process1_layers(samples: int) -> list[Layer]:
     """Samples `process1` from high temperature to low: inverse temperatures beta = log N times 0.1 to 2."""
-    return [process1(samples, times * math.log(tokens), tokens) for times in (0.1, 0.2, 0.35, 0.5, 0.7, 1, 2)]
+    return [process1(samples, times * math.log(NUM_TOKENS), NUM_TOKENS) for times in (0.1, 0.2, 0.35, 0.5, 0.7, 1, 2)]

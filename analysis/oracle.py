@@ -149,7 +149,7 @@ def compare(layer: Layer, budgets: Sequence[int], draws: int) -> Iterator[list[R
         a = matrices[image, head]
         low, sparse = robust_pca(a)
         rank, density = int(torch.linalg.matrix_rank(low)), (sparse != 0).double().mean().item()
-        fits = [(None, "robust PCA", Fit(rank, density, relative_error(low + sparse, a).item()))]
+        fits = [(None, "robust PCA", Fit(rank, density, frobenius_error(low + sparse, a).item()))]
         for budget in budgets:
             found = decomposition_fits(a, low, budget) | {"Scatterbrain": mechanism[budget][image][head]}
             found["Scatterbrain by entropy"] = by_entropy[budget][image][head]
@@ -158,7 +158,7 @@ def compare(layer: Layer, budgets: Sequence[int], draws: int) -> Iterator[list[R
         yield [Row(layer.name, image, head, entropy, budget, method, *fit) for budget, method, fit in fits]
 
 
-def relative_error(approximation: Tensor, a: Tensor) -> Tensor:
+def frobenius_error(approximation: Tensor, a: Tensor) -> Tensor:
     """Returns ||A' - A||_F / ||A||_F of matrices (..., N, N)."""
     return (approximation - a).norm(dim=(-2, -1)) / a.norm(dim=(-2, -1))
 
@@ -175,7 +175,7 @@ def decomposition_fits(a: Tensor, low: Tensor, budget: int) -> dict[str, Fit]:
     N, splits = len(a), [(rank, budget - 2 * rank) for rank in (int(share * budget / 2) for share in SHARES)]
 
     def fit(approximation: Tensor, rank: int, entries: int) -> Fit:
-        return Fit(rank, entries / N, relative_error(approximation, a).item())
+        return Fit(rank, entries / N, frobenius_error(approximation, a).item())
 
     def cut(rank: int, entries: int) -> Tensor:
         part = truncate(low, rank)
@@ -214,7 +214,7 @@ def scatterbrain_fits(
         sizes = {"dim": h * layer.q.shape[-1], "num_heads": h, "grid": grid, "num_prefix_tokens": prefix}
         attn = create_attention("scatterbrain", position_bias="none", **sizes, **options).double()
         # In training mode, every call samples new features.
-        errors = [relative_error(attn.attend_all((layer.q, layer.k, identity), grid), matrices) for _ in range(draws)]
+        errors = [frobenius_error(attn.attend_all((layer.q, layer.k, identity), grid), matrices) for _ in range(draws)]
         rank, density = options["num_samples"], (entries + 2 * prefix) / tokens
         fits.append([[Fit(rank, density, error) for error in row] for row in (sum(errors) / draws).tolist()])
     return [[best(fit[image][head] for fit in fits) for head in range(h)] for image in range(B)]

@@ -34,7 +34,7 @@ from attention.parts.geometry import split_prefix
 from attention.parts.groups import Groups, gather_groups, group_mean, segments
 from engine.reporting.plots import encode, in_style, line_style, new_figure
 from engine.reporting.tables import compact_table, plus_minus, spread
-from engine.runtime.files import make_output, to_csv, write_file
+from engine.runtime.files import dicts_to_csv, make_output, write_file
 from models.base import attention_layers
 
 NUM_IMAGES = 16
@@ -93,7 +93,7 @@ def main(args: argparse.Namespace) -> None:
         for name, values in row.errors.items()
         if (each := spread(values))
     ]
-    write_file(args.output / "partition.csv", to_csv(list(lines[0]), (line.values() for line in lines)))
+    write_file(args.output / "partition.csv", dicts_to_csv(lines))
     write_file(args.output / "partition.png", encode(draw(title, rows)))
 
 

@@ -17,16 +17,16 @@ from analysis.align import BATCH_SIZE
 from analysis.budgets import options_text
 from analysis.draws import Draw, Row, is_own, paired, to_lines
 from analysis.drop_in import merge_modes
-from analysis.laboratory import FILE, Laboratory, Stage
+from analysis.laboratory import MEASUREMENTS_FILE, Laboratory, Stage
 from analysis.stage_figures import draw
 from analysis.trained import Trained, load_trained, read_sample
 from analysis.tune import Start, configure, tune
 from attention import OptionError
 from engine.data.splits import open_split
 from engine.reporting.plots import encode
-from engine.reporting.tables import Spread, compact_table, over_draws, plus_minus, verdict
+from engine.reporting.tables import Spread, compact_table, mean_and_std, over_draws, plus_minus, verdict
 from engine.runtime.errors import UserError
-from engine.runtime.files import make_output, to_csv, write_file
+from engine.runtime.files import dicts_to_csv, make_output, write_file
 from models.assignment import assign, mechanisms_of
 from models.assignment import replace as replace_entry
 from models.costs import count_costs
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> None:
     given = [name for name in ("align", "finetune") if getattr(args, name) is not None]
     command_line.check_positive(args, "draws", "images", "jobs", *given)
-    make_output(args.output, [*FILES, FILE])
+    make_output(args.output, [*FILES, MEASUREMENTS_FILE])
     mechanisms = command_line.read_mechanisms(args.attention)
     if args.finetune is not None and args.weights:
         raise UserError("--finetune goes on from averaged weights where they are kept; leave out --weights")
@@ -69,7 +69,7 @@ def main(args: argparse.Namespace) -> None:
     where = "".join(f", in {name} {value}" for name, value in place.items())
     report(laboratory, rows, where, args)
     if base is not None:
-        status, rows = train_on(laboratory, base, rows, args)
+        status, rows = finetune(laboratory, base, rows, args)
         report(laboratory, rows, where, args)
         if status:
             sys.exit(status)
@@ -83,11 +83,16 @@ def assignment(trained: Trained, place: Mapping[str, Any], mechanism: Mapping[st
         OptionError: the model has no such place.
     """
     name, depths = trained.run.model["name"], trained.model.config.depths
-    if not place:  # the last stage of a pyramid keeps softmax attention
-        entries = assign(name, mechanism, depths)
-        return mechanism, [n for entry in entries if entry.options["name"] == mechanism["name"] for n in entry.layers]
-    entries = replace_entry(assign(name, trained.run.attention, depths), depths, place, mechanism, "--")
-    return [entry.options for entry in entries], entries[-1].layers
+    if not place and len(depths) == 1:
+        return mechanism, range(*depths)
+    entries = assign(name, trained.run.attention, depths)
+    if place:
+        entries = replace_entry(entries, depths, place, mechanism, "--")
+        return [entry.options for entry in entries], entries[-1].layers
+    for stage in range(len(depths) - 1):  # the last stage of a pyramid keeps its own
+        entries = replace_entry(entries, depths, {"stage": stage}, mechanism, "--")
+    layers = [n for entry in entries if entry.options["name"] == mechanism["name"] for n in entry.layers]
+    return [entry.options for entry in sorted(entries, key=lambda entry: entry.layers)], sorted(layers)
 
 
 def measure(
@@ -122,10 +127,10 @@ def measure(
     ]
 
 
-def train_on(
+def finetune(
     laboratory: Laboratory, base: Mapping[str, Any], rows: Sequence[Row], args: argparse.Namespace
 ) -> tuple[int, list[Row]]:
-    """Trains every draw of every mechanism further, and so often the trained model itself.
+    """Fine-tunes every draw of every mechanism, and the trained model itself once per seed.
 
     Returns:
         The exit status of ablate.py, and the rows with what was trained, the trained model's first.
@@ -151,19 +156,20 @@ def train_on(
 def report(laboratory: Laboratory, rows: Sequence[Row], where: str, args: argparse.Namespace) -> None:
     """Prints the table, and writes tables and figure."""
     own, count = laboratory.own.score.top1, len(laboratory.sample.images)
+    validation = len(open_split(laboratory.trained.run.data, "val_split"))
     stages = ["without training" if args.align is None else f"as they are and aligned in {args.align} steps"]
     if control := next((row for row in rows if any(draw.tuned for draw in row.draws)), None):
-        stages.append(f"then fine-tuned for {args.finetune} epoch{'s' * (args.finetune > 1)}")
+        epochs = f"{args.finetune} epoch{'s' * (args.finetune > 1)}"
+        stages.append(f"then fine-tuned for {epochs} (tuned: top-1 of all {validation} validation images)")
     title = f"{args.checkpoint}: top-1 {own:.2f} % with its own attention, {count} images"
     title += f"; others{where} {', '.join(stages)}, {' and '.join(args.modes)} mode"
     title += f", {over_draws(args.draws)}"
-    step = 100 / len(open_split(laboratory.trained.run.data, "val_split"))
-    differences = {} if control is None else {row: paired(row, control, step) for row in rows}
+    differences = {} if control is None else {row: paired(row, control, 100 / validation) for row in rows}
     print(f"{title}\n\n{compact_table([readable(row, own, differences.get(row)) for row in rows])}")
     lines = [values(row, own, count, differences.get(row)) for row in rows]
     by_draw = [line for row in rows for line in to_lines(row)] or [{"attention": ""}]
     for name, table in zip(FILES, (lines, by_draw), strict=False):
-        write_file(args.output / name, to_csv(list(table[0]), (line.values() for line in table)))
+        write_file(args.output / name, dicts_to_csv(table))
     write_file(args.output / FILES[-1], encode(draw(title, rows, own, differences)))
 
 
@@ -207,7 +213,7 @@ def values(row: Row, own: float, images: int, difference: Spread | None) -> dict
         "tuned_minutes": row.spread("tuned", "minutes"),
     }
     for name, found in columns.items():
-        line |= {name: None if found is None else found.mean, f"{name}_std": None if found is None else found.std}
+        line[name], line[f"{name}_std"] = mean_and_std(found)
         if name == "top1":
             line["change"] = None if found is None else found.mean - own
     line |= {"macs": row.macs, "peak_bytes": row.peak, "untrained_parameters": row.untrained, "problem": row.problem}

@@ -24,9 +24,10 @@ from analysis.align import BATCH_SIZE, validates_on_training_images
 from analysis.assignments import Point, choose, is_best
 from analysis.costs import COSTS, Cost, Prices
 from analysis.hybrids import Choices, Hybrids
-from analysis.laboratory import FILE, Laboratory, Score
+from analysis.laboratory import MEASUREMENTS_FILE, Laboratory, Score
 from analysis.trained import load_trained, read_sample
 from attention import OptionError
+from bench.budgets import parse_budget
 from engine.config.load import dump_run
 from engine.config.schema import Init
 from engine.config.yaml_files import dump_yaml
@@ -34,7 +35,7 @@ from engine.objectives.distillation import Distill
 from engine.reporting.plots import BLUE, GREY, ORANGE, encode, in_style, new_figure
 from engine.reporting.tables import compact_table
 from engine.runtime.errors import UserError
-from engine.runtime.files import check_directory, make_output, to_csv, write_file
+from engine.runtime.files import check_directory, dicts_to_csv, make_output, write_file
 from engine.runtime.memory import is_out_of_memory, limit_memory
 
 NUM_IMAGES = 1000
@@ -49,6 +50,9 @@ MAX_SEED = 2**63 - 1
 PER_BUDGET = 8
 """Default number of assignments that are measured for each budget, after the layers alone."""
 
+BUDGETS = {kind: cost.meaning for kind, cost in COSTS.items()}
+"""Kind of a budget -> what it limits."""
+
 FILES = ("search.csv", "front.csv", "search.png")
 
 
@@ -57,18 +61,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     command_line.add_mechanisms(parser, "all of that file")
     text = f"steps of {BATCH_SIZE} training images in which mechanisms are aligned ({STEPS})"
     parser.add_argument("--align", type=int, default=STEPS, metavar="STEPS", help=text)
-    text = "largest costs of the model, of one kind: macs=0.7, multiply-accumulates as a share of those with its own"
-    text += " attention; ms=12, milliseconds of a forward pass on this machine; memory=80, MiB at the peak of that pass"
+    meanings = "; ".join(f"{kind}: {meaning}" for kind, meaning in BUDGETS.items())
+    text = f"largest costs of the model, all of one kind. {meanings}"
     parser.add_argument("--budget", nargs="+", required=True, metavar="KIND=LIMIT", help=text)
     text = "images of the forward pass that ms= and memory= limit (1)"
     parser.add_argument("--batch-size", type=int, metavar="N", help=text)
-    text = f"assignments to measure, those with one replaced layer included ({PER_BUDGET} a budget beside these)"
+    text = "assignments to measure, those with at most one replaced layer included"
+    text += f" (default: these, and {PER_BUDGET} for each budget)"
     parser.add_argument("--evaluations", type=int, metavar="N", help=text)
     strategies = "which assignments are measured: of the lowest predictions, at random, or all (sensitivity)"
     parser.add_argument("--strategy", choices=("sensitivity", "random", "all"), default="sensitivity", help=strategies)
     parser.add_argument("--seed", type=int, default=0, help="seed of alignment and of the random strategy (0)")
-    images = f"number of validation images, evenly spaced ({NUM_IMAGES})"
-    parser.add_argument("--images", type=int, default=NUM_IMAGES, help=images)
+    command_line.add_images(parser, NUM_IMAGES)
 
 
 def main(args: argparse.Namespace) -> None:
@@ -76,7 +80,7 @@ def main(args: argparse.Namespace) -> None:
     command_line.check_positive(args, "align", "images", *given)
     kind, limits = read_budgets(args.budget)
     check_options(args, kind)
-    make_output(args.output, [*FILES, FILE])
+    make_output(args.output, [*FILES, MEASUREMENTS_FILE])
     check_directory(args.output / "front")
     mechanisms = command_line.read_mechanisms(args.attention)
     trained = load_trained(args)
@@ -99,23 +103,14 @@ def read_budgets(texts: Sequence[str]) -> tuple[str, dict[str, float]]:
     """Returns the kind of budgets ``["macs=0.7", "macs=0.8"]``, and text -> limit.
 
     Raises:
-        UserError: a budget has another form, or the budgets are of several kinds.
+        OptionError: a budget has another form. UserError: the budgets are of several kinds.
     """
-    limits = {}
-    for text in texts:
-        kind, _, number = text.partition("=")
-        try:
-            limits[text] = float(number)
-        except ValueError:
-            limits[text] = math.nan
-        if kind not in COSTS or not 0 < limits[text] < math.inf:
-            known = f"{', '.join(f'{name}=' for name in COSTS)} and a number above 0"
-            raise UserError(f"--budget {text}: expected one of {known}, as macs=0.7")
-    kinds = dict.fromkeys(text.partition("=")[0] for text in texts)
+    budgets = {text: parse_budget(text, BUDGETS) for text in texts}
+    kinds = dict.fromkeys(kind for kind, _ in budgets.values())
     if len(kinds) > 1:
         problem = f"{' and '.join(kinds)} are of several kinds; run the command once for each kind"
         raise UserError(f"--budget {' '.join(texts)}: {problem}")
-    return next(iter(kinds)), limits
+    return next(iter(kinds)), {text: limit for text, (_, limit) in budgets.items()}
 
 
 def check_options(args: argparse.Namespace, kind: str) -> None:
@@ -228,7 +223,7 @@ def report(
         print(f"warning: {len(noisy)} of {len(points)} times are noisy; {remedy}")
     for file, table in ((FILES[0], points), (FILES[1], front)):
         lines = [values(point, hybrids, cost, names) for point in table]
-        write_file(args.output / file, to_csv(list(lines[0]), (line.values() for line in lines)))
+        write_file(args.output / file, dicts_to_csv(lines))
     write_file(args.output / FILES[2], encode(draw(title, cost, points, front, budgets.values())))
     (args.output / "front").mkdir(exist_ok=True)
     for suffix in ("yaml", "safetensors", "safetensors.sha256"):
@@ -239,7 +234,7 @@ def report(
         hybrids.export(weights, point.candidate.choices)
         output = f"runs/{args.output.name}-{name.rpartition('/')[2]}"
         head = f"# {' | '.join(point.candidate.choices)}\n# {cost.text(point.cost)} ({takes}),"
-        head += f" top-1 {point.score.top1:.2f} % as aligned. To train it on:\n"
+        head += f" top-1 {point.score.top1:.2f} % after alignment. To train it further:\n"
         head += f"#   python train.py {args.output / name}.yaml --output {output}\n"
         trained = hybrids.laboratory.trained
         run, split = trained.run, trained.run.data.train_split

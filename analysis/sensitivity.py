@@ -17,12 +17,12 @@ from analysis import command_line
 from analysis.align import BATCH_SIZE
 from analysis.budgets import options_text
 from analysis.hybrids import Hybrids
-from analysis.laboratory import FILE, Laboratory, Score
+from analysis.laboratory import MEASUREMENTS_FILE, Laboratory, Score
 from analysis.trained import load_trained, read_sample
 from attention import OptionError
 from engine.reporting.plots import PAGE, encode, in_style, new_figure
-from engine.reporting.tables import Spread, compact_table, over_draws, plus_minus, spread
-from engine.runtime.files import make_output, to_csv, write_file
+from engine.reporting.tables import Spread, compact_table, mean_and_std, over_draws, plus_minus, spread
+from engine.runtime.files import dicts_to_csv, make_output, write_file
 
 NUM_IMAGES = 1000
 """Default number of classified images."""
@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> None:
     command_line.check_positive(args, "draws", "images", *["align"] * (args.align is not None))
-    make_output(args.output, [*FILES, FILE])
+    make_output(args.output, [*FILES, MEASUREMENTS_FILE])
     mechanisms = command_line.read_mechanisms(args.attention)
     trained = load_trained(args)
     sample = read_sample(trained, args.images)
@@ -77,7 +77,7 @@ def main(args: argparse.Namespace) -> None:
     title += f"; {over_draws(args.draws)}"
     print(f"{title}\n\n{compact_table([readable(row, macs) for row in rows])}")
     lines = [values(row, own, macs) for row in rows]
-    write_file(args.output / FILES[0], to_csv(list(lines[0]), (line.values() for line in lines)))
+    write_file(args.output / FILES[0], dicts_to_csv(lines))
     if any(row.scores for row in rows):
         write_file(args.output / FILES[1], encode(draw(title, rows, own, macs)))
 
@@ -126,7 +126,7 @@ def values(row: Row, own: Score, own_macs: int) -> dict[str, Any]:
     line: dict[str, Any] = {"attention": row.name, "options": row.options, "layer": row.layer}
     for prefix, stage in (("", "replaced"), ("aligned_", "aligned")):
         for name in Score._fields:
-            mean, std = (row.spread(stage, name) or (None, None))[:2]
+            mean, std = mean_and_std(row.spread(stage, name))
             line |= {f"{prefix}{name}": mean, f"{prefix}{name}_std": std}
     line |= {"own_top1": own.top1, "own_loss": own.loss, "macs": row.macs, "own_macs": own_macs}
     return line | {"problem": row.problem}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from attention import OptionError
 from engine.checkpoints.adapt import build_models
-from engine.checkpoints.files import find_weights
+from engine.checkpoints.files import find_weights, trained_config
 from engine.checkpoints.weight_sources import Source, source_of
 from engine.checkpoints.weights import check_predicts_classes
 from engine.config.load import parse_run
@@ -73,7 +73,7 @@ def load_trained(args: argparse.Namespace) -> Trained:
     if resampled:
         print(resampled, file=sys.stderr)
     model = models[kinds[-1]].to(device).eval()
-    own = parse_run(checkpoint["config"], str(found))
+    own = parse_run(trained_config(checkpoint), str(found))
     source, classes = source_of(run, model.state_dict()), checkpoint.get("classes")
     return Trained(found, run, source, model, classes, device, own.data.train_split)
 

@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from attention import OptionError
 from attention.plugins import as_arguments
 from engine.config.load import dump_run, parse_run
 from engine.data.splits import open_split
+from engine.objectives.distillation import Distill
 from engine.runtime.files import write_file
 from engine.runtime.processes import run_to_end
 
@@ -39,12 +41,12 @@ def configure(trained: Trained, epochs: int, overrides: Sequence[str]) -> dict[s
     """Returns the configuration of a run that trains all weights of the model further, unless `overrides` freeze some.
 
     Another mechanism may have weights that the model lacks, so that `init.strict` and `train.freeze` of the run that
-    made it do not apply.
+    made it do not apply. Nor does its teacher: training is with labels.
 
     Raises:
         ConfigError: the model cannot be trained further. OptionError: there are no training images.
     """
-    options = dump_run(trained.run)
+    options = dump_run(replace(trained.run, distill=Distill()))
     options["init"]["strict"], options["train"]["freeze"] = False, None
     options = dump_run(parse_run(options, f"--finetune {epochs}", overrides))
     options["init"]["weights"] = str(trained.path.resolve())
@@ -64,7 +66,7 @@ def tune(
     Args:
         jobs: runs at the same time.
     Returns:
-        The exit status of ablate.py, and what each run has come to (None: it is not finished).
+        The exit status of ablate.py, and the result of each run (None: it is not finished).
     """
     directory.mkdir(exist_ok=True)
     caption = f"{base['init']['weights']} with other attention, fine-tuned for {base['schedule']['epochs']} epochs"
@@ -74,7 +76,7 @@ def tune(
     (directory / "sweep.yaml").unlink(missing_ok=True)  # the plan of an earlier command may have had other rows
     command = [str(ABLATE), str(directory / "plan.yaml"), "--output", str(directory), *as_arguments()]
     command += ["--jobs", str(jobs)]
-    print(f"training on: python {' '.join(command)}", flush=True)
+    print(f"fine-tuning: python {' '.join(command)}", flush=True)
     status = run_to_end([sys.executable, *command])
     table = directory / "table.json"
     rows = json.loads(table.read_bytes())["rows"] if table.exists() else [{"runs": {}}] * len(starts)

@@ -165,27 +165,30 @@ def measure(
             place = image, head
             own = scale(q[place][chosen]), scale(k[place]), v[place], centre[place]
             mu = (own[0] @ own[1].mT).softmax(-1) @ own[2]
-            rows = fit_optimal(draw(*own, mu, args.samples))
+            rows = fit_optimal(sample_proposals(*own, mu, args.samples))
             size += mu.square().sum().item()
-            tested = draw(*own, mu, args.passes)
+            tested = sample_proposals(*own, mu, args.passes)
             for name in WEIGHTS:
                 alpha = weights(name, tested, of_queries[place], rows)
                 sums[name] += torch.stack([outputs_error(alpha, tested, count), sampled_variance(alpha, tested).sum()])
     return {name: (found[0].item() / size, found[1].item() / size) for name, found in sums.items()}
 
 
-def draw(q: Tensor, k: Tensor, v: Tensor, centre: Tensor, mu: Tensor, samples: int) -> Samples:
+def sample_proposals(q: Tensor, k: Tensor, v: Tensor, centre: Tensor, mu: Tensor, samples: int) -> Samples:
     """Draws `samples` of each unit Gaussian about `centre` (c, d), for scaled queries (Q, d) and keys (M, d).
 
     Samples stand proposal by proposal, those of the first one first.
     """
     omega = centre.repeat_interleave(samples, 0)
     omega = omega + torch.randn_like(omega)
-    return look(omega, q, k, v, centre, mu, torch.full_like(omega[:, 0], 1 / samples))
+    return evaluate_at(omega, q, k, v, centre, mu, torch.full_like(omega[:, 0], 1 / samples))
 
 
-def look(omega: Tensor, q: Tensor, k: Tensor, v: Tensor, centre: Tensor, mu: Tensor, measure: Tensor) -> Samples:
-    """Returns the densities and outputs of queries at samples omega (S, d); the rest as for `draw` and `Samples`."""
+def evaluate_at(omega: Tensor, q: Tensor, k: Tensor, v: Tensor, centre: Tensor, mu: Tensor, measure: Tensor) -> Samples:
+    """Returns the densities and outputs of queries at samples omega (S, d).
+
+    The other arguments are those of `sample_proposals`, and the measure of `Samples`.
+    """
     log_q = log_features(centre, omega).mT  # log q_c(omega) / N(omega; 0, I), (S, c)
     log_k = log_features(k, omega).mT  # (S, M)
     log_p = log_features(q, omega) + log_k.logsumexp(-1) - (q @ k.mT).logsumexp(-1, keepdim=True)
@@ -237,7 +240,7 @@ def variance(alpha: Tensor, samples: Samples) -> Tensor:
 
 
 def sampled_variance(alpha: Tensor, samples: Samples) -> Tensor:
-    """`variance` by samples of `draw`, two or more of each proposal, without their bias: (Q,).
+    """`variance` by samples of `sample_proposals`, two or more of each proposal, without their bias: (Q,).
 
     The squares of estimated integrals exceed those of the integrals by the estimates' own variance.
     """

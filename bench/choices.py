@@ -10,8 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from attention import ATTENTION, AttentionFactory, Grid
-from attention.options import OptionError, nearest
-from bench.calibration import Calibration, Candidate, Prediction, Shape, calibrated_shapes, distinct, sizes_of
+from attention.options import OptionError
+from bench.budgets import parse_budget
+from bench.calibration import Calibration, calibrated_shapes
+from bench.candidates import Candidate, Shape, distinct, sizes_of
+from bench.cost_model import Prediction
 from bench.devices import Roofline
 from bench.quality import Match, Quality, default_measure, find_quality, read_quality
 from bench.workload import read_options
@@ -23,7 +26,7 @@ BUDGETS = {
     "macs": "multiply-accumulates relative to softmax attention's layer",
 }
 """Key of a budget -> what it limits."""
-FILE, VERIFIED = "recommendation.csv", "verification.csv"
+RECOMMENDATION_FILE, VERIFICATION_FILE = "recommendation.csv", "verification.csv"
 """Files of the ranking, and of the measured candidates of held-out grids."""
 
 
@@ -51,7 +54,7 @@ class Request:
             OptionError, UserError: an option that cannot be honoured, or a file that cannot be used.
         """
         if args.output:
-            make_output(args.output, [FILE, VERIFIED])
+            make_output(args.output, [RECOMMENDATION_FILE, VERIFICATION_FILE])
         budgets, stored = parse_budgets(args.budget), read_quality()
         measure = args.measure or default_measure(stored)
         stored = [each for each in stored if each.measure == measure]
@@ -89,19 +92,11 @@ def parse_budgets(texts: Sequence[str]) -> dict[str, float]:
     """Parses ``["ms=5", "macs=0.5"]``.
 
     Raises:
-        OptionError: an unknown or repeated key, or a limit that is not a number above 0.
+        OptionError: a budget that `parse_budget` refuses, or a repeated key.
     """
     budgets: dict[str, float] = {}
     for text in texts:
-        key, _, value = text.partition("=")
-        if key not in BUDGETS:
-            raise OptionError("--budget", f"{text!r}: unknown budget{nearest(key, BUDGETS)}; write ms=5")
-        try:
-            limit = float(value)
-        except ValueError:
-            limit = math.nan
-        if not 0 < limit < math.inf:
-            raise OptionError("--budget", f"{text!r}: {value!r} is not a number above 0; {key} is {BUDGETS[key]}")
+        key, limit = parse_budget(text, BUDGETS)
         if key in budgets:
             raise OptionError("--budget", f"{text!r}: {key} is given twice; give it once")
         budgets[key] = limit

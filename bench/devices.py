@@ -14,7 +14,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from attention import Grid
-from bench.calibration import Candidate, Prediction, Shape
+from bench.candidates import Candidate, Shape
+from bench.cost_model import Prediction
 from bench.operators import Operator, OperatorCounter, off_cpu
 from bench.workload import Subject, attention_layer
 from engine.runtime.distributed import autocast

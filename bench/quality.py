@@ -11,7 +11,7 @@ from statistics import mean
 from typing import Any, NamedTuple
 
 from attention import ATTENTION
-from bench.calibration import Candidate, Shape
+from bench.candidates import Candidate, Shape
 from bench.workload import read_options
 from engine.config.yaml_files import parse_yaml
 from engine.reporting.tables import spread

@@ -7,27 +7,27 @@ predicted time. Where a prediction is extrapolated, the upper end of its interva
 import argparse
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
 from bench.agreement import Agreement
-from bench.calibration import Calibration, Measure, Point, Shape, stopwatch
-from bench.choices import FILE, VERIFIED, Choice, Request, choices, cost_by_budget
+from bench.calibration import Calibration, Measure, Point
+from bench.candidates import Shape
+from bench.choices import RECOMMENDATION_FILE, VERIFICATION_FILE, Choice, Request, choices, cost_by_budget
 from bench.devices import Roofline
 from bench.quality import MEASURES
 from engine.reporting.tables import compact_table
-from engine.runtime.files import to_csv, write_file
+from engine.runtime.files import dicts_to_csv, to_csv, write_file
 
 COLUMNS = (
     *("rank", "mechanism", "options", "entry", "meets_budgets", "seconds", "seconds_low", "seconds_high"),
     *("extrapolated", "seconds_counted", "peak_bytes", "peak_bytes_counted", "macs", "macs_ratio", "measure"),
     *("quality", "quality_std", "quality_n", "quality_options", "quality_tokens", "source", "remarks"),
 )
-"""Columns of `FILE`.
+"""Columns of `RECOMMENDATION_FILE`.
 
 extrapolated: factor outside of the calibrated range. seconds_counted, peak_bytes_counted: see `Prediction.counted`.
 """
@@ -35,11 +35,11 @@ VERIFIED_COLUMNS = (
     *("tokens", "entry", "seconds_predicted", "seconds_low", "seconds_high", "seconds"),
     *("peak_bytes_predicted", "peak_bytes"),
 )
-"""Columns of `VERIFIED`, the measured candidates of held-out grids."""
+"""Columns of `VERIFICATION_FILE`, the measured candidates of held-out grids."""
 
 
 def rows_of(ranked: Sequence[Choice], request: Request) -> list[dict[str, Any]]:
-    """Returns the rows of `FILE`: ranked candidates, those without a quality, and those that exceed a budget."""
+    """Returns the rows of the table: ranked candidates, those without a quality, and those that exceed a budget."""
     within = [choice for choice in ranked if choice.excess(request.budgets) <= 1]
     exceeding = sorted((c for c in ranked if c not in within), key=lambda c: c.excess(request.budgets))
     rows = []
@@ -211,24 +211,19 @@ def first_choice(pairs: Sequence[tuple[Choice, Point]], budgets: Mapping[str, fl
     )
 
 
-def recommend(
-    args: argparse.Namespace,
-    request: Request,
-    measure: Measure,
-    watch: Callable[[], float] = time.monotonic,
-) -> None:
-    """Prints the recommendation, verifies it at held-out grids, and writes `FILE` and `VERIFIED`.
+def recommend(args: argparse.Namespace, request: Request, measure: Measure) -> None:
+    """Prints the recommendation, verifies it at held-out grids, and writes the files of both.
 
     Calibrates this device; for a device that `args.on` names, the roofline predicts.
     """
     if args.on:
         predictor = Roofline(args.on, args.modes[0], args.dtypes[0])
     else:
-        predictor = Calibration.run(request.families, request.shape, measure, args.calibrate, watch)
+        predictor = Calibration.run(request.families, request.shape, measure, args.calibrate, time.monotonic)
     rows = rows_of(choices(request, request.shape, predictor), request)
     print(report(rows, request, predictor), flush=True)
     if args.output:
-        write_file(args.output / FILE, to_csv(COLUMNS, ([row[name] for name in COLUMNS] for row in rows)))
+        write_file(args.output / RECOMMENDATION_FILE, dicts_to_csv(rows, COLUMNS))
     verified = []
     for grid in request.held_out:
         shape = request.shape._replace(grid=grid)
@@ -244,9 +239,4 @@ def recommend(
             costs = *choice.seconds[:3], point.seconds, round(choice.peak_bytes.value), point.peak_bytes
             verified.append([f"{grid[0]}x{grid[1]}", point.candidate.entry, *costs])
     if args.output and verified:
-        write_file(args.output / VERIFIED, to_csv(VERIFIED_COLUMNS, verified))
-
-
-def measure_on(args: argparse.Namespace, device: torch.device, clock: Callable[[], float]) -> Measure:
-    """Returns the timing of layers by a command line."""
-    return stopwatch(args.modes[0], args.dtypes[0], args.rounds, device, clock)
+        write_file(args.output / VERIFICATION_FILE, to_csv(VERIFIED_COLUMNS, verified))

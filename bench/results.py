@@ -10,7 +10,7 @@ from typing import Any
 from bench.printed import print_beside
 from bench.timing import MAX_ERROR, MAX_WAITED, Quartiles, Times
 from engine.reporting.tables import compact_table
-from engine.runtime.files import to_csv, write_file
+from engine.runtime.files import dicts_to_csv, write_file
 
 NOISE = (
     f"~ is noisy: the median's standard error, 0.93 x interquartile range / sqrt(rounds), is above {MAX_ERROR:.0%}, or "
@@ -115,4 +115,4 @@ def write_tables(metadata: Mapping[str, Any], rows: Sequence[dict[str, Any]], ou
     """Writes table.md, results.csv and results.json into the directory `output`."""
     write_file(output / "table.md", format_results(metadata, rows).encode())
     write_file(output / "results.json", json.dumps({"metadata": metadata, "rows": rows}, indent=1).encode())
-    write_file(output / "results.csv", to_csv(COLUMNS, ([row[name] for name in COLUMNS] for row in rows)))
+    write_file(output / "results.csv", dicts_to_csv(rows, COLUMNS))

@@ -106,6 +106,11 @@ def time_rounds(
     return Times(seconds, 1 - ran / total if calls else 0.0)
 
 
+def cpu_clock() -> Callable[[], float]:
+    """Processor time if torch has one thread, else wall time."""
+    return time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+
+
 def elapsed(call: Call, repeats: int, device: torch.device, clock: Callable[[], float]) -> tuple[float, float]:
     """Returns the seconds of `repeats` calls in a row, and the seconds for which this thread ran (on a GPU, all)."""
     if device.type == "cuda":

@@ -110,7 +110,7 @@ class Core(nn.Module):
 
     def forward(self, *arguments: Any) -> Tensor:
         *projected, grid = arguments
-        return self.layer.attend_lean(tuple(projected), grid)
+        return self.layer.attend_on_path(tuple(projected), grid)
 
 
 def attention_core(text: str, dim: int, num_heads: int) -> Subject:

@@ -169,7 +169,7 @@ def test_the_same_question_is_not_measured_again(checkpoint, tmp_path, monkeypat
     """Another number of steps, a missing model, or other code is."""
     asked = "--attention", "linear", "--align"
     first = ask(checkpoint, tmp_path, *asked, "2")
-    with (tmp_path / laboratory.FILE).open("a") as file:
+    with (tmp_path / laboratory.MEASUREMENTS_FILE).open("a") as file:
         file.write('{"key": "torn')
     measured, measure = [], laboratory.Laboratory._measure
     monkeypatch.setattr(laboratory.Laboratory, "_measure", lambda *given: measured.append(given) or measure(*given))

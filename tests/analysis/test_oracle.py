@@ -17,7 +17,7 @@ from analysis.oracle import (
     Row,
     compressible,
     decomposition_fits,
-    relative_error,
+    frobenius_error,
     scatterbrain_fits,
     share_of,
     splits,
@@ -257,10 +257,10 @@ def test_a_random_process_has_no_options_of_a_run(capsys):
     assert "process1 data.crop_pct=0.9: a random process has no such options" in capsys.readouterr().err
 
 
-def test_relative_error_is_of_each_matrix():
+def test_frobenius_error_is_of_each_matrix():
     a = torch.tensor([[[3.0, 4.0]], [[1.0, 0.0]]])
-    assert relative_error(0 * a, a).tolist() == [1, 1]
-    assert relative_error(a + torch.tensor([0.0, 5.0]), a).tolist() == [1, 5]
+    assert frobenius_error(0 * a, a).tolist() == [1, 1]
+    assert frobenius_error(a + torch.tensor([0.0, 5.0]), a).tolist() == [1, 5]
 
 
 def test_figure_and_tables_show_the_rows():

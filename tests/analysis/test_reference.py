@@ -10,7 +10,7 @@ import pytest
 from analysis.laboratory import score
 from analysis.trained import read_sample
 from engine.config.load import dump_run, flatten, load_run
-from engine.training.resume import list_differences
+from engine.training.differences import list_differences
 from tests.analysis.models import load_model
 
 ROOT = Path(__file__).parents[2]

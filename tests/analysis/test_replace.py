@@ -23,7 +23,6 @@ from analysis.drop_in import (
     layer_errors,
     layer_inputs,
     merge_modes,
-    normalised_error,
     outputs,
     set_mode,
 )
@@ -36,6 +35,8 @@ from engine.checkpoints.files import load_checkpoint
 from engine.checkpoints.weight_sources import source_of
 from engine.config.load import load_run
 from engine.config.yaml_files import read_yaml
+from engine.objectives.alignment import relative_error
+from engine.objectives.distillation import Distill
 from engine.runtime.errors import UserError
 from models import create_model
 from models.base import attention_layers, is_same_attention
@@ -223,8 +224,8 @@ def test_errors_are_those_of_the_twin(trained, inputs):
     assert softmax.entropies[1] == pytest.approx(
         -(weights * weights.clamp(min=1e-30).log()).sum(-1).mean().item(), rel=1e-5
     )
-    assert normalised_error(torch.zeros(3), torch.ones(3)) == 1
-    assert normalised_error(torch.tensor([1.0, 4.0]), torch.tensor([1.0, 3.0])) == pytest.approx(0.1)
+    assert relative_error(torch.zeros(3), torch.ones(3)) == 1
+    assert relative_error(torch.tensor([1.0, 4.0]), torch.tensor([1.0, 3.0])) == pytest.approx(0.1)
 
 
 def test_accuracy_is_that_of_evenly_spaced_images(trained):
@@ -405,6 +406,16 @@ def test_errors_of_a_pyramid_are_means_over_the_layers_of_the_mechanism(tmp_path
         assert list(replace.assignment(trained, {}, {"name": name})[1]) == layers
 
 
+def test_the_last_stage_of_a_pyramid_keeps_its_own_attention(tmp_path):
+    run = load_run(ROOT / "configs/quickstart_pvt.yaml", ["attention=[sra, sra, sra, sra]", "train.device=cpu"])
+    model = create_model(attention=run.attention, **run.model).eval()
+    trained = Trained(tmp_path, run, source_of(run, model.state_dict()), model, None, torch.device("cpu"), "train")
+    attention, layers = replace.assignment(trained, {}, {"name": "sra"})
+    assert ([entry["name"] for entry in attention], list(layers)) == (["sra"] * 4, [0, 1, 2, 3])
+    attention, layers = replace.assignment(trained, {}, {"name": "linear"})
+    assert ([entry["name"] for entry in attention], list(layers)) == (["linear", "linear", "linear", "sra"], [0, 1, 2])
+
+
 NARROW = "{name: efficient, key_dim: 12}"
 
 
@@ -507,11 +518,14 @@ def test_what_is_replaced_is_trained_on_by_an_ablation(is_export, checkpoint, tm
     assert {(run.data.crop_pct, run.train.device) for run in runs} == {(0.9, "cpu")}
 
 
-def test_results_of_training_are_paired_by_seed(checkpoint, tmp_path, monkeypatch):
+def test_results_of_training_are_paired_by_seed(checkpoint, tmp_path, monkeypatch, capsys):
     """Differences are to the model's own attention, fine-tuned likewise; the digits have 360 validation images."""
     follow_plans(monkeypatch, [90.0, 88.0, 91.0, 90.0])
     options = "--images", "4", "--draws", "2", "--attention", "linear", "--finetune", "1"
     softmax, linear = ask(checkpoint, tmp_path, "replace", *options)
+    assert "4 images; others without training, then fine-tuned for 1 epoch (tuned: top-1 of all 360 validation" in (
+        " ".join(capsys.readouterr().out.split())
+    )
     assert (softmax["attention"], float(softmax["tuned_top1"]), softmax["tuned_difference"]) == ("softmax", 90.5, "")
     assert (float(linear["tuned_top1"]), float(linear["tuned_difference"])) == (89.0, -1.5)
     assert float(linear["tuned_difference_std"]) == pytest.approx(0.5**0.5)
@@ -535,14 +549,17 @@ def test_softmax_in_the_list_is_the_control(checkpoint, tmp_path, monkeypatch):
 
 
 def test_training_on_does_not_inherit_strictness_or_frozen_weights(trained):
-    """They belong to the run's own mechanism; the command line may ask for them again."""
+    """They belong to the run's own mechanism, as its teacher does; the command line may ask for them again."""
     run = dataclasses.replace(
         trained.run,
+        distill=Distill(teacher=str(trained.path), type="features", alpha=1.0),
         init=dataclasses.replace(trained.run.init, strict=True),
         train=dataclasses.replace(trained.run.train, freeze="backbone"),
     )
     base = partial(tune.configure, dataclasses.replace(trained, run=run), 1)
     assert (base([])["init"]["strict"], base([])["train"]["freeze"]) == (False, None)
+    assert base([])["distill"]["teacher"] is None
+    assert base([f"distill.teacher={trained.path}", "distill.type=hard"])["distill"]["type"] == "hard"
     again = base(["train.freeze=pos_embed", "init.strict=true"])
     assert (again["init"]["strict"], again["train"]["freeze"]) == (True, "pos_embed")
     assert again["init"]["weights"] == str(trained.path)

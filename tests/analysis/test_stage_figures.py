@@ -10,7 +10,7 @@ from analysis.stage_figures import draw, draw_again, main
 from analysis.tune import Tuned
 from engine.reporting.tables import Spread
 from engine.runtime.errors import UserError
-from engine.runtime.files import to_csv
+from engine.runtime.files import dicts_to_csv
 
 
 def points(axes) -> dict[str, list[list[float]]]:
@@ -57,7 +57,7 @@ def test_figure_of_stages_shows_the_rows():
 
 def write_draws(path: Path, rows: list[Row]) -> Path:
     lines = [line for row in rows for line in to_lines(row)]
-    path.write_bytes(to_csv(list(lines[0]), [line.values() for line in lines]))
+    path.write_bytes(dicts_to_csv(lines))
     return path
 
 

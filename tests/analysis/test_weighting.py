@@ -8,7 +8,16 @@ import torch
 
 import analyze
 from analysis import weighting
-from analysis.weighting import WEIGHTS, draw, fit_optimal, look, outputs_error, sampled_variance, variance, weights
+from analysis.weighting import (
+    WEIGHTS,
+    evaluate_at,
+    fit_optimal,
+    outputs_error,
+    sample_proposals,
+    sampled_variance,
+    variance,
+    weights,
+)
 from tests.analysis.models import save_model, save_pyramid
 from tests.support.comparisons import assert_equal
 
@@ -29,7 +38,7 @@ def quadrature(channels: int):
     mu = (Q @ K.mT).softmax(-1) @ v
     densities = torch.exp(-(omega - CENTRE.mT).square() / 2) / math.sqrt(2 * math.pi)
     step = (omega[1] - omega[0]).item()
-    return look(omega, Q, K, v, CENTRE, mu, densities.sum(-1) * step), densities, omega, step
+    return evaluate_at(omega, Q, K, v, CENTRE, mu, densities.sum(-1) * step), densities, omega, step
 
 
 @pytest.mark.parametrize("channels", [1, 3])
@@ -87,7 +96,7 @@ def test_the_variance_is_that_of_estimates():
     torch.manual_seed(0)
     v = values(2)
     mu, passes = (Q @ K.mT).softmax(-1) @ v, 100_000
-    samples = draw(Q, K, v, CENTRE, mu, passes)
+    samples = sample_proposals(Q, K, v, CENTRE, mu, passes)
     expected, *_ = quadrature(2)
     own = torch.arange(3).repeat_interleave(passes)
     alpha = weights("coupled", samples, R, torch.zeros(2, 3, 2))
@@ -105,7 +114,7 @@ def test_two_samples_of_each_proposal_estimate_the_variance_without_bias(name):
     mu, (expected, *_) = (Q @ K.mT).softmax(-1) @ v, quadrature(2)
     rows, found = fit_optimal(expected), []
     for _ in range(2000):
-        samples = draw(Q, K, v, CENTRE, mu, 2)
+        samples = sample_proposals(Q, K, v, CENTRE, mu, 2)
         alpha = weights(name, samples, R, rows)
         found.append(torch.stack([sampled_variance(alpha, samples), variance(alpha, samples)]))
     estimates, exact = torch.stack(found), variance(weights(name, expected, R, rows), expected)
@@ -116,7 +125,7 @@ def test_two_samples_of_each_proposal_estimate_the_variance_without_bias(name):
 
 
 def test_one_proposal_has_the_weight_one():
-    samples = look(
+    samples = evaluate_at(
         torch.linspace(-3, 3, 50, dtype=torch.float64)[:, None],
         Q,
         K,
@@ -133,7 +142,7 @@ def test_one_proposal_has_the_weight_one():
 def test_equal_weights_of_proposals_that_are_the_querys_own_density_leave_the_mean_of_f():
     """p = Q / c, so that every sample has the same weight: the error is that of a mean of c samples of f."""
     torch.manual_seed(0)
-    samples = draw(Q[:1], K[:1], values(2)[:1], (Q[:1] + K[:1]).expand(3, 1), values(2)[:1], 10)
+    samples = sample_proposals(Q[:1], K[:1], values(2)[:1], (Q[:1] + K[:1]).expand(3, 1), values(2)[:1], 10)
     assert_equal(samples.deviation, torch.zeros_like(samples.deviation))  # one key: f = v
     assert outputs_error(weights("balance", samples, R[:1], Q.new_zeros(1, 3, 2)), samples, 3) == 0
     assert_equal(samples.ratio, torch.full_like(samples.ratio, 1 / 3))
@@ -192,7 +201,7 @@ def test_samples_lie_on_the_device_of_their_proposals():
     v = values(2)
     mu = (Q @ K.mT).softmax(-1) @ v
     with torch.device("meta"):
-        samples = draw(Q, K, v, CENTRE, mu, 5)
+        samples = sample_proposals(Q, K, v, CENTRE, mu, 5)
         alpha = weights("optimal", samples, R, fit_optimal(samples))
         found = outputs_error(alpha, samples, 3), sampled_variance(alpha, samples).sum()
     assert all(x.device.type == "cpu" and x.isfinite() for x in found)

@@ -17,19 +17,10 @@ import benchmark
 from attention import ATTENTION, OptionError
 from bench import quality, recommend
 from bench.agreement import rank_correlation
-from bench.calibration import (
-    SCALES,
-    Calibration,
-    Candidate,
-    Model,
-    Point,
-    Shape,
-    calibrated_shapes,
-    features,
-    fit_nonnegative,
-    sizes_of,
-)
-from bench.choices import BUDGETS, FILE, Request, choices, parse_budgets
+from bench.calibration import SCALES, Calibration, Point, calibrated_shapes
+from bench.candidates import Candidate, Shape, sizes_of
+from bench.choices import BUDGETS, RECOMMENDATION_FILE, Request, choices, parse_budgets
+from bench.cost_model import CostModel, features, fit_nonnegative
 from bench.quality import MEASURED, MEASURES, STORED, Quality, default_measure, derive, find_quality, read_quality
 from bench.recommend import Verification, first_choice, indistinct, rows_of
 from engine.runtime.errors import UserError
@@ -106,14 +97,14 @@ def test_the_calibration_recovers_a_known_cost_model():
 def test_the_interval_is_of_errors_of_points_that_the_fit_has_not_seen():
     rows = [[1.0, x] for x in (1, 2, 3, 4, 5, 6)]
     values = np.array([2.0, 3, 4, 5, 6, 14])  # 1 + x, but for the last
-    seen = Model.of(rows[:5], values[:5])
+    seen = CostModel.of(rows[:5], values[:5])
     assert seen.error == pytest.approx(1)
-    assert Model.of(rows, values).error > 1.3
+    assert CostModel.of(rows, values).error > 1.3
 
 
 def test_the_interval_widens_by_the_factor_of_extrapolation():
     """Launches hide what a quantity costs in the calibrated range; far outside of it, it may be all of the time."""
-    model = Model.of([[1.0, x] for x in (10, 20, 40)], [3.0, 3, 3])
+    model = CostModel.of([[1.0, x] for x in (10, 20, 40)], [3.0, 3, 3])
     for x, low, high in ((10, 3, 3), (40, 3, 3), (80, 3, 6), (3000, 3, 225), (2, 0.6, 3)):
         assert model.predict([1.0, x])[:3] == pytest.approx((3, low, high))
     assert [model.predict([1.0, x]).counted for x in (40, 3000, 2)] == pytest.approx([3, 225, 3])
@@ -144,7 +135,7 @@ def test_an_extrapolated_candidate_counts_with_the_upper_end_of_its_interval():
 
 
 def test_what_lies_outside_of_the_calibrated_range_is_said():
-    model = Model.of([[1.0, x] for x in (10, 20, 40)], [11.0, 21, 41])
+    model = CostModel.of([[1.0, x] for x in (10, 20, 40)], [11.0, 21, 41])
     assert [round(model.predict([1.0, x]).beyond, 3) for x in (10, 30, 40, 100, 2)] == [1, 1, 1, 2.5, 5]
     calibration = calibrate(limit=0)
     assert len(calibration.shapes) == 4
@@ -405,7 +396,7 @@ def test_options_of_a_recommendation_alone(option, capsys):
 
 
 def test_the_command(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(benchmark, "measure_on", lambda *_: measure)
+    monkeypatch.setattr(benchmark, "stopwatch", lambda *_: measure)
     monkeypatch.setattr("bench.choices.read_quality", lambda: STORED_HERE)
     ask("--budget", "ms=100", "macs=0.99", "--verify", "20x28", "9x31", "--output", str(tmp_path))
     out = capsys.readouterr().out
@@ -413,7 +404,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     assert "measured at 196 tokens, asked 560" in out
     assert out.count("times: rank correlation 1.000") == 2
     assert out.count("Peak memory: rank correlation ") == 2
-    with (tmp_path / FILE).open() as file:
+    with (tmp_path / RECOMMENDATION_FILE).open() as file:
         rows = list(csv.DictReader(file))
     assert tuple(rows[0]) == recommend.COLUMNS
     assert (rows[0]["rank"], rows[0]["mechanism"], rows[0]["source"]) == ("1", "eva", "a file: a command")
@@ -435,7 +426,7 @@ def test_a_device_that_is_not_here(capsys):
 
 
 def test_a_held_out_grid_without_predictions(monkeypatch, capsys):
-    monkeypatch.setattr(benchmark, "measure_on", lambda *_: lambda *_: [])
+    monkeypatch.setattr(benchmark, "stopwatch", lambda *_: lambda *_: [])
     ask("--verify")
     out = capsys.readouterr().out
     assert "No candidate was calibrated: give --calibrate more seconds" in out
