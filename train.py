@@ -24,14 +24,14 @@ from attention import kernels
 from engine.checkpoints.initial_weights import create_initial_model
 from engine.config.checks import check_profile
 from engine.config.load import load_run
-from engine.config.passes import share_batch
+from engine.config.micro_batches import share_batch
 from engine.config.schema import Run
 from engine.data.check import check_images
 from engine.data.loaders import check_workers, create_loaders, has_lost_workers, stop_waiting_if
 from engine.data.splits import classes_of, identify_data, is_one_split
 from engine.evaluation.evaluate import evaluate_all, gather_all
 from engine.reporting.console import format_values
-from engine.reporting.metrics import first_pass_images
+from engine.reporting.metrics import first_micro_batch_size
 from engine.reporting.recorder import Recorder
 from engine.reporting.trackers import check_trackers
 from engine.runtime.distributed import World, autocast, init_distributed, seed_everything, set_deterministic, set_tf32
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             with refuse_bad_input(), explain_failures(run.train, world), ExitStack() as cleanup:
                 check_trackers(run.report)
                 check_optimizer(run.optim, world.device)
-                run = share_batch(run, world, first_pass_images(args.output))
+                run = share_batch(run, world, first_micro_batch_size(args.output))
                 if args.dry_run:
                     print_plan(run, world, args.output, args.allow_change)
                     return
@@ -117,7 +117,7 @@ class Trainer:
             splits = f"data.val_split = {run.data.val_split} has the images of data.train_split"
             print(f"warning: {splits}; top-1 is not that of new images", file=sys.stderr, flush=True)
         self.checkpoints = Checkpoints(output, run, world, self.sampler.num_images, identity | self.objective.identity)
-        cleanup.push(self.checkpoints.end)
+        cleanup.push(self.checkpoints.close)
         self.progress = self.checkpoints.restore(self.stateful, allowed)
         self.total_steps = self.progress.total_steps(run, self.sampler.updates_per_epoch)
         check_profile(run.report, self.total_steps)
@@ -140,7 +140,7 @@ class Trainer:
             self.sampler.set_epoch(progress.epoch, progress.images)
             stopped = self.train_epoch(self.prepare_batches()) or self.finish_epoch()
             if stopped or progress.epoch == epochs:
-                self.checkpoints.finish()
+                self.checkpoints.wait()
             self.world.barrier()  # no rank ends, or starts an epoch that might fail, while the checkpoint is written
         if stopped:
             check_workers(self.train_loader, self.world)
@@ -177,7 +177,7 @@ class Trainer:
             progress.step += 1
             progress.images += options.total_batch_size
             self.recorder.end_step()
-            self.checkpoints.check()
+            self.checkpoints.raise_failure()
             is_complete = progress.images == sampler.stop
             is_logged = is_complete or (number + 1) % options.log_every == 0
             if is_logged:
@@ -196,9 +196,9 @@ class Trainer:
 
     def prepare_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         """The micro-batches that are left of an epoch, on the device and augmented."""
-        for number, (images, targets) in enumerate(self.recorder.wait.watch(iter(self.train_loader))):
+        for number, (images, targets) in enumerate(self.recorder.speed.wait.watch(iter(self.train_loader))):
             micro = number % self.options.grad_accum_steps
-            # The random numbers of a pass depend on no pass before it, so that a resumed run needs no random state.
+            # Random numbers of a micro-batch depend on none before it, so that a resumed run needs no random state.
             seed_everything(self.options.seed, self.progress.step, micro, self.world.rank)
             images = images.to(self.world.device, memory_format=self.layout, non_blocking=True)
             images, targets = self.augment(images, targets.to(self.world.device, non_blocking=True))

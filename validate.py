@@ -27,7 +27,7 @@ from engine.checkpoints.weights import check_predicts_classes
 from engine.config.load import parse_run
 from engine.config.schema import Data, Run
 from engine.data.loaders import count_broken, create_val_loader, indices_read, show_images
-from engine.data.splits import classes_of, identify_split
+from engine.data.splits import check_held_out, classes_of, identify_split
 from engine.evaluation.evaluate import evaluate
 from engine.evaluation.label_matching import ClassSubset, match_classes, read_real_labels, real_accuracy
 from engine.evaluation.predictions import PredictionTable, gather_predictions
@@ -37,7 +37,7 @@ from engine.runtime.arguments import ArgumentParser
 from engine.runtime.distributed import World, init_distributed
 from engine.runtime.errors import refuse_bad_input
 from engine.runtime.signals import end_at_interrupt
-from engine.training.resume import list_data_differences
+from engine.training.differences import list_data_differences
 
 
 @end_at_interrupt()
@@ -111,8 +111,8 @@ def validate(
         records: where given, what was found of single images is added, for each of `kinds`.
     Raises:
         BrokenImage: there is one, and `skip_broken` is not set.
-        OptionError: data that cannot be used. UserError: weights that do not fit the model that `run` describes, or
-            data that are not the same on all ranks.
+        OptionError: data that cannot be used. UserError: weights that do not fit the model that `run` describes, data
+            that are not the same on all ranks, or held-out images that may have been trained on.
     """
     img_size, num_classes = run.model["img_size"], run.model["num_classes"]
     loader = create_val_loader(run, world, img_size=img_size, batch_size=batch_size, skip_broken=skip_broken)
@@ -122,9 +122,10 @@ def validate(
     models, resampled = build_models(run, checkpoint, kinds)
     identity = identify_split("val", loader.dataset)
     world.check_same_files(identity)
+    warning = check_held_out(run.data, checkpoint, identity)
     if not note and list_data_differences(checkpoint, identity):
         note = "data: other images than those of the validation in training"
-    for line in filter(None, [note, resampled]) if world.is_primary else ():
+    for line in filter(None, [warning, note, resampled]) if world.is_primary else ():
         print(line, file=sys.stderr)
     results = {}
     for kind, model in models.items():

@@ -1,4 +1,5 @@
-"""`python -m attention` prints the table of all mechanisms, in Markdown, as docs/mechanisms.md shows it.
+"""`python -m attention` prints the table of all mechanisms, in Markdown, as in docs/mechanisms.md but without
+its last column.
 
 `python -m attention eva` prints EVA's description, paper and cost, and the table of its options.
 

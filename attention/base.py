@@ -233,15 +233,15 @@ class Attention(nn.Module):
         P = self.num_prefix_tokens
         grid = check_inputs(self.label, x, grid, P, self.num_heads * self.head_dim)
         if key_mask is None:
-            return self.output(self.attend_lean(self.project(x, grid), grid), x)
+            return self.output(self.attend_on_path(self.project(x, grid), grid), x)
         self.check_key_mask(key_mask, (x.shape[0], grid[0] * grid[1]))
         counts = F.pad(key_mask, (P, 0), value=True)
         x = stand_in(x, counts)
         # If no token of an image counts, its zeros attend to each other.
-        y = self.attend_lean(self.project(x, grid), grid, counts | ~counts.any(1, keepdim=True))
+        y = self.attend_on_path(self.project(x, grid), grid, counts | ~counts.any(1, keepdim=True))
         return self.output(y, x).masked_fill(~counts[..., None], 0)
 
-    def attend_lean(self, projected: tuple[Any, ...], grid: Grid, key_mask: Tensor | None = None) -> Tensor:
+    def attend_on_path(self, projected: tuple[Any, ...], grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         """`attend_all`; with the path "lean" by parts of the batch, but not in graphs and transforms of torch.func."""
         if kernels.path() != "lean" or in_graph() or transformed():
             return self.attend_all(projected, grid, key_mask)
@@ -281,12 +281,15 @@ class Attention(nn.Module):
     def check_key_mask(self, key_mask: Tensor, shape: tuple[int, int]) -> None:
         """Raises the ValueError for a mask that the mechanism does not take, or that is not bool of `shape` (B, N)."""
         if refusal := self.refuses_key_mask(self.config):
-            raise ValueError(f"{self.label}: refuses a key_mask, for {refusal}")
+            raise ValueError(f"{self.label}: takes no key_mask: {refusal}")
         if key_mask.dtype != torch.bool or key_mask.shape != shape:
             raise ValueError(
                 f"{self.label}: got a key_mask of {key_mask.dtype} {tuple(key_mask.shape)}; give torch.bool"
                 f" {shape}, (B, N), true at the tokens of the grid that count"
             )
+
+    def restart(self) -> None:
+        """Forgets earlier training passes, where the mechanism counts them: they were those of another training."""
 
     def extra_repr(self) -> str:
         return f"{self.config}"

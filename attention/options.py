@@ -65,22 +65,22 @@ def released_option() -> Any:
 
     The options that it switches are null by default; their `chosen` rules depend on it.
     """
-    return option(False, "what is null as the released code has it")
+    return option(False, "give options that are null the values of the released code")
 
 
 def causal_option() -> Any:
     """The field `causal` of a mechanism without windows."""
-    return option(False, "no token attends to a later one of the raster order")
+    return option(False, "tokens attend to no later token, in raster order")
 
 
 def local_option(default: bool = False) -> Any:
     """The field `local`, by which `Attention` adds a mechanism's local term."""
-    return option(default, "add a depthwise convolution of the values, as an image of the grid")
+    return option(default, "add a depthwise convolution of the values over the grid")
 
 
 def fit_option() -> Any:
     """The field `fit` of a mechanism whose sizes a small grid may not allow; see `attention.fitting`."""
-    return option(False, "sizes that the grid is too small for become the largest that it allows")
+    return option(False, "reduce sizes that are too large for the grid to the largest that fit")
 
 
 def nearest(word: object, choices: Iterable[object]) -> str:

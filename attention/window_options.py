@@ -28,7 +28,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
             "table_released" if getattr(c, "released", False) and not getattr(c, "causal", False) else "table"
         ),
     },
-    "causal": {"default": False, "meaning": "no token attends to a later one of the raster order; needs layout 1d"},
+    "causal": {"default": False, "meaning": "tokens attend to no later token, in raster order; needs layout 1d"},
 }
 
 NOT_RASTER = "causal attention follows the raster order; set layout: 1d"

@@ -92,6 +92,19 @@ def parse_model(name: str, options: Mapping[str, Any]) -> Any:
     return config
 
 
+def split_name(model: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Splits the option `model` of a run into the name of the model and its other options.
+
+    Raises:
+        OptionError: it has no name, or one that is no text.
+    """
+    options = dict(model)
+    name = options.pop("name", None)
+    if not isinstance(name, str):
+        raise OptionError("model.name", f"expected the name of a model, got {name!r}")
+    return name, options
+
+
 def resolve_attention(
     name: str, attention: Mechanism | Sequence[Mechanism], options: Mapping[str, Any] = {}
 ) -> dict[str, Any] | list[dict[str, Any]]:
@@ -206,4 +219,4 @@ default_cfgs = generate_default_cfgs({name: _CFG | _OF_FAMILY[family] for name, 
 for _name in MODELS:
     register_model(_entrypoint(_name))
 
-__all__ = ["MODELS", "create_model", "layer_contexts", "parse_model", "resolve_attention"]
+__all__ = ["MODELS", "create_model", "layer_contexts", "parse_model", "resolve_attention", "split_name"]

@@ -7,13 +7,10 @@ the mean of two heads. Parameter names are those of timm's VisionTransformer and
 
 import dataclasses
 import functools
-import itertools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from timm.layers import (
     GluMlp,
     LayerNorm,
@@ -45,6 +42,7 @@ from models.base import (
     intermediate_outputs,
 )
 from models.convert import resized_layers
+from models.patches import conv_stem, pad_positions, unmasked_parts
 
 
 class TokenMlp(Mlp):
@@ -68,44 +66,6 @@ class TokenGluMlp(GluMlp):
         return super().forward(x)
 
 
-def conv_stem(in_chans: int, dim: int, patch_size: int) -> nn.Sequential:
-    """Convolutional patch embedding (B, in_chans, height, width) -> (B, dim, height / patch_size, width / patch_size).
-
-    [3x3 convolution of stride 2, BatchNorm, GELU] until the grid is reached: twice for patch 4, three times for 8, four
-    times for 16; widths double up to dim; then a 1x1 convolution. After Xiao et al., 2021, "Early convolutions help
-    transformers see better".
-    """
-    halvings = int(math.log2(patch_size))
-    widths = [in_chans, *(dim >> i for i in reversed(range(halvings)))]
-    layers: list[nn.Module] = []
-    for before, after in itertools.pairwise(widths):
-        layers += [nn.Conv2d(before, after, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(after), nn.GELU()]
-    return nn.Sequential(*layers, nn.Conv2d(dim, dim, 1))
-
-
-def unmasked_parts(key_mask: Tensor) -> list[Grid]:
-    """The (h, w) part of the grid, at its upper left, that the mask (B, H, W) of each image is true for.
-
-    Raises:
-        ValueError: a mask that is true for nothing, or for another shape.
-    """
-    H, W = key_mask.shape[1:]
-    h, w = key_mask.any(2).sum(1), key_mask.any(1).sum(1)
-    rows, columns = torch.arange(H, device=h.device) < h[:, None], torch.arange(W, device=w.device) < w[:, None]
-    parts = list(zip(h.tolist(), w.tolist(), strict=True))
-    if (0, 0) in parts or not torch.equal(key_mask, rows[:, :, None] & columns[:, None]):
-        raise ValueError("key_mask: dynamic_img_size needs masks that are true for a rectangle at the upper left")
-    return parts
-
-
-def pad_positions(pos_embed: Tensor, part: Grid, grid: Grid) -> Tensor:
-    """Position embeddings (1, prefix + h w, C) of a part of an (H, W) grid -> (1, prefix + H W, C), 0 elsewhere."""
-    num_prefix = pos_embed.shape[1] - math.prod(part)
-    prefix, positions = pos_embed[:, :num_prefix], pos_embed[:, num_prefix:].unflatten(1, part)
-    padded = F.pad(positions, (0, 0, 0, grid[1] - part[1], 0, grid[0] - part[0]))
-    return torch.cat([prefix, padded.flatten(1, 2)], 1)
-
-
 class Deit(Backbone):
     """DeiT; `attention` has a factory for every block."""
 
@@ -126,7 +86,8 @@ class Deit(Backbone):
         stem: Literal["linear", "conv"] = option("linear", "patch embedding: linear, or strided convolutions")
         vocab_size: int = option(
             0,
-            "tokens of a vocabulary, whose numbers the pixels of an image then are, each a patch; 0: none",
+            "size of the vocabulary of a model of sequences, in which a pixel is a patch and the number of its token;"
+            " 0: a model of images",
             low=0,
             high=256,
         )
@@ -155,7 +116,7 @@ class Deit(Backbone):
         proj_drop_rate: float = option(0.0, "dropout rate after attention and MLP layers", low=0, below=1)
         drop_path_rate: float = option(0.0, "stochastic depth: rate of the last block, linear from 0", low=0, below=1)
         init_std: float = option(
-            0.02, "std of the initial weights of linear layers; layers narrower than DeiT's need more", above=0
+            0.02, "std of the initial weights of linear layers; narrower models need a larger one", above=0
         )
 
         @property
@@ -180,7 +141,7 @@ class Deit(Backbone):
             if self.dist_token and not self.class_token:
                 raise OptionError("model.dist_token", " = true needs class_token: true")
             if self.dist_token and self.global_pool not in (None, "token"):
-                problem = f" = {self.global_pool!r}: with dist_token, heads read their tokens"
+                problem = f" = {self.global_pool!r}: with dist_token, each head reads its own token; leave it out"
                 raise OptionError("model.global_pool", problem)
             if self.stem == "conv" and not self.vocab_size:  # tokens refuse this stem altogether
                 if self.patch_size not in (4, 8, 16):
@@ -273,7 +234,7 @@ class Deit(Backbone):
             height, width = to_2tuple(patch_size)
             is_fixed = self.config.stem == "conv" or self.config.vocab_size
             if height != width or (is_fixed and height != self.config.patch_size):
-                problem = f" = {patch_size!r}: patches are square, those of a conv stem and of tokens fixed"
+                problem = f" = {patch_size!r}: patches must be square, those of a conv stem and of tokens are fixed"
                 raise OptionError("patch_size", problem)
             changed["patch_size"] = height
         config, before = dataclasses.replace(self.config, **changed), self.grid
@@ -355,10 +316,10 @@ class Deit(Backbone):
 
     def encode(self, x: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         """Tokens (B, prefix + N, C) -> normalised tokens after all blocks; key_mask (B, H, W)."""
-        mask = [] if key_mask is None else [key_mask.flatten(1)]
+        mask = None if key_mask is None else key_mask.flatten(1)
         for block in self.blocks:
-            x = block(x, grid, *mask)
-        return self.normalise(x, *mask)
+            x = block(x, grid, mask)
+        return self.normalise(x, mask)
 
     def normalise(self, x: Tensor, key_mask: Tensor | None = None) -> Tensor:
         """Tokens (B, prefix + N, C) of a block, or of all -> normalised ones; for key_mask (B, N) see `fill_masked`."""
@@ -396,18 +357,18 @@ class Deit(Backbone):
         taken, last = feature_take_indices(len(self.blocks), indices)
         intermediates, prefixes = [], []
         key_mask = self.key_mask_of(x)
-        mask = [] if key_mask is None else [key_mask.flatten(1)]
+        mask = None if key_mask is None else key_mask.flatten(1)
         x, (H, W) = self.embed(x)
         for layer, block in enumerate(self.blocks[: last + 1] if stop_early else self.blocks):
-            x = block(x, (H, W), *mask)
+            x = block(x, (H, W), mask)
             if layer in taken:
-                y = self.normalise(x, *mask) if norm else x
+                y = self.normalise(x, mask) if norm else x
                 prefix, y = y[:, : self.num_prefix_tokens], y[:, self.num_prefix_tokens :]
                 if output_fmt == "NCHW":
                     y = y.mT.unflatten(2, (H, W)).contiguous()
                 intermediates.append(y)
                 prefixes.append(prefix)
-        final = None if intermediates_only else self.normalise(x, *mask)
+        final = None if intermediates_only else self.normalise(x, mask)
         in_pairs = prefixes if return_prefix_tokens and self.num_prefix_tokens else None
         return intermediate_outputs(final, intermediates, in_pairs, as_dict=output_dict)
 

@@ -78,9 +78,9 @@ class Stage(nn.Module):
         """
         x = self.downsample(x)
         _, H, W, _ = x.shape
-        x, mask = x.flatten(1, 2), [] if key_mask is None else [key_mask.flatten(1)]
+        x, mask = x.flatten(1, 2), None if key_mask is None else key_mask.flatten(1)
         for block in self.blocks:
-            x = block(x, (H, W), *mask)
+            x = block(x, (H, W), mask)
         x = self.norm(x).mT.unflatten(2, (H, W))
         return x if key_mask is None else x.masked_fill(~key_mask[:, None], 0)
 

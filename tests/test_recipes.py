@@ -211,7 +211,7 @@ FINETUNING = {
     "deit_tiny_p16_eva": (("adamw", 5e-5, 1e-8, "cosine", 30, 5, 512), ["loaded", "fresh"]),
     "pvtv2_b1_eva": (("adamw", 5e-5, 1e-8, "cosine", 30, 5, 512), ["loaded", "fresh", "dropped"]),
     "pvtv2_b1_sra_cifar10": (("sgd", 0.01, 1e-4, "cosine", 1000, 5, 768), ["loaded", "re-made"]),
-    "deit_small_p16_softmax_linear_probe": (("sgd", 2e-3, 0, "cosine", 100, 0, 1024), ["loaded", "fresh"]),
+    "deit_small_p16_softmax_linear_probe": (("momentum", 2e-3, 0, "cosine", 100, 0, 1024), ["loaded", "fresh"]),
 }
 """Optimiser, learning rate at 512 images, weight decay, schedule, epochs, warm-up epochs, batch; fate of weights."""
 

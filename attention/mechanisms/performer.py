@@ -161,6 +161,12 @@ class Performer(Attention):
         self.last_draw: Tensor = fresh[0, 0, 0].clone()
         return self.train_omega
 
+    def restart(self) -> None:
+        """Makes the next training pass draw new samples. The average of those of several passes is no sample."""
+        if self.config.feature_redraw_interval > 1:
+            self.num_passes.zero_()
+            self.last_draw.fill_(torch.nan)
+
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:
         N, C, s = context.num_tokens, context.dim, config.num_samples

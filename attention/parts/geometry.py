@@ -84,6 +84,11 @@ class Windows(NamedTuple):
     key_mask: Tensor | None = None
 
     @property
+    def is_empty(self) -> bool:
+        """True if queries attend to no token of the grid."""
+        return self.size == (0, 0)
+
+    @property
     def count(self) -> int:  # type: ignore[override]  # hides tuple.count
         """Number g of windows that cover the grid."""
         (H, W), (rows, columns) = self.grid, self.size
@@ -113,7 +118,7 @@ class Windows(NamedTuple):
 
     def partition(self, x: Tensor) -> Tensor:
         """Queries (B, h, N, d) -> windows (B, h, g, w, d); zeros outside the grid."""
-        return x[:, :, None] if self.size == (0, 0) else self.view(x).flatten(4, 5).flatten(2, 3)
+        return x[:, :, None] if self.is_empty else self.view(x).flatten(4, 5).flatten(2, 3)
 
     def partition_keys(self, x: Tensor) -> Tensor:
         """Keys or values (B, h, N, d) -> the e that each window attends to, (B, h, g, e, d); zeros outside the grid."""
@@ -129,7 +134,7 @@ class Windows(NamedTuple):
 
     def reverse(self, y: Tensor) -> Tensor:
         """The inverse of `partition`: windows (B, h, g, w, d) -> tokens (B, h, N, d), without padding."""
-        if self.size == (0, 0):
+        if self.is_empty:
             return y[:, :, 0]
         (H, W), (rows, columns) = self.grid, self.size
         y = y.unflatten(3, self.size)
@@ -169,7 +174,7 @@ class Windows(NamedTuple):
         """Keys that token n attends to in its window, for the literal twins: their raster indices, their positions
         among the window's e keys, and n's own position among its w queries. A key mask must be of one image.
         """
-        if self.size == (0, 0):
+        if self.is_empty:
             return [], [], 0
         (y, x), (rows, columns), (above, beside) = divmod(n, self.grid[1]), self.size, self.overlap
         top, left = y - y % rows - above, x - x % columns - beside

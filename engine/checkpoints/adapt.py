@@ -3,7 +3,8 @@
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from timm.layers import resample_patch_embed, to_2tuple
@@ -11,7 +12,7 @@ from timm.models import adapt_input_conv
 from torch import Tensor, nn
 
 from attention import Attention, Grid
-from engine.checkpoints.files import WEIGHTS, Weights
+from engine.checkpoints.files import WEIGHTS, Weights, trained_config
 from engine.checkpoints.weight_sources import Source, source_of
 from engine.checkpoints.weights import (
     build_model,
@@ -25,7 +26,7 @@ from engine.config.load import MISSING, parse_run
 from engine.config.schema import Run
 from engine.runtime.errors import UserError
 from engine.runtime.text import describe_error, one_line
-from models import convert, create_model
+from models import convert, create_model, parse_model, split_name
 from models.assignment import text_of
 
 HEAD = ("head.weight", "head.bias", "head_dist.weight", "head_dist.bias")
@@ -47,13 +48,16 @@ def build_models(run: Run, checkpoint: Mapping, kinds: Sequence[Weights]) -> tup
     Returns:
         Kind -> model, and a line that names the resampled weights ("": the size is the same).
     Raises:
-        UserError: weights that do not fit, or cannot be resampled.
+        UserError: weights that do not fit, or cannot be resampled, or of another number of attention heads.
     """
-    img_size = to_2tuple(checkpoint["config"]["model"].get("img_size", MISSING))
-    if img_size in (to_2tuple(run.model["img_size"]), to_2tuple(MISSING)):
-        return {kind: build_model(run, checkpoint[WEIGHTS[kind]], WEIGHTS[kind]) for kind in kinds}, ""
+    stated = checkpoint["config"]["model"].items()
+    there = parse_model(*split_name({key: run.model.get(key) if x == MISSING else x for key, x in stated}))
+    if to_2tuple(there.img_size) == to_2tuple(run.model["img_size"]):
+        models = {kind: build_model(run, checkpoint[WEIGHTS[kind]], WEIGHTS[kind]) for kind in kinds}
+        check_heads(there.num_heads, parse_model(*split_name(run.model)).num_heads, "the checkpoint")
+        return models, ""
     trained = parse_run(checkpoint["config"], "the checkpoint's configuration")
-    title, models = f"model.img_size = {run.model['img_size']}, trained at {trained.model['img_size']}", {}
+    title, models = f"model.img_size = {run.model['img_size']}, {_sizes_before(checkpoint, trained)}", {}
     for kind in kinds:
         place, state = WEIGHTS[kind], checkpoint[WEIGHTS[kind]]
         check_state(trained, state, place)
@@ -67,6 +71,15 @@ def build_models(run: Run, checkpoint: Mapping, kinds: Sequence[Weights]) -> tup
     changes = list_fitted(source.model, models[kind])
     line = f"{title}; resampled: {', '.join(merge_layers(outcome['adapted'])) or 'nothing'}"
     return models, f"{line}; fitted to the grid: {', '.join(changes)}" if changes else line
+
+
+def _sizes_before(checkpoint: Mapping, exported: Run) -> str:
+    """Returns the image size of the training, and that of the export where it is another."""
+    size = exported.model["img_size"]
+    trained = trained_config(checkpoint)["model"].get("img_size", MISSING)
+    if to_2tuple(trained) in (to_2tuple(size), to_2tuple(MISSING)):
+        return f"trained at {size}"
+    return f"trained at {one_line(str(trained), 20)}, exported at {size}"
 
 
 def list_fitted(source: nn.Module, model: nn.Module) -> list[str]:
@@ -94,8 +107,8 @@ def fit_weights(
     Returns:
         The state dict to load, and outcome -> names: loaded (unchanged), adapted (resampled, or a part is used),
         fresh (the model's initial value, because the source has none or one of another meaning), drawn (random
-        numbers of attention, which the source does not have), re-made (a head of other classes), dropped (weights
-        of the source without a place in the model).
+        numbers of attention, which the source does not have, or has learned), re-made (a head of other classes),
+        dropped (weights of the source without a place in the model).
     Raises:
         UserError: the source has other blocks or attention heads, or is not finite; the message begins with
             `place`.
@@ -109,14 +122,14 @@ def fit_weights(
             there, here = (describe_blocks(tensors) for tensors in (state, expected))
             problem = f"weights of another architecture: {there}, where the model has {here} ({one_line(misfits, 200)})"
             raise UserError(f"{place}: {problem}; {OF_ANOTHER}")
-        if source.model is not None and (theirs := list_heads(source.model)) != (own := list_heads(model)):
-            problem = f"weights of a model with num_heads={theirs}, but model.num_heads={own}: they would load, and"
-            raise UserError(f"{place}: {problem} mean something else; set model.num_heads={theirs}")
+        theirs = source.num_heads if source.model is None else list_heads(source.model)
+        if theirs is not None:
+            check_heads(theirs, list_heads(model), place)
         state |= _resample(state, model, getattr(getattr(source.model, "patch_embed", None), "grid_size", None))
         tables, others = convert.resample_bias_tables(state, model, source.model)
         state |= tables | convert.resample_position_tables(state, model, source.model)
         heads, strange = match_heads(state, expected, source.classes, classes)
-        state, others = state | heads, others | strange
+        state, others = state | heads, others | strange | _list_learned(source.model, model)
     except (AssertionError, AttributeError, LookupError, RuntimeError, ValueError) as error:  # a malformed model
         problem = f"weights that cannot be adapted to the model ({describe_error(error)})"
         raise UserError(f"{place}: {problem}; {OF_ANOTHER}") from None
@@ -143,7 +156,7 @@ def fit_weights(
             for name in absent
             if name not in remade and (name in parameters or ".attn." not in name)
         ],
-        "drawn": [name for name in absent if name not in parameters and ".attn." in name],
+        "drawn": [reasons.get(name, name) for name in absent if name not in parameters and ".attn." in name],
         "re-made": [reasons.get(name, name) for name in remade],
         "dropped": [name for name in state if name not in taken and name not in remade],
     }
@@ -206,6 +219,48 @@ def list_heads(model: nn.Module) -> int | list[int]:
     layers = {name.rpartition("blocks.")[0]: layer for name, layer in model.named_modules() if name.endswith(".attn")}
     heads = [getattr(layer, "num_heads", 0) for layer in layers.values()]
     return heads[0] if len(heads) == 1 else heads
+
+
+def _list_learned(source: nn.Module | None, model: nn.Module) -> dict[str, str]:
+    """Returns name -> reason for random numbers of `model` that are parameters of `source`: they were learned there."""
+    learned = set() if source is None else {name for name, _ in source.named_parameters()}
+    return {name: "learned there" for name, _ in model.named_buffers() if name in learned}
+
+
+def check_heads(there: int | Sequence[int], here: int | Sequence[int], place: str) -> None:
+    """Raises the UserError for weights of another number of attention heads than the model's, or the stages' numbers.
+
+    `place` begins its message.
+    """
+    theirs, own = ([*heads] if isinstance(heads, Sequence) else heads for heads in (there, here))
+    if theirs != own:
+        problem = f"weights of a model with num_heads={theirs}, but model.num_heads={own}: they would load, and"
+        raise UserError(f"{place}: {problem} mean something else; set model.num_heads={theirs}")
+
+
+def _has_mlp_relu(model: nn.Module) -> bool:
+    """Whether a model has PVT-v2-Li's ReLU in its MLPs."""
+    return any(name.endswith(".mlp.relu") and isinstance(layer, nn.ReLU) for name, layer in model.named_modules())
+
+
+WEIGHTLESS: dict[str, Callable[[nn.Module], Any]] = {
+    "global_pool": lambda model: getattr(model, "global_pool", None),
+    "mlp_relu": _has_mlp_relu,
+    "pad_token": lambda model: getattr(getattr(model, "config", None), "pad_token", None),
+}
+"""Options of models, beside the number of heads, that change what is computed and no weight -> function that reads
+their value from a model, ours or timm's."""
+
+
+def list_other_options(source: nn.Module, model: nn.Module, has_head: bool) -> dict[str, tuple[Any, Any]]:
+    """Returns the `WEIGHTLESS` options that differ between two models: option -> its values in `source` and `model`.
+
+    Args:
+        has_head: the classifier is taken from `source`; a new one learns from any pooling.
+    """
+    pairs = {option: (read(source), read(model)) for option, read in WEIGHTLESS.items()}
+    is_compared = {"global_pool": has_head}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1] and is_compared.get(name, True)}
 
 
 def table(outcome: Outcome) -> list[str]:

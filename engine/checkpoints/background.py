@@ -54,7 +54,7 @@ class BackgroundTask:
             failure, self.failure = self.failure, None
             raise failure
 
-    def check(self) -> None:
+    def raise_failure(self) -> None:
         """Raises the failure of a function that has ended, and does not wait for one that runs."""
         if not self.is_running:
             self.wait()

@@ -6,32 +6,34 @@
 
 The export holds all options. If a checkpoint of the released code of EVA and LARA lacks options, the command names
 them, and they are given as key.path=value. Weights of other programs (timm, DeiT, PVT-v2) come without options: a
-configuration describes their model, and nothing is written unless all of them load unchanged. Where timm's train.py
-has trained a model of this project, its file says the attention, which the configuration must have.
+configuration describes their model, and nothing is written unless all of them load unchanged. The configuration must
+agree with what a file of timm's train.py states: options of the model and its images, and the attention where it has
+trained a model of this project.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from timm.layers import to_2tuple
 
 from engine.checkpoints.export import check_target, export
 from engine.checkpoints.files import Weights, find_weights, parse_weights
-from engine.checkpoints.format import check_plain
-from engine.checkpoints.identify import Kind, damaged, identify
+from engine.checkpoints.identify import FOREIGN, Found, Kind, identify
 from engine.checkpoints.initial_weights import load_initial_weights
+from engine.checkpoints.local_dir import preprocessing_of
 from engine.checkpoints.progress import Progress
-from engine.checkpoints.released import Arguments
+from engine.checkpoints.weight_sources import read_timm_arguments
 from engine.config.load import dump_run, find_config, flatten, load_run, parse_run
 from engine.config.schema import Init, Run
 from engine.runtime.arguments import ArgumentParser
 from engine.runtime.distributed import World
 from engine.runtime.errors import UserError, refuse_bad_input
 from engine.runtime.text import one_line
-from models import MODELS, create_model
+from models import create_model
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -63,40 +65,55 @@ def read_with_config(run: Run, path: Path) -> dict[str, Any]:
     """Returns a checkpoint of the weights in `path`, which belong to the model that `run` describes.
 
     Raises:
-        UserError: they cannot be read, do not fit that model exactly, or were trained with other options of attention.
+        UserError: they cannot be read, do not fit that model exactly, were trained with other options, or have a
+            configuration of their own.
     """
-    check_attention(run, path)
+    found = identify(path)
+    if found.kind not in FOREIGN | {Kind.RELEASED, Kind.GRAPH}:
+        raise UserError(f"{path}: has its own configuration; leave --config out; options are key.path=value")
     model = create_model(attention=run.attention, **run.model)
+    check_arguments(run, str(model.global_pool), found)
     load_initial_weights(model, replace(run, init=Init(weights=str(path), strict=True)), World(torch.device("cpu")))
     metadata = {"config": dump_run(run), "processes": 1, "images": 0, "progress": asdict(Progress())}
     return {**metadata, "model": model.state_dict()}
 
 
-def check_attention(run: Run, path: Path) -> None:
-    """Compares the attention of `run` with that of a file of timm's train.py, which its weights need not show.
+def check_arguments(run: Run, global_pool: str, found: Found) -> None:
+    """Compares `run` with what a file of timm's train.py states, which its weights need not show.
 
+    Args:
+        global_pool: the pooling of the model, which `run` may leave to the model.
     Raises:
-        UserError: it is another one.
+        UserError: something differs.
     """
-    found = identify(path)
-    if found.kind is not Kind.TIMM:
-        return
-    content = found.values()
-    options = Arguments(content.get("args")).values.get("model_kwargs")
-    if str(content["arch"]) not in MODELS or not isinstance(options, Mapping):
-        return
-    attention = options.get("attention", "softmax")
-    try:
-        check_plain(attention)
-    except ValueError as error:
-        raise damaged(path, error) from None
-    trained = parse_run(dump_run(run) | {"attention": attention}, f"{path}: the options that timm's train.py had")
-    there, here = (flatten({"attention": given}) for given in (trained.attention, run.attention))
-    changed = [key for key in there | here if there.get(key) != here.get(key) and not key.endswith(".released")]
-    if changed:
-        values = ", ".join(f"{key}={there.get(key)} (not {here.get(key)})" for key in changed)
-        remedy = f"add 'attention={json.dumps(attention)}' to the command"
-        raise UserError(one_line(f"{path}: timm's train.py had {values}; {remedy}"))
+    options, images = read_timm_arguments(found)
+    values, remedies = [], []
+    if "attention" in options:
+        attention = options.pop("attention")
+        trained = parse_run(dump_run(run) | {"attention": attention}, f"{found.path}: the options of timm's train.py")
+        there, here = (flatten({"attention": given}) for given in (trained.attention, run.attention))
+        keys = [key for key in there | here if there.get(key) != here.get(key) and not key.endswith(".released")]
+        values += [f"{key}={there.get(key)} (not {here.get(key)})" for key in keys]
+        remedies += [f"'attention={json.dumps(attention)}'"] * bool(keys)
+    model = run.model | {"global_pool": global_pool}
+    compared = model.keys() - {"name", "init_std"}  # and rates act in training alone
+    stated = {f"model.{key}": x for key, x in options.items() if key in compared and not key.endswith("_rate")}
+    stated |= {f"data.{key}": x for key, x in images.items()}
+    own = {f"model.{key}": x for key, x in model.items()}
+    own |= {f"data.{key}": x for key, x in preprocessing_of(run).items()}
+    for key, value in stated.items():
+        there, here = (to_2tuple(x) if key == "model.img_size" else x for x in (value, own[key]))
+        if plain(there) != plain(here):
+            values.append(f"{key}={value} (not {own[key]})")
+            remedies.append(f"'{key}={json.dumps(value)}'")
+    if values:
+        remedy = f"add {' '.join(remedies)} to the command"
+        raise UserError(one_line(f"{found.path}: timm's train.py had {', '.join(values)}; {remedy}"))
+
+
+def plain(value: Any) -> Any:
+    """Returns a tuple as a list, and other values as they are."""
+    return [*value] if isinstance(value, tuple) else value
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from timm.layers import to_2tuple
 from torch import Tensor, nn
 
 from engine.checkpoints.adapt import build_models
-from engine.checkpoints.files import IDENTITY, METADATA, WEIGHTS, Weights
+from engine.checkpoints.files import IDENTITY, METADATA, TRAINED, WEIGHTS, Weights, trained_config
 from engine.checkpoints.identify import CONFIG, WEIGHTS_FILES
 from engine.checkpoints.local_dir import describe_model
 from engine.checkpoints.model_card import CARD, write_card
@@ -91,7 +91,8 @@ def export(target: str, run: Run, checkpoint: Mapping[str, Any], weights: Weight
     path, kind, state = Path(target), _kind(target), WEIGHTS[weights]
     model = build_models(run, checkpoint, [weights])[0][weights].eval()
     card = write_card(model, run, checkpoint, weights) if kind == "/" else ""
-    checkpoint = {**checkpoint, "config": dump_run(run), state: model.state_dict()}
+    own = {TRAINED: trained_config(checkpoint), "config": dump_run(run), state: model.state_dict()}
+    checkpoint = {**checkpoint, **own}
     if kind == ".safetensors":
         export_checkpoint(path, checkpoint, weights)
         return ""
@@ -124,7 +125,8 @@ def to_safetensors(checkpoint: Mapping[str, Any], weights: Weights) -> bytes:
 
     The metadata and the kind (`weights`) go with them, so that `load_checkpoint` reads the file as a checkpoint.
     """
-    metadata = {name: checkpoint[name] for name in (*METADATA, *IDENTITY) if name in checkpoint} | {"weights": weights}
+    names = [name for name in (*METADATA, TRAINED, *IDENTITY) if name in checkpoint]
+    metadata = {name: checkpoint[name] for name in names} | {"weights": weights}
     contiguous = {name: weight.contiguous() for name, weight in checkpoint[WEIGHTS[weights]].items()}
     return safetensors.torch.save(contiguous, metadata={"run": json.dumps(metadata)})
 

@@ -20,18 +20,30 @@ import torch
 
 from attention.options import parse_options
 from engine.checkpoints.format import check_plain, read_archive
-from engine.checkpoints.identify import FOREIGN, NAME, Found, Kind, damaged, identify, identify_file, list_checkpoints
+from engine.checkpoints.identify import (
+    CHECKPOINT_NAME,
+    FOREIGN,
+    Found,
+    Kind,
+    damaged,
+    identify,
+    identify_file,
+    list_checkpoints,
+)
 from engine.checkpoints.local_dir import read_local_dir
 from engine.checkpoints.progress import Progress, check_progress
 from engine.checkpoints.released import Unsupported, from_released_file
 from engine.runtime.errors import UserError
-from engine.runtime.files import write_verified
+from engine.runtime.files import read_digests, write_verified
 
 METADATA = ("config", "processes", "images", "progress")
 """Metadata of every checkpoint."""
 
 IDENTITY = ("classes", "train_files", "train_content", "val_files", "val_content", "teacher_weights")
 """Metadata of the data (`engine.data.splits.identify_data`) and the digest of a teacher, as far as they apply."""
+
+TRAINED = "trained_config"
+"""Metadata of an export: the `config` of the training, where `config` is that of the exported model."""
 
 Weights = Literal["plain", "ema"]
 
@@ -40,29 +52,36 @@ WEIGHTS: dict[Weights, str] = {"plain": "model", "ema": "model_ema"}
 
 
 def find_checkpoint(
-    directory: Path, which: Literal["best", "last"], quiet: bool = False, weights: Weights = "plain"
+    directory: Path,
+    which: Literal["best", "last"],
+    quiet: bool = False,
+    weights: Weights = "plain",
+    need_digest: bool = True,
 ) -> tuple[Path, dict[str, Any]] | None:
     """Returns the path and content of the best or the newest checkpoint in `directory`; None if there is none.
 
     Args:
         which: "best": the checkpoint of the epoch that ranks first, see `Progress`, or the newest if none is ranked.
         quiet: do not name on stderr the damaged checkpoints that are passed over.
-        weights: the kind of weights whose ranking counts.
+        weights: the kind of weights whose ranking counts. need_digest: see `load_checkpoint`.
     Raises:
         UserError: all of them are damaged.
     """
     paths = list_checkpoints(directory)
-    last = _first_whole(paths, quiet)
+    last = _first_whole(paths, quiet, need_digest)
     if last is None and paths:
         if list_checkpoints(directory) == paths:
-            raise UserError(f"{directory}: none of its checkpoints is whole; start afresh in another directory")
-        return find_checkpoint(directory, which, quiet, weights)  # a running training has replaced them meanwhile
+            problem = "none of its checkpoints is whole" + ", with its SHA-256 beside it" * need_digest
+            raise UserError(f"{directory}: {problem}; copy them again, or start afresh in another directory")
+        # a running training has replaced them meanwhile
+        return find_checkpoint(directory, which, quiet, weights, need_digest)
     if last is None or which == "last":
         return last
     progress = parse_options(Progress, last[1]["progress"])
     ranking = progress.ranking if weights == "plain" else progress.ema_ranking
-    ranked = {match[2]: path for path in paths if (match := NAME.fullmatch(path.name)) and match[2]}
-    return _first_whole([ranked[str(epoch)] for _, epoch in ranking if str(epoch) in ranked], quiet) or last
+    ranked = {match[2]: path for path in paths if (match := CHECKPOINT_NAME.fullmatch(path.name)) and match[2]}
+    best = [ranked[str(epoch)] for _, epoch in ranking if str(epoch) in ranked]
+    return _first_whole(best, quiet, need_digest) or last
 
 
 def find_weights(
@@ -78,6 +97,9 @@ def choose_weights(
     """Returns path and content of the checkpoints to take weights from, with the kinds to take from each, averaged
     ones last.
 
+    Of a run directory, a checkpoint without its SHA-256 counts by the CRCs inside it, as one that is named does; a line
+    on stderr says so.
+
     Args:
         which: the best or the last checkpoint of a run directory, see `find_checkpoint`.
         weights: None: all kinds that are kept.
@@ -87,7 +109,7 @@ def choose_weights(
     file = None if found.kind is Kind.RUN else (found.path, read_checkpoint(found))
     chosen: dict[Path, tuple[dict[str, Any], list[Weights]]] = {}
     for kind in [weights] if weights else WEIGHTS:
-        checkpoint = file or find_checkpoint(found.path, which, weights=kind)
+        checkpoint = file or find_checkpoint(found.path, which, weights=kind, need_digest=False)
         if checkpoint is None:
             raise UserError(f"{found.path}: no checkpoint there")
         at, content = checkpoint
@@ -95,6 +117,10 @@ def choose_weights(
             chosen.setdefault(at, (content, []))[1].append(kind)
     if not chosen:
         raise UserError(f"{at}: holds no {weights} weights, only {', '.join(kept_weights(content))}")
+    for at in chosen:
+        if found.kind is Kind.RUN and not read_digests(at) and at.exists():  # a running training may have removed both
+            problem = "without the SHA-256 that should stand beside it; whole by the CRCs inside it"
+            print(f"{at}: {problem}", file=sys.stderr, flush=True)
     return [(at, *entry) for at, entry in chosen.items()]
 
 
@@ -107,10 +133,10 @@ def parse_weights(text: str) -> Weights:
     raise argparse.ArgumentTypeError(f"{text!r} is no kind of weights, {' or '.join(WEIGHTS)}{renamed}")
 
 
-def _first_whole(paths: Sequence[Path], quiet: bool) -> tuple[Path, dict[str, Any]] | None:
+def _first_whole(paths: Sequence[Path], quiet: bool, need_digest: bool) -> tuple[Path, dict[str, Any]] | None:
     for path in paths:
         try:
-            return path, load_checkpoint(path, need_digest=True)
+            return path, load_checkpoint(path, need_digest)
         except UserError as error:
             if not quiet:
                 print(f"{error}; passed over", file=sys.stderr, flush=True)
@@ -205,6 +231,11 @@ READERS: dict[Kind, Callable[[Found], dict[str, Any]]] = {
 """Kind of a file -> function that reads its checkpoint."""
 
 
+def trained_config(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the configuration of the training, plain; that of an exported model may have other options."""
+    return checkpoint.get(TRAINED, checkpoint["config"])
+
+
 def kept_weights(checkpoint: Mapping[str, Any]) -> list[Weights]:
     """Returns the kinds of weights that `checkpoint` holds."""
     return [kind for kind, key in WEIGHTS.items() if key in checkpoint]
@@ -214,7 +245,9 @@ def _check_values(checkpoint: Mapping[str, Any]) -> None:
     """Checks the metadata and the weights of a checkpoint."""
     if not {*METADATA} <= checkpoint.keys() or not kept_weights(checkpoint):
         raise ValueError(f"holds {', '.join(map(repr, checkpoint))} only")
-    check_plain({name: checkpoint[name] for name in METADATA})
+    check_plain({name: checkpoint[name] for name in METADATA} | {TRAINED: trained_config(checkpoint)})
+    if TRAINED in checkpoint and not isinstance(checkpoint[TRAINED]["model"], dict):
+        raise ValueError("a configuration of the training without a model")
     check_progress(checkpoint["progress"])
     classes, digests = checkpoint.get("classes", []), [checkpoint.get(name, "") for name in IDENTITY[1:]]
     if not isinstance(classes, list) or not all(isinstance(text, str) for text in classes + digests):

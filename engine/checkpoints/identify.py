@@ -23,7 +23,7 @@ TIMM = "timm:"
 CONFIG, WEIGHTS_FILES = "config.json", ("model.safetensors", "pytorch_model.bin")
 """Files of timm's `local-dir:` layout. Of the files with weights, timm takes the first that exists."""
 
-NAME = re.compile(r"step_(\d+)(?:_epoch_(\d+))?\.pt")
+CHECKPOINT_NAME = re.compile(r"step_(\d+)(?:_epoch_(\d+))?\.pt")
 """Names of the checkpoints in a run directory."""
 
 GRAPHS = (".onnx", ".pt2")
@@ -83,7 +83,8 @@ def identify(name: str | Path, follow_links: bool = False) -> Found:
 
     Args:
         name: a path, or as a str also a name of timm's hub.
-        follow_links: accept symbolic links.
+        follow_links: accept a symbolic link to a file. Those inside a directory in timm's layout are always followed:
+            the cache of the Hugging Face hub is made of them.
     Raises:
         UserError: it does not exist, cannot be read, or is damaged.
     """
@@ -101,25 +102,26 @@ def identify(name: str | Path, follow_links: bool = False) -> Found:
     weights = next((path / name for name in WEIGHTS_FILES if (path / name).is_file()), None)
     if weights is None:
         raise UserError(f"{path}: has a {CONFIG}, but neither {' nor '.join(WEIGHTS_FILES)}")
-    found = identify_file(weights)
+    found = identify_file(weights, follow_links=True)
     return found._replace(kind=Kind.LOCAL_DIR) if found.kind in FOREIGN else found
 
 
-def identify_file(path: Path, need_digest: bool = False) -> Found:
+def identify_file(path: Path, need_digest: bool = False, follow_links: bool = False) -> Found:
     """Identifies a file by its suffix or its content. A SHA-256 beside it must match.
 
     Args:
-        need_digest: refuse a file without a SHA-256 beside it.
+        need_digest: refuse a file without a SHA-256 beside it. follow_links: accept a symbolic link.
     Raises:
         UserError: there is no such file, or it is not a regular file, or is damaged.
     """
     if path.suffix in GRAPHS:
         return Found(Kind.GRAPH, path)
     digests = read_digests(path)  # a running training removes the file before its digest,
-    content = read_regular(path)
+    content = read_regular(path.resolve() if follow_links else path)
     digests += read_digests(path)  # and replaces both
     if not digests and need_digest:
-        raise UserError(f"{path}: without the SHA-256 that should stand beside it")
+        remedy = f"`sha256sum {path.name} > {path.name}.sha256`, there, writes it"
+        raise UserError(f"{path}: without the SHA-256 that should stand beside it; {remedy}")
     if digests and hashlib.sha256(content).hexdigest() not in digests:
         raise UserError(f"{path}: damaged, or no checkpoint that can be loaded safely: its SHA-256 is another")
     return identify_content(content, path)
@@ -154,7 +156,7 @@ def _kind_of(content: Content) -> Kind:
         return Kind.SAFETENSORS
     if {"arch", "state_dict"} <= names:
         return Kind.TIMM
-    if names & {"state_dict", "model"}:
+    if names & {"state_dict", "model", "student", "teacher"}:  # the last two: DINO
         return Kind.SCRIPT
     if any(str(name).endswith(("weight", "bias")) for name in names):
         return Kind.STATE_DICT
@@ -168,5 +170,5 @@ def damaged(path: Path, error: Exception) -> UserError:
 
 def list_checkpoints(directory: Path) -> list[Path]:
     """The checkpoints of the run in `directory`, newest first."""
-    found = [(match, path) for path in directory.glob("step_*.pt") if (match := NAME.fullmatch(path.name))]
+    found = [(match, path) for path in directory.glob("step_*.pt") if (match := CHECKPOINT_NAME.fullmatch(path.name))]
     return [path for _, path in sorted(found, key=lambda entry: (int(entry[0][1]), entry[0][2] or ""), reverse=True)]

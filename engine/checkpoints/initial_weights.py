@@ -1,19 +1,29 @@
 """Initial weights of a run: weights of another model as far as they fit, and a table of their outcome."""
 
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from torch import Tensor, nn
 
-from engine.checkpoints.adapt import HEAD, fit_weights, list_heads, merge_layers, summarize, table
+from engine.checkpoints.adapt import (
+    HEAD,
+    fit_weights,
+    list_heads,
+    list_other_options,
+    merge_layers,
+    summarize,
+    table,
+)
 from engine.checkpoints.identify import list_checkpoints
-from engine.checkpoints.weight_sources import read_weights
+from engine.checkpoints.weight_sources import describe_order, describe_unnamed, read_weights
 from engine.config.schema import Run
 from engine.runtime.distributed import World
 from engine.runtime.errors import UserError
 from engine.runtime.text import describe_difference, one_line
 from models import create_model
+from models.base import attention_layers
 from models.freeze import describe_freeze, freeze
 
 
@@ -57,13 +67,22 @@ def load_initial_weights(model: nn.Module, run: Run, world: World, classes: Sequ
     state, outcome = fit_weights(model, source, place, classes)
     if run.init.strict and any(names for kind, names in outcome.items() if kind != "loaded"):
         raise UserError(f"{place}: init.strict=true, but not all is loaded as it is: {summarize(outcome)}")
+    others = [] if source.model is None else describe_other_options(source.model, model, bool(state.keys() & HEAD))
+    if run.init.strict and others:
+        raise UserError(f"{place}: init.strict=true, but {'; '.join(others)}")
     model.load_state_dict(state, strict=False)
+    for layer in attention_layers(model):
+        layer.restart()
     if world.is_primary:
         print("\n".join([place, f"  source   {source.origin}", *table(outcome)]), flush=True)
-        if source.model is None:
+        if source.model is None and source.num_heads is None:
             print(f"  heads    not known from this file; model.num_heads={list_heads(model)} is taken", flush=True)
         if classes is not None and (note := describe_classes(state, source.classes, classes)):
             print(f"  classes  {note}", flush=True)
+            if source.classes is None and (order := describe_order(classes)):
+                print(f"warning: {place}: classes: {order}", file=sys.stderr, flush=True)
+        for line in others:
+            print(f"warning: {line}", file=sys.stderr, flush=True)
         for key, value in source.images.items():
             if list(value) != list(getattr(run.data, key)):
                 hint = f"is {list(getattr(run.data, key))}, that of these weights was {list(value)}"
@@ -71,12 +90,22 @@ def load_initial_weights(model: nn.Module, run: Run, world: World, classes: Sequ
     return [entry.split(" ")[0] for entry in outcome["fresh"] + outcome["re-made"]]
 
 
+def describe_other_options(source: nn.Module, model: nn.Module, has_head: bool) -> list[str]:
+    """Returns a line per option of `adapt.list_other_options`, with the remedy."""
+    lines = []
+    for option, values in list_other_options(source, model, has_head).items():
+        there, here = map(json.dumps, values)
+        hint = f"is {here}, that of these weights was {there}: 'model.{option}={there}' keeps it"
+        lines.append(f"model.{option} {hint}")
+    return lines
+
+
 def describe_classes(state: Mapping[str, Tensor], there: Sequence[str] | None, here: Sequence[str]) -> str:
     """Returns how the classes of the classifier in `state` were matched with the data's; "" if names are the same."""
     if not state.keys() & HEAD:
         return ""
     if there is None:
-        return f"not known from this file; the {len(here)} of its classifier are taken for the data's, in order"
+        return describe_unnamed(here)
     if list(there) != list(here):
         return f"matched by name: {describe_difference(there, here, ('the weights', 'the data'))}"
     return "numbers, taken for the same on both sides" if all(map(str.isdecimal, here)) else ""

@@ -1,7 +1,7 @@
 """timm's `local-dir:` layout: a directory that holds a model's config.json and its weights, model.safetensors."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -62,7 +62,7 @@ def read_local_dir(found: Found) -> dict[str, Any]:
     """
     directory = found.path.parent
     path = directory / CONFIG
-    text = read_regular(path, MAX_CONFIG)
+    text = read_regular(path.resolve(), MAX_CONFIG)  # a link in the cache of the Hugging Face hub
     try:
         there = json.loads(text)
         name, cfg, args = there["architecture"], there["pretrained_cfg"], dict(there.get("model_args", {}))
@@ -72,14 +72,35 @@ def read_local_dir(found: Found) -> dict[str, Any]:
         attention, (in_chans, *img_size) = args.pop("attention", "softmax"), cfg["input_size"]
         model = {"name": name, "img_size": img_size, "in_chans": in_chans, "num_classes": there["num_classes"], **args}
         options = {key: cfg[key] for key in PREPROCESSING if key in cfg}
-        classes = there.get("label_names", cfg.get("label_names"))
+        classes = read_label_names({**cfg, **there}, str(path))
         config = {"model": model, "attention": attention, "data": options, "plugins": there.get("plugins", [])}
+        config["train"] = {"amp": None}  # as timm evaluates
         check_plain(config)
     except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         problem = f"damaged, or no description of a model by timm ({describe_error(error)})"
         raise UserError(f"{path}: {problem}") from None
-    labels = {"classes": [*map(str, classes)]} if isinstance(classes, list) else {}
+    labels = {} if classes is None else {"classes": classes}
     weights = dict(found.values())
     if not all(isinstance(key, str) and torch.is_tensor(x) for key, x in weights.items()):
         raise UserError(f"{found.path}: holds more than weights")
     return {"config": config, "processes": 1, "images": 0, "progress": asdict(Progress()), **labels, "model": weights}
+
+
+def read_label_names(config: Mapping[str, Any], place: str) -> list[str] | None:
+    """Returns the `label_names` of a config.json, or of timm's `pretrained_cfg`, in the order of the classifier.
+
+    timm takes a list, or a mapping from the number of a class to its name; JSON makes texts of the numbers. None: there
+    are no names.
+
+    Raises:
+        UserError: the numbers are not 0, 1, ...; the message begins with `place`.
+    """
+    names = config.get("label_names")
+    if isinstance(names, Mapping):
+        named, numbers = {str(number): name for number, name in names.items()}, [*map(str, range(len(names)))]
+        if named.keys() != {*numbers}:
+            keys = one_line(", ".join(sorted(named)), 100)
+            remedy = f"number the classes from 0 to {len(names) - 1}, or list their names in the classifier's order"
+            raise UserError(f"{place}: label_names has the keys {keys}; {remedy}")
+        names = [named[number] for number in numbers]
+    return [*map(str, names)] if names and isinstance(names, list | tuple) else None

@@ -15,7 +15,7 @@ from torch import nn
 
 from attention import ATTENTION, __version__
 from attention.options import parse_options
-from engine.checkpoints.files import Weights
+from engine.checkpoints.files import Weights, trained_config
 from engine.checkpoints.identify import TIMM
 from engine.checkpoints.local_dir import PREPROCESSING, preprocessing_of
 from engine.checkpoints.progress import Progress
@@ -120,7 +120,7 @@ def _training(checkpoint: Mapping[str, Any]) -> str:
     progress = parse_options(Progress, checkpoint["progress"])
     if not progress.step:
         return "Unknown: these weights came without a record of their training."
-    trained = parse_run(checkpoint["config"], "the checkpoint's configuration")
+    trained = parse_run(trained_config(checkpoint), "the checkpoint's configuration")
     defaults, optim = asdict(Data()), trained.optim
     changed = {k: v for k, v in asdict(trained.data).items() if k not in NOT_SHOWN and v != defaults[k]}
     options = {"dataset": trained.data.dataset, **changed}
@@ -152,7 +152,7 @@ def _accuracy(run: Run, checkpoint: Mapping[str, Any], weights: Weights) -> str:
     metrics, prefix = progress.metrics, "ema_" if weights == "ema" else ""
     if not progress.step or progress.images or not {f"{prefix}top1", "images"} <= metrics.keys():
         return f"Unknown: the checkpoint holds no evaluation of these weights. {MEASURE}"
-    trained = parse_run(checkpoint["config"], "the checkpoint's configuration")
+    trained = parse_run(trained_config(checkpoint), "the checkpoint's configuration")
     if progress.epoch % trained.train.eval_every and progress.epoch != trained.schedule.epochs:
         return f"Unknown: epoch {progress.epoch} of the run was not evaluated. {MEASURE}"
     top5 = metrics.get(f"{prefix}top5") if run.model["num_classes"] > 5 else None

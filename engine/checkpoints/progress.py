@@ -73,6 +73,11 @@ def sign_of(name: str) -> int:
     return -1 if name == "loss" else 1
 
 
+def describe_place(run: Run, epoch: int, step: int, total_steps: int) -> str:
+    """Returns where `run` is, after `epoch` epochs and `step` of its updates."""
+    return f"epoch {epoch}/{run.schedule.epochs}  step {step}/{total_steps}"
+
+
 class Resumption(NamedTuple):
     """Checkpoint that a run resumes from, and options, or names in its metadata, that differ: their values before and
     now. `changes` are those of the `differences` that have an effect, and were allowed.

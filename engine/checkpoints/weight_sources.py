@@ -6,19 +6,28 @@ from typing import Any, NamedTuple
 import timm
 import torch
 from timm.models import clean_state_dict
+from timm.utils.misc import natural_key
 from torch import Tensor, nn
 
 from engine.checkpoints.files import WEIGHTS, choose_weights
-from engine.checkpoints.identify import FOREIGN, TIMM, Found, Kind, identify
-from engine.checkpoints.released import Unsupported
+from engine.checkpoints.format import check_plain
+from engine.checkpoints.identify import FOREIGN, TIMM, Found, Kind, damaged, identify
+from engine.checkpoints.local_dir import read_label_names
+from engine.checkpoints.released import Arguments, Unsupported
 from engine.config.load import MissingOptions, parse_run
 from engine.config.schema import Run
 from engine.runtime.errors import UserError
 from engine.runtime.text import describe_error, one_line
-from models import create_model
+from models import MODELS, create_model, parse_model
 
 NESTED = ("state_dict_ema", "model_ema", "state_dict", "model")
 """Keys of the weights in files of training scripts, in timm's order, averaged ones first. The first found counts."""
+
+LIGHTNING = "model."
+"""Prefix of all names in files of Lightning, after the attribute that usually holds the model."""
+
+IMAGES = ("mean", "std", "crop_pct", "crop_mode", "interpolation")
+"""Arguments of timm's train.py about the images of evaluation, which `Data` has under the same names."""
 
 EXPECTED = f"expected a run directory, a checkpoint, a .safetensors or .pth file of weights, or {TIMM}NAME"
 """Remedy for a wrong source."""
@@ -32,6 +41,7 @@ class Source(NamedTuple):
         images: `mean` and `std` by which its images were normalised, as far as they are known.
         classes: names in the order of its classifier; None: not known.
         origin: what the weights were read from, and which of its weights they are, in words.
+        num_heads: of its blocks, with several stages a list, where the source states it and `model` is None.
     """
 
     state: dict[str, Tensor]
@@ -39,6 +49,7 @@ class Source(NamedTuple):
     images: Mapping[str, Sequence[float]] = {}
     classes: Sequence[str] | None = None
     origin: str = ""
+    num_heads: int | Sequence[int] | None = None
 
 
 def read_weights(name: str) -> Source:
@@ -57,7 +68,7 @@ def read_weights(name: str) -> Source:
         model = load_timm(name.removeprefix(TIMM))
         config = model.pretrained_cfg
         images = {key: config[key] for key in ("mean", "std")}
-        return Source(model.state_dict(), model, images, config.get("label_names"), found.kind.value)
+        return Source(model.state_dict(), model, images, read_label_names(config, name), found.kind.value)
     if found.kind in FOREIGN:
         return _read_state(found)
     try:
@@ -92,17 +103,81 @@ def load_timm(name: str) -> Any:  # nn.Module, whose attributes are tensors or m
         raise UserError(f"{TIMM}{name}: timm cannot load it ({describe_error(error)}); {remedy}") from None
 
 
+def describe_unnamed(classes: Sequence[str]) -> str:
+    """Returns in words that the `classes` of the data are those of a classifier whose names are not known."""
+    return f"not known from this file; the {len(classes)} of its classifier are taken for the data's, in order"
+
+
+def describe_order(classes: Sequence[str]) -> str:
+    """Returns how the natural order of the data's `classes`, numbers by value, differs from that of torchvision, which
+    a classifier without names may have; "" if it does not, or if the classes are in no natural order.
+    """
+    by_text = sorted(classes)
+    natural = sorted(by_text, key=natural_key)
+    if list(classes) != natural or natural == by_text:
+        return ""
+    ours, theirs = next(pair for pair in zip(natural, by_text, strict=True) if pair[0] != pair[1])
+    a, b = one_line(repr(ours), 100), one_line(repr(theirs), 100)
+    orders = f"the data's are in natural order ({a} before {b}), torchvision sorts them as text ({b} before {a})"
+    return f"{orders}; data.classes=FILE gives another order"
+
+
 def _read_state(found: Found) -> Source:
     """Reads the weights alone from a file of another program."""
     content = found.values()
     kept = [key for key in NESTED if isinstance(content.get(key), Mapping)]
     state = content[kept[0]] if kept else content
-    are_weights = (isinstance(k, str) and k.isprintable() and torch.is_tensor(x) for k, x in state.items())
-    if not state or not all(are_weights):
+    if not _are_weights(state):
         names = one_line(", ".join(map(repr, content)), 100)
+        if others := [] if kept else [key for key, x in content.items() if isinstance(x, Mapping) and _are_weights(x)]:
+            remedy = f"save those of one alone, with torch.save(torch.load(FILE)[{others[-1]!r}], OTHER)"
+            raise UserError(one_line(f"{found.path}: holds weights under {', '.join(map(repr, others))}; {remedy}"))
         raise UserError(f"{found.path}: holds no weights, but {names}; {EXPECTED}")
     clean = clean_state_dict(dict(state))
+    if all(name.startswith(LIGHTNING) for name in clean):
+        clean = {name.removeprefix(LIGHTNING): x for name, x in clean.items()}
     origin = found.kind.value + (f": its {', not its '.join(kept)}" if kept else "")
     if len(clean) == len(state) and (prefixes := {*map(str.removesuffix, state, clean)} - {""}):
         origin += f"; names without {' or '.join(sorted(prefixes))}"
-    return Source(clean, origin=origin)
+    options, images = read_timm_arguments(found)
+    given: dict[str, Sequence[float]] = {key: x for key, x in images.items() if key in ("mean", "std")}
+    return Source(clean, None, given, origin=origin, num_heads=options.get("num_heads"))
+
+
+def _are_weights(state: Mapping[Any, Any]) -> bool:
+    """Whether a mapping of a file is a state dict."""
+    return bool(state) and all(isinstance(k, str) and k.isprintable() and torch.is_tensor(x) for k, x in state.items())
+
+
+def read_timm_arguments(found: Found) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Reads what the arguments in a checkpoint of timm's train.py state; nothing of any other file.
+
+    Returns:
+        The options of the model under the names of its constructor, with attention if it is one of `MODELS`, and
+        options of `Data`.
+    Raises:
+        UserError: they are no plain values.
+    """
+    if found.kind is not Kind.TIMM:
+        return {}, {}
+    args, arch = Arguments(found.values().get("args")).values, str(found.values()["arch"])
+    kwargs = args.get("model_kwargs")
+    try:
+        check_plain([args.get(name) for name in ("gp", "img_size", "in_chans", "input_size", "model_kwargs", *IMAGES)])
+        options = {"global_pool": args.get("gp"), "img_size": args.get("img_size"), "in_chans": args.get("in_chans")}
+        if args.get("input_size") is not None:
+            options["in_chans"], *options["img_size"] = args["input_size"]
+        if isinstance(kwargs, Mapping):
+            is_own = arch in MODELS
+            options |= {"num_heads": parse_model(arch, {}).num_heads, "attention": "softmax"} if is_own else {}
+            options |= kwargs
+        images = {name: args[name] for name in IMAGES if args.get(name) is not None}
+        for name in {"mean", "std"} & images.keys():
+            values = [float(x) for x in images[name]]
+            images[name] = values * 3 if len(values) == 1 and options["in_chans"] != 1 else values  # as timm does
+        heads = options.get("num_heads")
+        if heads is not None and not all(type(number) is int for number in ([heads] if type(heads) is int else heads)):
+            raise ValueError("num_heads that are no numbers")
+    except (TypeError, ValueError) as error:
+        raise damaged(found.path, error) from None
+    return {name: value for name, value in options.items() if value is not None}, images

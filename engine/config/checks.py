@@ -6,8 +6,8 @@ from typing import Any, NoReturn
 from timm.optim import list_optimizers
 
 from attention.options import OptionError, nearest
-from engine.config.passes import pairs_images
-from engine.config.schema import Report, Run
+from engine.config.micro_batches import pairs_images
+from engine.config.schema import Augment, Data, Report, Run
 from engine.objectives import OBJECTIVES, choose_objective
 
 MAX_PROFILED = 100
@@ -22,17 +22,27 @@ def check_run(run: Run, world_size: int = 1) -> None:
     Raises:
         OptionError: the first contradiction; its key is the option to change.
     """
-    data, augment = run.data, run.augment
-    optim, schedule, train = run.optim, run.schedule, run.train
+    _check_batch(run, world_size)
+    _check_schedule(run)
+    _check_choice_of_images(run.data)
+    _check_reading(run)
+    if (opt := run.optim.opt) not in (known := list_optimizers()):
+        raise OptionError("optim.opt", f" = {opt!r} is not an optimiser of timm{nearest(opt, known)}")
+    _check_auto_augment(run.augment)
+    for objective in OBJECTIVES.values():
+        objective.check(run)
+    _check_training(run)
+    if run.model["in_chans"] not in (1, 3):
+        raise OptionError("model.in_chans", f" = {run.model['in_chans']}: images have 3 channels (RGB) or 1 (grey)")
+
+
+def _check_batch(run: Run, world_size: int) -> None:
+    """Refuses a total batch that the ranks cannot share equally."""
+    train = run.train
     steps = 1 if train.elastic else train.grad_accum_steps  # else see `share_batch`
     share = world_size * steps
     batch_size, rest = divmod(train.total_batch_size, share)
-    peak_lr = optim.lr * train.total_batch_size / optim.lr_base_size
     total = f" = {train.total_batch_size}"
-    scaled = f"the peak learning rate {peak_lr:g} (lr {optim.lr:g} scaled from {optim.lr_base_size} images)"
-    remedy = "lower it, or raise optim.lr"
-    if train.total_batch_size < optim.lr_base_size:
-        remedy = f"lower it, raise optim.lr, or set optim.lr_base_size = {train.total_batch_size} to leave lr unscaled"
     if rest or not batch_size:
         shares = f"{world_size} ranks" + (f" x {steps} accumulation steps" if not train.elastic else "")
         problem = f"is not divisible by {shares}"
@@ -41,6 +51,16 @@ def check_run(run: Run, world_size: int = 1) -> None:
     if pairs_images(run) and batch_size % 2:
         problem = f"leaves {batch_size} images per rank and step, but mixup and cutmix pair images: make it even"
         raise OptionError("train.total_batch_size", f"{total} {problem}")
+
+
+def _check_schedule(run: Run) -> None:
+    """Refuses a warm-up longer than the run, and learning rates above the peak."""
+    schedule, optim, batch_size = run.schedule, run.optim, run.train.total_batch_size
+    peak_lr = optim.lr * batch_size / optim.lr_base_size
+    scaled = f"the peak learning rate {peak_lr:g} (lr {optim.lr:g} scaled from {optim.lr_base_size} images)"
+    remedy = "lower it, or raise optim.lr"
+    if batch_size < optim.lr_base_size:
+        remedy = f"lower it, raise optim.lr, or set optim.lr_base_size = {batch_size} to leave lr unscaled"
     if schedule.warmup_epochs > schedule.epochs:
         problem = f" = {schedule.warmup_epochs} is above schedule.epochs = {schedule.epochs}"
         raise OptionError("schedule.warmup_epochs", problem)
@@ -48,6 +68,10 @@ def check_run(run: Run, world_size: int = 1) -> None:
         raise OptionError("schedule.warmup_lr", f" = {schedule.warmup_lr:g} is above {scaled}; {remedy}")
     if schedule.sched != "constant" and schedule.min_lr > peak_lr:
         raise OptionError("schedule.min_lr", f" = {schedule.min_lr:g} is above {scaled}; {remedy}")
+
+
+def _check_choice_of_images(data: Data) -> None:
+    """Refuses a contradictory choice of training images, or of those held out for validation."""
     if isinstance(data.subset, float) and data.subset > 1:
         problem = f" = {data.subset} is no fraction; write {data.subset:.0f} for as many images of every class"
         raise OptionError("data.subset", problem)
@@ -61,7 +85,12 @@ def check_run(run: Run, world_size: int = 1) -> None:
     if data.subset is None and not data.held_out_by and data.subset_seed:
         chosen = "data.subset, data.val_fraction and data.folds are null"
         raise OptionError("data.subset_seed", f" = {data.subset_seed}, but {chosen}: set one, or leave it out")
-    if train.balanced_sampling and (data.dataset == "mds" or data.order != "list"):
+
+
+def _check_reading(run: Run) -> None:
+    """Refuses balanced sampling without a list of images, grey levels of 8 bits, and ranges that are not ascending."""
+    data = run.data
+    if run.train.balanced_sampling and (data.dataset == "mds" or data.order != "list"):
         problem = "draws images of rare classes anew, in an order that needs a list of all images"
         raise OptionError("train.balanced_sampling", f"{problem}; set it to false, or data.order=list and no mds")
     if data.levels is not None:
@@ -71,23 +100,28 @@ def check_run(run: Run, world_size: int = 1) -> None:
             remedy = "give --levels to engine.data.prepare" if data.dataset == "cache" else "set it to null"
             raise OptionError("data.levels", f"the images of data.dataset={data.dataset} have 8 bits; {remedy}")
     for name in ("scale", "ratio"):
-        if (bounds := getattr(augment, name))[0] > bounds[1]:
+        if (bounds := getattr(run.augment, name))[0] > bounds[1]:
             raise OptionError(f"augment.{name}", f" = {list(bounds)} is not in ascending order")
-    if optim.opt not in (known := list_optimizers()):
-        raise OptionError("optim.opt", f" = {optim.opt!r} is not an optimiser of timm{nearest(optim.opt, known)}")
+
+
+def _check_auto_augment(augment: Augment) -> None:
+    """Refuses a policy that is not valid, or that cannot be applied to batches."""
     if augment.auto_augment is not None:
         check_policy(augment.auto_augment)
         if augment.batched and augment.auto_augment.startswith("augmix"):
             problem = f" = {augment.auto_augment!r} mixes copies of an image, which augment.batched cannot"
             raise OptionError("augment.auto_augment", f"{problem}; set that to false, or choose another policy")
-    for objective in OBJECTIVES.values():
-        objective.check(run)
+
+
+def _check_training(run: Run) -> None:
+    """Refuses options of the section `train` without an effect or beside others, and a profile that is too long."""
+    train = run.train
     if train.class_weights is not None:
         check_class_weights(run)
     if train.best_by and train.best_by not in (measured := choose_objective(run).measure.ranks_by):
         problem = f" = {train.best_by}, which the evaluations of this run do not measure; known: {', '.join(measured)}"
         raise OptionError("train.best_by", problem)
-    if data.crop_mode == "native":
+    if run.data.crop_mode == "native":
         many = "with data.crop_mode = native, images have many sizes"
         if run.model.get("dynamic_img_size") is False:
             raise OptionError("model.dynamic_img_size", f" = false: {many}; set it to true")
@@ -99,8 +133,6 @@ def check_run(run: Run, world_size: int = 1) -> None:
     if run.report.profile is not None and not 1 <= run.report.profile[1] <= MAX_PROFILED:
         problem = f" = {list(run.report.profile)}: expected [step, steps] with 1 to {MAX_PROFILED} steps"
         raise OptionError("report.profile", problem)
-    if run.model["in_chans"] not in (1, 3):
-        raise OptionError("model.in_chans", f" = {run.model['in_chans']}: images have 3 channels (RGB) or 1 (grey)")
 
 
 def check_class_weights(run: Run) -> None:

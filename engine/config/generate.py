@@ -15,7 +15,7 @@ from pathlib import Path
 
 from attention import ATTENTION, options_of
 from attention.__main__ import config, markdown, row
-from engine.config.json_schema import describe
+from engine.config.json_schema import schema_text
 from engine.config.option_pages import index, page, sections
 from engine.config.papers import read_papers
 from engine.runtime.errors import UserError, refuse_bad_input
@@ -112,7 +112,7 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
 
 WHOLE: dict[str, Callable[[], str]] = {
     **{f"docs/options/{name}.md": partial(page, name) for name in sections()},
-    "configs/schema.json": describe,
+    "configs/schema.json": schema_text,
 }
 """Generated file -> function that returns its content."""
 

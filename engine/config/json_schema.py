@@ -1,6 +1,4 @@
-"""JSON Schema of configuration files, with which editors complete, explain and check them.
-
-    python -m engine.config.json_schema                # writes configs/schema.json
+"""JSON Schema of configuration files (configs/schema.json), with which editors complete, explain and check them.
 
 It holds what the dataclasses of a run state for every option: name, type, choices, range, default and meaning. Rules
 across several options, or that need the data, are checked when a run is loaded.
@@ -9,16 +7,12 @@ across several options, or that need the data, are checked when a run is loaded.
 import json
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import Field, fields, is_dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from attention import ATTENTION
 from engine.config.schema import Run
-from engine.runtime.arguments import ArgumentParser
-from engine.runtime.errors import refuse_bad_input
-from engine.runtime.files import write_file
 from models import MODELS
 from models.assignment import Place
 from models.base import Backbone
@@ -33,16 +27,7 @@ PLACE = [field.name for field in fields(Place)]
 Schema = dict[str, Any]
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = ArgumentParser(prog="python -m engine.config.json_schema", description="Write the JSON Schema of runs.")
-    parser.add_argument("output", nargs="?", default="configs/schema.json", help="file to write (%(default)s)")
-    output = parser.parse_args(arguments).output
-    with refuse_bad_input():
-        write_file(Path(output), describe().encode())
-    print(output)
-
-
-def describe() -> str:
+def schema_text() -> str:
     """Returns the content of the file."""
     return json.dumps(run_schema(), indent=1, ensure_ascii=False) + "\n"
 
@@ -123,7 +108,3 @@ def _values(kind: Any, limits: Mapping[str, float]) -> Schema:
         items = [_values(argument, limits) for argument in arguments]
         return {"type": "array", "items": items, "minItems": len(items), "maxItems": len(items)}
     return {"type": TYPES[kind], **(limits if kind in (int, float) else {})}
-
-
-if __name__ == "__main__":
-    main()

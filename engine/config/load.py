@@ -30,7 +30,7 @@ from engine.config.checks import check_run
 from engine.config.schema import Run
 from engine.config.yaml_files import Keys, Tree, override, read_config
 from engine.runtime.errors import ConfigError
-from models import MODELS, create_model, parse_model, resolve_attention
+from models import MODELS, create_model, parse_model, resolve_attention, split_name
 from models.assignment import Place, assign, split_place
 from models.base import attention_layers
 from models.freeze import freeze
@@ -89,7 +89,7 @@ def parse_run(options: Mapping[str, Any], source: str, overrides: Sequence[str] 
     """
     tree = Tree(copy.deepcopy(options), {(): source})
     run = _parse(tree, overrides)
-    given = [name for name in ("val_split", "val_fraction", "folds") if sets(overrides, f"data.{name}")]
+    given = [name for name in ("val_split", "val_fraction", "folds") if is_overridden(f"data.{name}", overrides)]
     if (held_out_by := run.data.held_out_by) and given == ["val_split"]:
         problem = f"{source} has {held_out_by}, and validates on held-out training images"
         remedy = f"add {held_out_by.partition(' ')[0]}=null to use the split"
@@ -114,7 +114,7 @@ def flatten(options: Any, path: str = "") -> dict[str, Any]:
     return flat
 
 
-def sets(overrides: Sequence[str], option: str) -> bool:
+def is_overridden(option: str, overrides: Sequence[str]) -> bool:
     """Returns whether one of the valid `overrides` sets `option`."""
     keys_and_values = (override.partition("=")[::2] for override in overrides)
     return any(option in flatten({key: yaml.safe_load(text)}) for key, text in keys_and_values)
@@ -158,8 +158,7 @@ def _write_out_list(values: dict[str, Any], path: Sequence[str]) -> None:
     index = {"model": 2, "attention": 1}.get(path[0])
     if index is None or not isinstance(model, dict) or not path[index:] or not path[index].isdecimal():
         return
-    options = {name: value for name, value in model.items() if name != "name"}
-    name = str(model.get("name"))
+    name, options = split_name(model)
     if path[0] == "model" and path[1] not in model:
         value = _plain(getattr(parse_model(name, options), path[1], None))
         model |= {path[1]: value} if isinstance(value, list) else {}
@@ -172,10 +171,7 @@ def _write_out_list(values: dict[str, Any], path: Sequence[str]) -> None:
 def _build(tree: Tree, run: Run, overrides: Sequence[str], world_size: int) -> Run:
     """Checks all of the `run` that `_parse` has made of `tree`, and writes out the options of model and attention."""
     with _naming_origins(tree, run, overrides):
-        options = dict(run.model)
-        name = options.pop("name", None)
-        if not isinstance(name, str):
-            raise OptionError("model.name", f"expected the name of a model, got {name!r}")
+        name, options = split_name(run.model)
         config = parse_model(name, options)
         attention = resolve_attention(name, run.attention, options)
         try:

@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from attention.options import OptionError, option, parse_options
+from attention.options import option, parse_options
 from engine.config.yaml_files import read_yaml
-from engine.runtime.errors import ConfigError
 
 PAPERS = Path(__file__).with_name("papers.yaml")
 
@@ -64,7 +63,5 @@ def read_file(path: Path) -> Papers:
         ConfigError: the file cannot be read, or a row is malformed; the message names file, line and field.
     """
     tree = read_yaml(path)
-    try:
+    with tree.locating():
         return parse_options(Papers, tree.values)
-    except OptionError as error:
-        raise ConfigError(f"{tree.origin(error.key)}: {error}") from None

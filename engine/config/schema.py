@@ -1,7 +1,8 @@
 """Every option of a run: name, type, default, meaning, unit and range. A configuration file is one `Run`.
 
 `model` and `attention` are open mappings here: their options are those of the model family and of the mechanism
-(`models.MODELS[name]`, `attention.ATTENTION[name].Config`), checked with the same strictness when a file is read.
+(`models.MODELS[name][0].Config`, `attention.ATTENTION[name].Config`), checked with the same strictness when a file is
+read.
 """
 
 import statistics
@@ -104,15 +105,16 @@ class Data:
     )
     levels: tuple[float, float] | None = option(
         None,
-        "grey levels of black and of white in images of 16 or 32 bits, or floating point; 8-bit images are as they are;"
+        "grey levels of black and of white in images of 16 or 32 bits, or floating point; 8-bit images are not changed;"
         " null: 0 and 65535 in 16 bits, and others are broken",
         low=-1e12,
         high=1e12,
     )
     crop_mode: Literal["center", "squash", "border", "native"] = option(
         "center",
-        "validation, as in timm: the centre of an image; all of it, stretched (squash) or with a border; native: all of"
-        " it in its own aspect ratio, resized to at most as many patches as model.img_size has",
+        "validation, as in timm: the centre of an image; all of it, stretched (squash) or with a border, if crop_pct is"
+        " 1 (below, the margin is cut); native: all of it in its own aspect ratio, resized to at most as many patches"
+        " as model.img_size has",
     )
     crop_pct: float = option(
         0.875,
@@ -204,7 +206,9 @@ class Optim:
         above=0,
         high=1,
     )
-    clip_grad: float | None = option(5.0, "largest gradient norm; null: no clipping", above=0, high=1e6)
+    clip_grad: float | None = option(
+        5.0, "largest gradient norm; null: no clipping, but lamb clips the norm at 1 by itself", above=0, high=1e6
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,7 +231,8 @@ class Train:
     )
     balanced_sampling: bool = option(
         False,
-        "an epoch has equally many images of every class: of rare classes some come again, of frequent ones some not",
+        "every epoch has the same number of images of each class; rare ones are repeated, some of the frequent ones"
+        " left out",
     )
     class_weights: Literal["balanced"] | tuple[float, ...] | None = option(
         None,
@@ -255,7 +260,8 @@ class Train:
     )
     kernels: Literal["auto", "lean", "triton", "plain"] = option(
         "auto",
-        "fast paths of attention; lean: least memory; triton: fused kernels for EVA and local on a GPU; plain: none",
+        "fast paths of attention; lean: least memory; triton: fused kernels on a GPU, see docs/mechanisms.md; plain:"
+        " none",
     )
     grad_checkpointing: bool = option(
         False, "recompute block activations in the backward pass; random state is restored"
@@ -276,19 +282,21 @@ class Train:
         " classes the loss",
     )
     keep_checkpoints: int = option(
-        3, "how many of the best epoch checkpoints stay, by each kind of weights, beside the last", low=1
+        3,
+        "number of best epoch checkpoints to keep for each kind of weights (plain, averaged), besides the last",
+        low=1,
     )
     checkpoint_minutes: float | None = option(
         15.0, "minutes after which a checkpoint is made within an epoch; null: none", above=0
     )
     checkpoint_steps: int = option(0, "optimiser steps between checkpoints within an epoch; 0: none", low=0)
     async_checkpoint: bool = option(
-        False, "copy the state to main memory and write it beside training, for storage that is slow"
+        False, "write checkpoints in a background thread, from a copy in main memory; for slow storage"
     )
     max_skipped: int = option(
         0,
-        "optimiser steps to skip, for a loss or gradient that is not finite, before stopping; above 0, every step waits"
-        " for the device once more",
+        "number of steps with a loss or gradient that is not finite to skip before the run stops; above 0, every step"
+        " synchronises with the device once more",
         low=0,
     )
     max_overflows: int = option(
@@ -312,8 +320,8 @@ class Report:
     mlflow: str | None = option(None, "MLflow: experiment; needs the extra mlflow; null: none")
     profile: tuple[int, int] | None = option(
         None,
-        "[step, steps]: torch.profiler's trace of so many updates after that step of the run (at most 100), in the run"
-        " directory; null: none",
+        "[step, steps]: torch.profiler's trace of this number of updates after that step of the run (at most 100), in"
+        " the run directory; null: none",
         low=0,
     )
 
@@ -344,5 +352,5 @@ def num_channels(run: Run) -> int:
 
 
 def per_channel(values: Sequence[float], channels: int) -> tuple[float, ...]:
-    """`data.mean` or `data.std` for so many channels: as it is, one value for each, or the mean of three for grey."""
+    """`data.mean` or `data.std` for `channels`: as it is, one value for each, or the mean of three for grey."""
     return tuple(values) if len(values) == channels else (statistics.fmean(values),) * channels

@@ -3,12 +3,14 @@
 import codecs
 import dataclasses
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from attention.options import OptionError
 from engine.runtime.errors import ConfigError
 from engine.runtime.reading import open_regular
 
@@ -52,6 +54,14 @@ class Tree:
             if not path or any(f"{spelling}.".startswith(f"{'.'.join(path)}.") for spelling in spellings)
         )
         return self.origins[max(leading, key=lambda path: (len(".".join(path)), -len(path)))]
+
+    @contextmanager
+    def locating(self) -> Iterator[None]:
+        """Context in which an `OptionError` becomes a `ConfigError` that begins with the place of the option."""
+        try:
+            yield
+        except OptionError as error:
+            raise ConfigError(f"{self.origin(error.key)}: {error}") from None
 
 
 def read_config(path: str | Path) -> Tree:

@@ -231,7 +231,6 @@ def create_val_loader(
     world: World,
     *,
     img_size: Size,
-    num_classes: int | None = None,
     batch_size: int | None = None,
     skip_broken: bool = False,
 ) -> Loader:
@@ -240,14 +239,11 @@ def create_val_loader(
     An image that cannot be read ends the evaluation with `BrokenImage`, or is left out and counted (`skip_broken`).
 
     Args:
-        num_classes: that the images must have; None: any number.
         batch_size: images per rank; None: `choose_batch_size`.
     Raises:
-        OptionError: missing or wrong folder, an empty split, or another number of classes.
+        OptionError: missing or wrong folder, or an empty split.
     """
     val = open_images(run, "val_split", img_size, _sends_bytes(run, world))
-    if num_classes is not None:
-        _check_num_classes(val, num_classes)
     if world.is_primary:
         report_split(run.data, "val_split", val, img_size)
     limit = math.inf if skip_broken else 0
@@ -291,7 +287,8 @@ def _create_loader(
     if is_training:
         remedy = f"too many broken images (data.max_broken = {limit} of an epoch, or a whole batch); {VERIFY}"
     else:
-        remedy = f"refused in validation; {VERIFY}; data.broken_val=skip (validate.py: --skip-broken) leaves them out"
+        skip = "a run leaves them out with data.broken_val=skip, validate.py with --skip-broken"
+        remedy = f"refused in validation; {VERIFY}; {skip}"
     loader = ImageLoader(
         SeededDataset(dataset, run.train.seed) if is_training else dataset,
         batch_size,

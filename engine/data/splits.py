@@ -34,6 +34,7 @@ from engine.data.subset import SubsetReader, choose_classes, choose_images, hold
 from engine.data.tar import TarReader
 from engine.data.webdataset import WdsReader
 from engine.objectives import choose_objective
+from engine.runtime.errors import UserError
 from engine.runtime.text import one_line
 
 READERS: dict[str, tuple[Callable[[str], SplitReader], Sequence[str]]] = {
@@ -182,7 +183,8 @@ def find_split(data: Data, split: str, key: str) -> tuple[Callable[[str], SplitR
 def _advise(key: str, dataset: str, has_loose_images: bool) -> str:
     """Returns what to do about a split that is missing, for the end of the message."""
     if key == "data.val_split":
-        return "; data.val_fraction=0.2 holds out a part of the training images instead"
+        training = "; in training, data.val_fraction=0.2 holds out a part of the training images instead"
+        return training + "; to validate on class folders there, data.val_split=." * (dataset == "folder")
     if dataset != "folder":
         return ""
     if has_loose_images:
@@ -228,8 +230,8 @@ def report_split(data: Data, option: Literal["train_split", "val_split"], images
     if isinstance(reader := images.reader, SubsetReader) and len(reader) < reader.num_available:
         lines.append(f"data.{option}: {number} of {reader.num_available:,} images")
     if data.held_out_by and option == "val_split":
-        held = f"{number} images of data.train_split = {data.train_split!r}, which are not trained on"
-        lines = [f"validation: {held} ({data.held_out_by}); data.val_split is not read"]
+        held = f"{number} images held out of data.train_split = {data.train_split!r} ({data.held_out_by})"
+        lines = [f"validation: {held}; data.val_split is not read"]
     if text := describe_ignored(images):
         lines.append(f"data.{option}: {text}")
     is_resized = option == "val_split" and data.crop_mode != "native"  # before the crop
@@ -264,6 +266,30 @@ def identify_split(name: Literal["train", "val"], images: Images) -> dict[str, s
         return {f"{name}_files": images.reader.digest, f"{name}_content": images.reader.digest}
     content = np.ascontiguousarray(images.reader.fingerprints(), "<i8")
     return {f"{name}_files": digest_files(images), f"{name}_content": hashlib.sha256(content.data).hexdigest()}
+
+
+def check_held_out(data: Data, checkpoint: Mapping[str, Any], identity: Mapping[str, str]) -> str:
+    """Checks that images held out of the training split are those that validated in the training of `checkpoint`.
+
+    Their names decide, as a prepared copy of them may have other content.
+
+    Args:
+        identity: of the images here, see `identify_split`.
+    Returns:
+        A warning, where the checkpoint does not know its images; else "".
+    Raises:
+        UserError: they are others, and may have been trained on.
+    """
+    there, held_out_by = checkpoint.get("val_files"), data.held_out_by
+    if not held_out_by or there == identity["val_files"]:
+        return ""
+    if there is None:
+        problem = "the checkpoint does not say which images its training held out, and may have been trained on these"
+        return f"warning: {held_out_by}: {problem}"
+    problem = f"holds out other images of data.train_split = {data.train_split!r} than those that validated in training"
+    whole = f"{held_out_by.partition(' ')[0]}=null data.val_split=NAME"
+    remedy = f"give the data and options of the training, or a whole split with {whole}"
+    raise UserError(f"{held_out_by}: {problem}, and the model may have been trained on them; {remedy}")
 
 
 def digest_files(images: Images) -> str:

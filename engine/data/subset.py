@@ -17,6 +17,9 @@ from engine.runtime.text import one_line
 LIMIT = 2**24
 """Largest size of a file of class names, bytes; the rest is not read."""
 
+ALL_CLASSES = "data.classes=null takes the classes of the data"
+"""Remedy of a file of class names that does not fit the data. Validation matches those by name, without the file."""
+
 
 class SubsetReader(SplitReader):
     """Reads the images `indices` of `reader`.
@@ -128,7 +131,7 @@ def choose_classes(reader: SplitReader, path: str) -> SubsetReader:
         position = {label: int(name) for name, label in known.items()}
     elif unknown := [name for name in names if name not in known]:
         problem = f"{one_line(unknown[0], 100)!r} is no class of the data{one_line(nearest(unknown[0], known), 200)}"
-        raise OptionError("data.classes", f" = {path!r}: line {names[unknown[0]]}: {problem}")
+        raise OptionError("data.classes", f" = {path!r}: line {names[unknown[0]]}: {problem}; {ALL_CLASSES}")
     else:
         position = {known[name]: index for index, name in enumerate(names)}
     labels = np.array([position.get(label, -1) for label in range(len(known))])[np.asarray(reader.labels)]
@@ -142,7 +145,7 @@ def read_names(path: str) -> dict[str, int]:
         with open_regular(path) as file:
             text = file.read(LIMIT).decode("utf-8-sig", "surrogateescape")  # as names of folders are
     except OSError as error:
-        raise OptionError("data.classes", f" = {path!r}: cannot be read: {error.strerror}") from None
+        raise OptionError("data.classes", f" = {path!r}: cannot be read: {error.strerror}; {ALL_CLASSES}") from None
     lines: dict[str, int] = {}
     for number, line in enumerate(text.splitlines(), 1):
         if (name := line.strip()) and lines.setdefault(name, number) != number:

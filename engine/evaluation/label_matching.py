@@ -8,6 +8,7 @@ from timm.data import RealLabelsImagenet
 from torch import Tensor, nn
 
 from attention import OptionError
+from engine.checkpoints.weight_sources import describe_order, describe_unnamed
 from engine.data.splits import Images
 from engine.evaluation.predictions import PredictionTable
 from engine.runtime.errors import UserError
@@ -20,17 +21,20 @@ def match_classes(known: Sequence[str] | None, here: Sequence[str], num_classes:
     """Returns the model's output for each class of the data, and a note for the user ("" if as in training).
 
     Classes are matched by name if the model has all names of the data. Otherwise the names 0 to n - 1 of the data are
-    positions, if none of them is a name of the model's n classes. All other classes are matched in order.
+    positions, if none of them is a name of the model's n classes. All other classes are matched in order, and all where
+    the model's have no names.
 
     Args:
         known: names of the model's classes; None if they are not known. here: names of the data's classes.
     Raises:
-        OptionError: the classes cannot be matched by name, and their number differs from the model's.
+        OptionError: `num_classes` is not the number of the names that are known, or not that of the data's classes,
+            which cannot be matched by name.
     """
-    if known is None or len(known) != num_classes:
-        known = []
-    position = {name: index for index, name in enumerate(known)}
-    if list(known) == list(here):
+    if known is not None and len(known) != num_classes:
+        problem = f" = {num_classes}, but the checkpoint names {len(known)} classes"
+        raise OptionError("model.num_classes", f"{problem}; set it to that, or correct the names")
+    position = {name: index for index, name in enumerate(known or ())}
+    if known is not None and list(known) == list(here):
         return [*range(num_classes)], ""
     if all(name in position for name in here):
         some = f"the data has {len(here):,} of the checkpoint's {num_classes:,}; the logits of the others are left out"
@@ -40,11 +44,14 @@ def match_classes(known: Sequence[str] | None, here: Sequence[str], num_classes:
     if len(here) != num_classes:
         reason = names or "the checkpoint has no names of them, by which to match some"
         raise OptionError("model.num_classes", f" = {num_classes}, but the images have {len(here)} classes; {reason}")
+    if known is None:
+        order, note = describe_order(here), f"classes: {describe_unnamed(here)}"
+        return [*range(num_classes)], f"warning: {note}: {order}" if order else note
     numbers = [int(name) if name.isdecimal() else -1 for name in here]
     if sorted(numbers) == [*range(num_classes)] and not any(name in position for name in here):
         note = f"classes: the data's names, 0 to {num_classes - 1}, are taken for positions in the checkpoint's"
-        return numbers, note if known else ""
-    return [*range(num_classes)], names and f"warning: the classes are not those of the training: {names}"
+        return numbers, note
+    return [*range(num_classes)], f"warning: the classes are not those of the training: {names}"
 
 
 class ClassSubset(nn.Module):

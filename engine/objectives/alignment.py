@@ -108,7 +108,7 @@ class Alignment(Objective):
 
     @staticmethod
     def learns_labels(run: Run) -> bool:
-        return run.distill.weight < 1 and run.distill.beside == "labels"
+        return run.distill.rest == "labels"
 
     @staticmethod
     def check(run: Run) -> None:

@@ -1,6 +1,6 @@
 """Options of distillation, the teacher, and classification with one as in DeiT (Touvron et al., 2021, section 4).
 
-Functions that the objectives of types `INSIDE` share are here too.
+Functions that the objectives of `TOKEN_TYPES` share are here too.
 """
 
 import hashlib
@@ -22,10 +22,10 @@ MeanStd = tuple[Sequence[float], Sequence[float]]
 Prediction = Literal["hard", "soft", "soft_released"]
 """Types of distillation that compare predictions."""
 
-INITIAL = "init.weights"
-"""Name of a teacher that is the model of this option."""
+TEACHER_OF_INIT = "init.weights"
+"""Value of distill.teacher that means the model of init.weights."""
 
-INSIDE = ("attention", "features")
+TOKEN_TYPES = ("attention", "features")
 """Types of distillation that compare tokens inside the models, by default without labels, not predictions."""
 
 
@@ -70,7 +70,12 @@ class Distill:
     @property
     def weight(self) -> float:
         """`alpha`, or its default for the type."""
-        return self.alpha if self.alpha is not None else float(self.type in INSIDE) or 0.5
+        return self.alpha if self.alpha is not None else float(self.type in TOKEN_TYPES) or 0.5
+
+    @property
+    def rest(self) -> Literal["labels", "soft", ""]:
+        """What the rest of the loss, 1 - alpha, compares with, see `beside`; "" with alpha = 1."""
+        return self.beside if self.weight < 1 else ""
 
 
 class Teacher(nn.Module):
@@ -118,7 +123,7 @@ class Distillation(Objective):
     measure = CLASSES
 
     def __init__(self, loss: nn.Module, distill: Distill, teacher: nn.Module):
-        assert distill.type not in INSIDE, "they have objectives of their own"
+        assert distill.type not in TOKEN_TYPES, "they have objectives of their own"
         self.loss, self.distill, self.teacher, self.kind = loss, distill, teacher, cast(Prediction, distill.type)
         self.identity = {"teacher_weights": digest_weights(teacher.get_submodule("model").state_dict())}
 
@@ -133,9 +138,10 @@ class Distillation(Objective):
         if distill.teacher is None and distill != Distill():
             problem = " = null, but other options of distill are given: name a teacher, or leave them out"
             raise OptionError("distill.teacher", problem)
-        if distill.teacher == INITIAL and run.init.weights is None:
-            raise OptionError("distill.teacher", f" = {INITIAL}, which is null; give init.weights, or name a teacher")
-        if distill.beside != "labels" and (distill.type not in INSIDE or distill.weight == 1):
+        if distill.teacher == TEACHER_OF_INIT and run.init.weights is None:
+            problem = f" = {TEACHER_OF_INIT}, which is null; give init.weights, or name a teacher"
+            raise OptionError("distill.teacher", problem)
+        if distill.beside != "labels" and (distill.type not in TOKEN_TYPES or distill.weight == 1):
             problem = f" = {distill.beside} acts beside distill.type=attention or features with distill.alpha below 1"
             raise OptionError("distill.beside", f"{problem}; leave it out")
         is_soft = distill.type.startswith("soft") or distill.beside == "soft"
@@ -176,10 +182,10 @@ def distillation_loss(logits: Tensor, teacher: Tensor, kind: Prediction, tau: fl
 
 
 def train_fitted(model: nn.Module, fitted: Iterable[nn.Parameter], distill: Distill, name: str) -> None:
-    """With alpha = 1, leaves of the weights of `model` only `fitted` to be trained, as far as they are.
+    """With alpha = 1, freezes all weights of `model` but `fitted`; frozen weights stay frozen.
 
     Raises:
-        OptionError: they are all frozen; the message says so of `name`.
+        OptionError: `fitted` are all frozen; the message says so of `name`.
     """
     chosen = {id(weight) for weight in fitted}
     if not any(weight.requires_grad for weight in model.parameters() if id(weight) in chosen):
@@ -198,9 +204,9 @@ def combine_losses(
     Args:
         loss: function of logits and targets. teacher: its logits.
     """
-    if distill.weight == 1:
+    if not distill.rest:
         return error
-    is_soft = distill.beside == "soft"
+    is_soft = distill.rest == "soft"
     rest = distillation_loss(logits, teacher, "soft", distill.tau) if is_soft else loss(logits, targets)
     return distill.weight * error + (1 - distill.weight) * rest
 

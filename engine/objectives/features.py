@@ -118,7 +118,7 @@ class FeatureDistillation(Objective):
         self.compiled = [taught] if isinstance(taught, Backbone) else []
         self.check_blocks(len(blocks_of(taught)), len(blocks_of(model)))
         numbers = [getattr(one, "num_prefix_tokens", 0) for one in (model, taught)]
-        skip_prefix, is_soft = numbers[0] != numbers[1], distill.weight < 1 and distill.beside == "soft"
+        skip_prefix, is_soft = numbers[0] != numbers[1], distill.rest == "soft"
         self.student = FeatureModel(model, layers, skip_prefix, with_outputs=distill.weight < 1)
         self.taught = FeatureModel(taught, layers, skip_prefix, with_outputs=is_soft).eval()
         mode = model.training
@@ -144,7 +144,7 @@ class FeatureDistillation(Objective):
 
     @staticmethod
     def learns_labels(run: Run) -> bool:
-        return run.distill.weight < 1 and run.distill.beside == "labels"
+        return run.distill.rest == "labels"
 
     @staticmethod
     def check(run: Run) -> None:
@@ -194,7 +194,7 @@ class FeatureDistillation(Objective):
             if there != here:
                 where = "" if name == LAST else f" after block {name}"
                 problem = f"it gives {there} tokens{where}, the model {here}"
-                remedy = "make model.patch_size, model.img_size, ... the teacher's"
+                remedy = "set model.patch_size, model.img_size, ... to the teacher's values"
                 raise OptionError("distill.teacher", f" = {self.distill.teacher}: {problem}; {remedy}")
 
     def wrap(self, model: nn.Module) -> nn.Module:

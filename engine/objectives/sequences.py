@@ -55,7 +55,7 @@ class SequenceClassification(Classification):
         for mechanism in mechanisms_of(run.attention):
             name, config = mechanism["name"], AttentionFactory.from_options(mechanism).config
             if refusal := ATTENTION[name].refuses_key_mask(config):
-                problem = f" = {run.model['pad_token']}: attention({name}) refuses a key mask, for {refusal}"
+                problem = f" = {run.model['pad_token']}: attention({name}) takes no key_mask: {refusal}"
                 raise OptionError("model.pad_token", f"{problem}; set it to null, or choose another mechanism")
         if run.train.compile:
             raise OptionError(

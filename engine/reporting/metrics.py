@@ -97,8 +97,8 @@ def find_records(directory: Path) -> list[dict[str, Any]]:
         return []
 
 
-def first_pass_images(directory: Path) -> int | None:
-    """Returns the images of a pass at the first start of the run in `directory`; None if its records do not say.
+def first_micro_batch_size(directory: Path) -> int | None:
+    """Returns the images of a micro-batch at the first start of the run in `directory`; None if its records do not say.
 
     Raises:
         UserError: its records cannot be read.

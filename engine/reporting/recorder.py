@@ -17,10 +17,8 @@ import json
 import math
 import os
 import platform
-import statistics
 import time
 import uuid
-from array import array
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
@@ -30,9 +28,9 @@ from typing import Any
 
 import torch
 
-from engine.checkpoints.progress import Progress, Resumption
+from engine.checkpoints.progress import Progress, Resumption, describe_place
 from engine.config.load import dump_run
-from engine.config.passes import count_pass_images, describe_ranks
+from engine.config.micro_batches import describe_ranks, micro_batch_size
 from engine.config.schema import Run
 from engine.config.yaml_files import dump_yaml
 from engine.evaluation.predictions import PredictionTable
@@ -40,12 +38,11 @@ from engine.reporting.charts import Charts
 from engine.reporting.console import SHOWN, format_values
 from engine.reporting.metrics import EPOCHS, METRICS, EpochTable, epochs_csv, is_until, stream_records
 from engine.reporting.profiling import StepProfiler
+from engine.reporting.speed import StepSpeed
 from engine.reporting.trackers import Launch, OpenTrackers
-from engine.reporting.waiting import DataWait
 from engine.runtime.distributed import World
 from engine.runtime.files import append_whole, naming, write_atomically
-from engine.runtime.peaks import peak_tflops
-from engine.runtime.provenance import device_name, provenance
+from engine.runtime.provenance import provenance
 from engine.runtime.terminal import CONSOLE, print_fields, progress_bar
 from engine.runtime.text import one_line
 
@@ -70,19 +67,14 @@ class Recorder:
 
     def __init__(self, directory: Path | None, run: Run, progress: Progress, total_steps: int, world: World):
         self.directory, self.run, self.total_steps = directory, run, total_steps
-        self.world, self.device = world, world.device
+        self.device, self.speed = world.device, StepSpeed(run, world)
         self.progress, self.step, self.num_gpus, self.began = progress, progress.step, 0, time.monotonic()
         self.images_seen, self.run_id, self.epochs = 0, uuid.uuid4().hex, EpochTable()
         self.former: dict[str, Any] = {}  # the last start
         self.spent = {"elapsed_seconds": 0.0, "gpu_hours": 0.0}
         self.trackers: OpenTrackers | None = None
-        self.step_seconds = array("d")
-        self.num_recorded = 0
-        self.wait = DataWait(world.device)
         self.warned_input_bound = False
         self.profiler = StepProfiler(directory, run.report, world.device)
-        self.tflop = 0.0  # of an image
-        self.peak: float | None = None  # TFLOP/s of all GPUs
         if directory is not None:
             self.metrics = directory / METRICS
             self.charts = Charts(directory, self.step)
@@ -147,7 +139,7 @@ class Recorder:
                 print(f"resumes from {resumption.describe(self._place(epoch), others)}", flush=True)
             values |= origin
         self.num_gpus = processes if self.device.type == "cuda" else 0
-        self._rate(values.get("macs", 0), processes)
+        self.speed.set_macs(values.get("macs", 0), processes)
         if self.run.train.elastic:
             before, _ = resumption.differences.get("processes", (processes, processes))
             values["ranks"] = describe_ranks(self.run, processes, before)
@@ -155,7 +147,7 @@ class Recorder:
             "host": platform.node(),
             "run_id": self.run_id,
             "processes": processes,
-            "images_per_pass": count_pass_images(self.run, processes),
+            "images_per_pass": micro_batch_size(self.run, processes),
             "epochs": self.run.schedule.epochs,
         }
         self._record("start", epoch, {**values, "total_steps": self.total_steps})
@@ -174,7 +166,7 @@ class Recorder:
         """
         self._tabulate(epoch)
         self.profiler.at_step(self.step)
-        self.step_began = time.perf_counter()
+        self.speed.begin_step()
         self.workers_start = True
         if self.directory is not None:
             self.bar.unpause()
@@ -182,27 +174,19 @@ class Recorder:
 
     def end_step(self) -> None:
         """Counts an update and its time."""
-        now = time.perf_counter()
-        self.step_seconds.append(now - self.step_began)
-        self.step_began = now
+        self.speed.end_step()
         self.step += 1
         self.images_seen += self.run.train.total_batch_size
         if self.directory is not None:
             self.bar.update(self.run.train.total_batch_size)
         if self.profiler.at_step(self.step):
-            self.step_began = time.perf_counter()
+            self.speed.begin_step()
 
     def train(self, epoch: int, **values: float) -> None:
         """Records `values` of the updates since the last such record, and their speed; `epoch` counts from 1."""
-        step_seconds = statistics.fmean(self.step_seconds[self.num_recorded :])
-        num_steps = len(self.step_seconds) - self.num_recorded
-        self.num_recorded += num_steps
-        own_wait = 100 * self.wait.seconds() / (num_steps * step_seconds)
-        waits = [wait for (wait,) in self.world.gather([own_wait])]
-        data_wait, longest = waits[0], max(waits)
-        if len(waits) > 1:
-            values |= {"slowest_rank": waits.index(longest), "slowest_data_wait": longest}
-        self._record("train", epoch, {**values, **self._speed(step_seconds), "data_wait": data_wait})
+        speed = self.speed.since_last()
+        self._record("train", epoch, {**values, **speed})
+        data_wait = speed["data_wait"]
         is_input_bound = data_wait > INPUT_BOUND and not self.workers_start
         self.workers_start = False
         if is_input_bound and self.directory is not None and not self.warned_input_bound:
@@ -227,8 +211,7 @@ class Recorder:
 
     def final(self, **values: float) -> None:
         """Records the end of the run and its median speed since it was started or resumed."""
-        seconds = self.step_seconds or [math.nan]  # a run that was stopped after its last update has none
-        values |= self._speed(statistics.median(seconds))
+        values |= self.speed.median()
         self._record("final", self.run.schedule.epochs, values)
         self._tabulate()
         if self.directory is not None:
@@ -252,35 +235,10 @@ class Recorder:
             self.bar.close()
 
     def _place(self, epoch: int) -> str:
-        return f"epoch {epoch}/{self.run.schedule.epochs}  step {self.step}/{self.total_steps}"
+        return describe_place(self.run, epoch, self.step, self.total_steps)
 
     def _title(self, epoch: int) -> str:
         return f"epoch {epoch}/{self.run.schedule.epochs}"
-
-    def _rate(self, macs: int, processes: int) -> None:
-        """Prepares FLOP/s and MFU: a backward pass takes twice the arithmetic of a forward pass.
-
-        That is not so where parameters are frozen, and then neither is recorded.
-        """
-        options = self.run.train
-        if macs and options.freeze is None:
-            self.tflop = 3 * 2 * macs / 1e12
-            peak = peak_tflops(device_name(self.device), options.amp or ("tf32" if options.tf32 else "fp32"))
-            self.peak = peak and processes * peak
-
-    def _speed(self, step_seconds: float) -> dict[str, float]:
-        """Returns speed, and on GPUs the peak memory of the rank that has the highest: a collective, at log time."""
-        images_per_second = self.run.train.total_batch_size / step_seconds
-        speed = {"images_per_second": images_per_second, "step_seconds": step_seconds}
-        if self.tflop:
-            speed["tflops"] = self.tflop * images_per_second
-        if self.tflop and self.peak:
-            speed["mfu"] = 100 * speed["tflops"] / self.peak
-        if self.device.type == "cuda":  # on a CPU, the memory of the process is hardly that of the model
-            peaks = [torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device)]
-            allocated, reserved = map(max, zip(*self.world.gather(peaks), strict=True))
-            speed |= {"memory_mb": allocated / 2**20, "memory_reserved_mb": reserved / 2**20}
-        return speed
 
     def _tabulate(self, before: float = math.inf) -> None:
         """Writes the table of the epochs before `before`."""

@@ -48,6 +48,11 @@ def spread(values: Iterable[float], step: float = 0.0) -> Spread | None:
     return Spread(mean(values), stdev(values) if len(values) > 1 else None, len(values), step) if values else None
 
 
+def mean_and_std(spread: Spread | None) -> tuple[float | None, float | None]:
+    """Returns the mean and the standard deviation of a spread, for a file; None for both without a spread."""
+    return (None, None) if spread is None else spread[:2]
+
+
 def plus_minus(spread: Spread | None, form: str) -> str:
     """Formats a spread as ``"1.20 ± 0.10"``; empty for None. A sign in `form` applies to the mean only."""
     if spread is None:
@@ -63,7 +68,7 @@ def verdict(difference: Spread | None) -> str:
 
 
 def over_draws(count: int) -> str:
-    """Returns what numbers of a title are, over so many draws."""
+    """Returns what numbers of a title are, over `count` draws."""
     return f"mean ± standard deviation over draws: {count}" if count > 1 else "one draw"
 
 

@@ -29,6 +29,15 @@ class ConfigError(UserError):
 
 
 @contextmanager
+def as_config_error(prefix: str = "") -> Iterator[None]:
+    """Context in which an `OptionError` becomes a `ConfigError` whose message begins with `prefix`."""
+    try:
+        yield
+    except OptionError as error:
+        raise ConfigError(f"{prefix}{error}") from None
+
+
+@contextmanager
 def refuse_bad_input() -> Iterator[None]:
     """Context in which refused input ends a script with one line on stderr and exit status 2.
 

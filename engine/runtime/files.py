@@ -111,8 +111,8 @@ def check_output(path: Path, option: str, suffixes: Collection[str]) -> None:
         raise UserError(f"{path}: cannot be written: {error.strerror}") from error
 
 
-def check_directory(directory: Path, option: str = "--output") -> None:
-    """Checks in advance, and makes nothing, that the directory that an option names exists or can be made.
+def check_directory(directory: Path) -> None:
+    """Checks in advance, and makes nothing, that the directory that --output names exists or can be made.
 
     Raises:
         UserError: it is a file, its name is too long, or the directory above it cannot be written.
@@ -125,9 +125,9 @@ def check_directory(directory: Path, option: str = "--output") -> None:
     except FileNotFoundError:
         above = next(parent for parent in directory.absolute().parents if parent.exists())
         if not os.access(above, os.W_OK | os.X_OK):
-            raise UserError(f"{option} {directory}: cannot be made: {above} is not writable") from None
+            raise UserError(f"--output {directory}: cannot be made: {above} is not writable") from None
     except OSError as error:
-        raise UserError(f"{option} {directory}: cannot be made: {error.strerror}") from None
+        raise UserError(f"--output {directory}: cannot be made: {error.strerror}") from None
 
 
 def make_output(directory: Path, files: Iterable[str], option: str = "--output") -> None:
@@ -151,6 +151,16 @@ def to_csv(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> bytes:
     writer.writerow(header)
     writer.writerows(rows)
     return text.getvalue().encode(errors="surrogateescape")
+
+
+def dicts_to_csv(rows: Sequence[Mapping[str, Any]], columns: Sequence[str] | None = None) -> bytes:
+    """Returns the content of a CSV file with a line for each row, column -> value.
+
+    Args:
+        columns: None: those of the first row.
+    """
+    columns = list(rows[0]) if columns is None else columns
+    return to_csv(columns, ([row[name] for name in columns] for row in rows))
 
 
 def write_file(path: Path, content: bytes) -> None:

@@ -5,10 +5,10 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
+from engine.checkpoints.files import IDENTITY
 from engine.config.load import find_config
 from engine.config.option_pages import sections
 from engine.runtime.arguments import ArgumentParser
-from engine.training.resume import CHANGEABLE
 
 OPTIONS = """\
 options of a mechanism: python -m attention NAME
@@ -17,6 +17,9 @@ or docs/options.md
 options of one run, as they are resolved: --dry-run
 """
 """Ways to list the options."""
+
+CHANGEABLE = f"what may differ: an option, processes, images, {', '.join(IDENTITY[:-1])} or {IDENTITY[-1]}"
+"""Help on --allow-change: possible differences from the run that is continued."""
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:

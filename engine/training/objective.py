@@ -1,6 +1,7 @@
 """The objective of a run, and the teacher that it may need."""
 
 import copy
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import cast
@@ -12,14 +13,15 @@ from torch import nn
 from engine.checkpoints.adapt import fit_weights, summarize
 from engine.checkpoints.files import WEIGHTS, choose_weights
 from engine.checkpoints.identify import FOREIGN, TIMM, Kind, identify
-from engine.checkpoints.weight_sources import load_timm, read_weights
+from engine.checkpoints.local_dir import read_label_names
+from engine.checkpoints.weight_sources import describe_order, load_timm, read_weights
 from engine.checkpoints.weights import build_model, check_predicts_classes
 from engine.config.load import parse_run
 from engine.config.schema import Run, num_channels, per_channel
 from engine.data.splits import Images, classes_of, count_classes
 from engine.objectives import choose_objective
 from engine.objectives.alignment import last_call, record_calls
-from engine.objectives.distillation import INITIAL, INSIDE, MeanStd, Teacher
+from engine.objectives.distillation import TEACHER_OF_INIT, TOKEN_TYPES, MeanStd, Teacher
 from engine.objectives.objective import Objective
 from engine.runtime.distributed import World
 from engine.runtime.errors import UserError
@@ -58,7 +60,7 @@ def weigh_classes(run: Run, images: Images, world: World) -> Run:
 
 def create_teacher(run: Run, model: nn.Module, images: Images, world: World) -> Teacher:
     """Reads the teacher of `run` and tries it. The distillation token of `model`, if there is one, learns from its
-    predictions; beside a comparison of tokens (`INSIDE`), both heads learn together.
+    predictions; beside a comparison of tokens (`TOKEN_TYPES`), both heads learn together.
 
     Args:
         images: training images, whose classes must be the teacher's.
@@ -66,7 +68,7 @@ def create_teacher(run: Run, model: nn.Module, images: Images, world: World) -> 
         UserError: the teacher cannot be read, does not take the run's images, or has other classes.
     """
     distill, shape = run.distill, _image_shape(run)
-    name = cast(str, run.init.weights if distill.teacher == INITIAL else distill.teacher)
+    name = cast(str, run.init.weights if distill.teacher == TEACHER_OF_INIT else distill.teacher)
     try:
         teacher = read_teacher(name, run).to(world.device)
         check_teacher(teacher, shape, None if ignores_predictions(run) else classes_of(images), world.device)
@@ -74,7 +76,7 @@ def create_teacher(run: Run, model: nn.Module, images: Images, world: World) -> 
             check_layers(teacher, model, shape, world.device)
     except UserError as error:
         raise UserError(f"distill.teacher={name}: {error}") from None
-    if run.model.get("dist_token") and distill.type not in INSIDE:
+    if run.model.get("dist_token") and distill.type not in TOKEN_TYPES:
         cast(Deit, model).set_distilled_training()
     if world.is_primary:
         line = f"distill.teacher={name}: {distill.type}, alpha {distill.weight:g}"
@@ -82,6 +84,8 @@ def create_teacher(run: Run, model: nn.Module, images: Images, world: World) -> 
             line += f"; trained with images of {_text(teacher.shape)}, asked about {_text(shape)}"
         if teacher.classes is None and not ignores_predictions(run):
             line += "; its classes are not known, and are taken for the data's, in order"
+            if order := describe_order(classes_of(images)):
+                print(f"warning: distill.teacher={name}: classes: {order}", file=sys.stderr, flush=True)
         print(line, flush=True)
     return teacher
 
@@ -89,9 +93,9 @@ def create_teacher(run: Run, model: nn.Module, images: Images, world: World) -> 
 def read_teacher(name: str, run: Run) -> Teacher:
     """Reads the model that `distill.teacher` names, for the images of `run`.
 
-    A run directory gives its best checkpoint, and a checkpoint its averaged weights if it has them. For the types
-    `INSIDE`, weights of other programs load into the run's own model with the published attention of its family. A
-    name of timm's hub does so only for `attention`; for `features` it gives timm's model.
+    A run directory gives its best checkpoint, and a checkpoint its averaged weights if it has them. For `TOKEN_TYPES`,
+    weights of other programs load into the run's own model with the published attention of its family. A name of timm's
+    hub does so only for `attention`; for `features` it gives timm's model.
 
     Raises:
         UserError: no such model, or a file of weights that does not name its model.
@@ -99,12 +103,13 @@ def read_teacher(name: str, run: Run) -> Teacher:
     found = identify(name, follow_links=True)
     if run.distill.type == "attention" and found.kind is Kind.HUB:
         return read_published(name, run)
-    if run.distill.type in INSIDE and found.kind in FOREIGN:
+    if run.distill.type in TOKEN_TYPES and found.kind in FOREIGN:
         return read_published(name, run)
     if found.kind is Kind.HUB:
         model = load_timm(name.removeprefix(TIMM))
         config = model.pretrained_cfg
-        return Teacher(model, config["input_size"], None, _normalisation(run), (config["mean"], config["std"]))
+        images, classes = (config["mean"], config["std"]), read_label_names(config, name)
+        return Teacher(model, config["input_size"], classes, _normalisation(run), images)
     if found.kind in FOREIGN:
         remedy = f"name {TIMM}NAME of timm's hub, or a run of train.py"
         raise UserError(f"weights alone, which do not say of what model they are; {remedy}")
@@ -127,7 +132,7 @@ def read_published(name: str, run: Run) -> Teacher:
     model = create_model(attention=family_of(run.model["name"]).published_attention, **options)
     state, outcome = fit_weights(model, source, name)
     if any(outcome[kind] for kind in ("fresh", "re-made", "dropped")):
-        remedy = "make the options of model those of the weights (class_token, stem, ...)"
+        remedy = "set the options of model to those of the weights (class_token, stem, ...)"
         raise UserError(f"not the weights of {run.model['name']} as it is here: {summarize(outcome)}; {remedy}")
     model.load_state_dict(state, strict=False)
     own = _normalisation(run)
@@ -138,7 +143,7 @@ def read_published(name: str, run: Run) -> Teacher:
 
 def ignores_predictions(run: Run) -> bool:
     """Whether the teacher's predictions have no part in the loss of `run`."""
-    return run.distill.type in INSIDE and (run.distill.weight == 1 or run.distill.beside == "labels")
+    return run.distill.type in TOKEN_TYPES and run.distill.rest != "soft"
 
 
 @torch.no_grad()
@@ -159,12 +164,13 @@ def check_layers(teacher: Teacher, model: nn.Module, shape: tuple[int, int, int]
         found.append([(tuple(tokens.shape[1:]), grid) for tokens, grid, *_ in arguments])
     theirs, own = found
     if len(theirs) != len(own):
-        raise UserError(f"it has {len(theirs)} attention layers, the model has {len(own)}; make model the teacher's")
+        problem = f"it has {len(theirs)} attention layers, the model has {len(own)}"
+        raise UserError(f"{problem}; set the options of model to the teacher's values")
     for number, ((tokens, grid), (here, grid_here)) in enumerate(zip(theirs, own, strict=True)):
         if (tokens, grid) != (here, grid_here):
             there = f"its attention layer {number} gets {_text(tokens)} tokens of a {_text(grid)} grid"
             problem = f"{there}, the model's {_text(here)} of a {_text(grid_here)} grid"
-            raise UserError(f"{problem}; make model.patch_size, embed_dim, class_token, ... the teacher's")
+            raise UserError(f"{problem}; set model.patch_size, embed_dim, class_token, ... to the teacher's values")
 
 
 def check_teacher(
@@ -182,7 +188,7 @@ def check_teacher(
     except (AssertionError, RuntimeError, ValueError) as error:
         reason = describe_error(error)
         problem = f"trained with images of {_text(teacher.shape)}, it does not take {_text(shape)} ({reason})"
-        raise UserError(f"{problem}; make model.img_size and model.in_chans the teacher's") from None
+        raise UserError(f"{problem}; set model.img_size and model.in_chans to the teacher's values") from None
     if classes is None:
         return
     if logits.shape != (1, len(classes)):

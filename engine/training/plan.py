@@ -12,16 +12,19 @@ from torch._subclasses import fake_tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from attention import kernels
+from engine.checkpoints.initial_weights import create_initial_model
+from engine.checkpoints.progress import describe_place
 from engine.config.checks import check_profile
 from engine.config.load import dump_run
-from engine.config.passes import count_pass_images
+from engine.config.micro_batches import micro_batch_size
 from engine.config.schema import Run
 from engine.config.yaml_files import dump_yaml
 from engine.data.loaders import create_loaders, images_of
 from engine.data.sampler import EpochSampler
-from engine.data.splits import identify_data
+from engine.data.splits import classes_of, identify_data
 from engine.runtime.distributed import World, autocast
 from engine.runtime.text import describe_error
+from engine.training.objective import create_objective
 from engine.training.optim import create_optimizer
 from engine.training.resume import Checkpoints
 from models import create_model
@@ -42,29 +45,34 @@ INDENT = " " * 12
 def print_plan(run: Run, world: World, output: Path, allowed: Sequence[str] = ()) -> None:
     """Prints, on the primary rank, the configuration of `run`, its size, length, memory, and what it would resume.
 
+    Initial weights and a teacher are read as by a launch, and the outcome of the weights is printed.
+
     Args:
         output, allowed: directory of the run, and options that may differ from the run in it.
     Raises:
-        OptionError, UserError: data that cannot be used, or a directory that holds a different run.
+        OptionError, UserError: data, weights or a teacher that cannot be used, or a directory that holds a different
+            run.
     """
     img_size, batch = run.model["img_size"], run.train.total_batch_size
     train, val, _ = create_loaders(run, world, img_size=img_size, num_classes=run.model["num_classes"])
     sampler = cast(EpochSampler, train.sampler)
     identity = identify_data(images_of(train), images_of(val))
+    if run.init.weights or run.distill.teacher:
+        model = create_initial_model(run, output, world, classes_of(images_of(val)))
+        identity |= create_objective(run, model, images_of(train), world).identity
     checkpoints = Checkpoints(output, run, world, sampler.num_images, identity)
     progress, _ = checkpoints.find(allowed)
     steps, epochs = progress.total_steps(run, sampler.updates_per_epoch), run.schedule.epochs
     check_profile(run.report, steps)
     costs = count_costs(run.model, run.attention)
-    images = count_pass_images(run, world.size)
+    images = micro_batch_size(run, world.size)
     passes = f"{world.size} x {run.train.grad_accum_steps} x {images}"
     if progress.epoch >= epochs:
         found = f"nothing; {output} is finished"
     elif checkpoints.resumption.checkpoint is None:
         found = f"nothing; {output} has no checkpoint, and the run starts from the beginning"
     else:
-        where = f"epoch {progress.epoch}/{epochs}  step {progress.step}/{steps}"
-        found = checkpoints.resumption.describe(where)
+        found = checkpoints.resumption.describe(describe_place(run, progress.epoch, progress.step, steps))
     facts = {
         "parameters": f"{costs.parameters:,}",
         "MACs": f"{costs.macs:,} of an image",
@@ -81,7 +89,7 @@ def print_plan(run: Run, world: World, output: Path, allowed: Sequence[str] = ()
 
 
 def describe_memory(run: Run, world: World, images: int) -> str:
-    """Returns the estimate of the memory of a process, for passes of so many images, and what it counts."""
+    """Returns the estimate of the memory of a process, for micro-batches of `images` images, and what it counts."""
     try:
         parts = estimate_memory(run, world, images)
     except UNTRACEABLE as error:
@@ -91,11 +99,11 @@ def describe_memory(run: Run, world: World, images: int) -> str:
 
 
 def estimate_memory(run: Run, world: World, images: int) -> dict[str, int]:
-    """Returns the bytes that training keeps in a process, by kind, for passes of so many images.
+    """Returns the bytes that training keeps in a process, by kind, for micro-batches of `images` images.
 
     Activations are the tensors that the forward pass keeps for the backward pass, in the precision of the run. They
     are counted on tensors that have shapes but no memory. Gradients take their place in the backward pass, and count
-    where they outlive it: if passes add up, and in the buffers of processes that exchange them.
+    where they outlive it: if micro-batches add up, and in the buffers of processes that exchange them.
     """
     device = world.device.type
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""Resuming: the checkpoints in a run directory, and the options that may change when a run continues."""
+"""Resuming: the checkpoints in a run directory."""
 
 import pickle
 import sys
@@ -18,56 +18,24 @@ from attention.options import nearest, parse_options
 from engine.checkpoints.background import BackgroundTask, copy_to_memory
 from engine.checkpoints.files import IDENTITY, WEIGHTS, find_checkpoint, save_checkpoint
 from engine.checkpoints.format import MAX_CLASS_NAMES
-from engine.checkpoints.identify import NAME, list_checkpoints
+from engine.checkpoints.identify import CHECKPOINT_NAME, list_checkpoints
 from engine.checkpoints.progress import Progress, Resumption
 from engine.checkpoints.weights import list_not_finite, load_weights
-from engine.config.load import dump_run, flatten, parse_run
+from engine.config.load import dump_run, parse_run
 from engine.config.schema import Run
 from engine.runtime.distributed import World
 from engine.runtime.errors import ConfigError, UserError
 from engine.runtime.files import digest_path, is_intact
-from engine.runtime.text import describe_difference
-from engine.training.optim import create_optimizer, restore_optimizer, without_defaults
-
-RANKS = ("processes", "train.grad_accum_steps")
-"""What may differ, too, in a run with `train.elastic`."""
-
-RESUMABLE_OPTIONS = {
-    "data.root",
-    "data.classes",
-    "data.cache_dir",
-    "data.cache_gb",
-    "data.workers",
-    "data.timeout_minutes",
-    "data.max_broken",
-    "data.broken_val",
-    "train.log_every",
-    "train.keep_checkpoints",
-    "train.checkpoint_steps",
-    "train.checkpoint_minutes",
-    "train.async_checkpoint",
-    "train.timeout_minutes",
-    "train.elastic",
-    "train.max_skipped",
-    "train.max_overflows",
-    "report.wandb",
-    "report.mlflow",
-    "report.profile",
-    "plugins",
-}
-"""Options without an effect on the trained weights: a run may be resumed with other values."""
-
-CHANGEABLE = f"what may differ: an option, processes, images, {', '.join(IDENTITY[:-1])} or {IDENTITY[-1]}"
-"""Help on --allow-change: possible differences from the run that is continued."""
-
-TEACHER = "teacher_weights"
-"""Metadata that only a run with its teacher knows."""
-
-CONTENT = ("train_content", "val_content")
-"""Metadata of the data that checkpoints of earlier versions lack."""
-
-NAMES_ONLY = "an earlier version made it, which kept the names of its images, not their content; the names are compared"
-"""Note on a checkpoint without `CONTENT`."""
+from engine.training.differences import (
+    CONTENT,
+    NAMES_ONLY,
+    RANKS,
+    TEACHER,
+    find_differences,
+    flatten_metadata,
+    list_differences,
+)
+from engine.training.optim import create_optimizer, restore_optimizer
 
 Stateful = Mapping[str, nn.Module | Optimizer | torch.amp.GradScaler]
 """Name of a state dict in a checkpoint -> object that has it."""
@@ -104,7 +72,7 @@ class Checkpoints:
 
         Args:
             allowed: options, or names in the metadata, that may differ from the checkpoint's, besides
-                `RESUMABLE_OPTIONS` and, in an elastic run, `RANKS`.
+                `engine.training.differences.RESUMABLE_OPTIONS` and, in an elastic run, `RANKS`.
         Raises:
             UserError: the checkpoint's run has other options or data, or unknown options; it has more epochs than the
                 configuration; or ranks have different data, or find different checkpoints.
@@ -115,21 +83,27 @@ class Checkpoints:
         if self.world.gather([progress.epoch, progress.step]) != [[progress.epoch, progress.step]] * self.world.size:
             problem = "not every rank sees the same checkpoint; use a file system that all share"
             raise UserError(f"{self.directory}: {problem}")
-        here = _flatten_metadata(self.metadata)
+        known = flatten_metadata(self.metadata)
         for key in allowed:
-            if key not in here:
-                raise UserError(f"--allow-change: {key!r} is no option{nearest(key, here)}")
+            if key not in known:
+                raise UserError(f"--allow-change: {key!r} is no option{nearest(key, known)}")
         if found is None:
             return progress, {}
-        if self.options.elastic:
-            allowed = {*allowed, *RANKS}
-        path, checkpoint = found
+        self._compare(*found, progress, {*allowed, *RANKS} if self.options.elastic else allowed)
+        return progress, found[1]
+
+    def _compare(self, path: Path, checkpoint: dict[str, Any], progress: Progress, allowed: Collection[str]) -> None:
+        """Compares the run of the checkpoint `path` with this one; sets `resumption` and `former`.
+
+        Raises:
+            UserError: this run cannot go on from there, see `find`.
+        """
         try:  # new options have their defaults
             run = parse_run(checkpoint["config"], "its configuration")
         except ConfigError as error:
             raise UserError(f"{path}: this version cannot resume it; {error}") from None
-        there = _flatten_metadata(checkpoint | {"config": dump_run(run)})
-        if TEACHER not in here:  # a plan of a run does not read it
+        there, here = flatten_metadata(checkpoint | {"config": dump_run(run)}), flatten_metadata(self.metadata)
+        if TEACHER not in here:  # a run without a teacher
             there.pop(TEACHER, None)
         if unknown := [key for key in CONTENT if key in here and key not in there]:
             here = {key: value for key, value in here.items() if key not in unknown}
@@ -150,7 +124,6 @@ class Checkpoints:
         differences = {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
         changes = {key: pairs[key] for key in sorted(find_differences(there, here))}
         self.resumption, self.former = Resumption(path, differences, changes), run
-        return progress, checkpoint
 
     def restore(self, stateful: Stateful, allowed: Collection[str] = ()) -> Progress:
         """Loads the newest valid checkpoint into `stateful`; without one, nothing changes.
@@ -188,7 +161,7 @@ class Checkpoints:
     def is_overdue(self) -> bool:
         """Returns whether the last checkpoint is too old by the clock of this rank; clocks of ranks may differ.
 
-        None is while it is being written.
+        Never while one is being written.
         """
         minutes = self.options.checkpoint_minutes
         is_old = minutes is not None and time.monotonic() - self.saved_at >= 60 * minutes
@@ -198,14 +171,14 @@ class Checkpoints:
         """Writes a checkpoint on the primary rank, and removes all others except the newest and the best ones.
 
         With `train.async_checkpoint` it copies the state, and a thread does the rest: its failure is raised by the next
-        `save`, `check` or `finish`. A checkpoint that is still being written is waited for.
+        `save`, `raise_failure` or `wait`. A checkpoint that is still being written is waited for.
 
         Raises:
             FloatingPointError: a weight, or the optimiser's state, is not finite; nothing is written.
             OSError: it cannot be written; existing files are unchanged.
         """
         if self.world.is_primary:
-            self.finish()
+            self.wait()
             if bad := _find_not_finite(stateful):
                 raise FloatingPointError(f"step {progress.step}: {bad} is not finite; no checkpoint was made of it")
             name = f"step_{progress.step}" + (f"_epoch_{progress.epoch}" if not progress.images else "")
@@ -217,15 +190,15 @@ class Checkpoints:
                 self._store(path, content, best)
         self.saved_at = time.monotonic()
 
-    def check(self) -> None:
+    def raise_failure(self) -> None:
         """Raises the failure to write a checkpoint beside training, if there was one; does not wait."""
-        self.writing.check()
+        self.writing.raise_failure()
 
-    def finish(self) -> None:
+    def wait(self) -> None:
         """Waits until no checkpoint is being written; raises the failure of the last one."""
         self.writing.wait()
 
-    def end(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def close(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Exit of a context: completes a checkpoint that is being written, unless an interrupt ends the run at once.
 
         A failure to write it does not hide the `error` that ends the run.
@@ -233,7 +206,7 @@ class Checkpoints:
         if isinstance(error, KeyboardInterrupt):
             return
         try:
-            self.finish()
+            self.wait()
         except Exception as failure:
             if error is None:
                 raise
@@ -241,7 +214,7 @@ class Checkpoints:
 
     def write(self, path: Path, progress: Progress, stateful: Stateful) -> None:
         """Writes a checkpoint to `path` at once, even if its state is not finite."""
-        self.finish()
+        self.wait()
         save_checkpoint(path, self._content(progress, stateful))
 
     def _content(self, progress: Progress, stateful: Stateful) -> dict[str, Any]:
@@ -258,7 +231,7 @@ class Checkpoints:
             print(f"{newest}: not what was written to it; all older checkpoints are kept", file=sys.stderr, flush=True)
             return
         for path in others[NUM_LAST - 1 :]:
-            match = NAME.fullmatch(path.name)
+            match = CHECKPOINT_NAME.fullmatch(path.name)
             if match is None or match[2] is None or int(match[2]) not in best:
                 path.unlink()
                 digest_path(path).unlink(missing_ok=True)
@@ -278,46 +251,3 @@ def _find_not_finite(stateful: Stateful) -> str | None:
         if bad:
             return f"{key}.{bad[0]}"
     return None
-
-
-def _flatten_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    names = ("processes", "images", *IDENTITY)
-    return flatten(metadata["config"]) | {name: metadata[name] for name in names if name in metadata}
-
-
-ABSENT = "absent"
-
-
-def list_data_differences(checkpoint: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
-    """Returns one line for each difference between the data of a checkpoint and that of the identity `here`.
-
-    Only parts of the identity that the checkpoint holds are compared; see `engine.data.splits.identify_data`.
-    """
-    known = [name for name in here if name in checkpoint]
-    return list_differences({name: checkpoint[name] for name in known}, {name: here[name] for name in known})
-
-
-def find_differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> set[str]:
-    """Returns the options with an effect in which the runs `here` and `there` differ.
-
-    Besides `RESUMABLE_OPTIONS`, these are without an effect: a mechanism's `released`, which only chooses the defaults
-    of other options, and `optim.betas` and `optim.eps` that are the optimiser's own or that it does not take.
-
-    Args:
-        there, here: dotted path of an option -> value.
-    """
-    there, here = without_defaults(there), without_defaults(here)
-    changed = {key for key in there.keys() | here.keys() if there.get(key, ABSENT) != here.get(key, ABSENT)}
-    idle = {key for key in changed if key.startswith("attention.") and key.endswith(".released")}
-    return changed - idle - RESUMABLE_OPTIONS
-
-
-def list_differences(there: Mapping[str, Any], here: Mapping[str, Any], allowed: Collection[str] = ()) -> list[str]:
-    """Returns one line for each of `find_differences` that is not `allowed`."""
-
-    def describe(key: str) -> str:
-        if key == "classes":
-            return describe_difference(there.get(key, []), here.get(key, []), ("the run there", "the data here"))
-        return f"{there.get(key, ABSENT)} there, {here.get(key, ABSENT)} here"
-
-    return [f"{key}: {describe(key)}" for key in sorted(find_differences(there, here) - set(allowed))]

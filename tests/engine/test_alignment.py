@@ -204,7 +204,7 @@ def test_models_of_timms_hub_are_teachers(name: str, tmp_path: Path, capsys):
     ("there", "here", "says"),
     [
         ([], [SOFTMAX], "distill.teacher = init.weights: every attention layer is its own, and none is left to fit"),
-        (["model.depth=2"], [LARA], "it has 2 attention layers, the model has 3; make model the teacher's"),
+        (["model.depth=2"], [LARA], "it has 2 attention layers, the model has 3; set the options of model"),
         (["model.patch_size=6"], [LARA], "its attention layer 0 gets 16 x 12 tokens of a 4 x 4 grid, the model's 36"),
         (["model.embed_dim=16"], [LARA], "its attention layer 0 gets 36 x 16 tokens of a 6 x 6 grid, the model's 36"),
         (["model.class_token=true"], [LARA], "its attention layer 0 gets 37 x 12 tokens of a 6 x 6 grid, the model"),
@@ -233,7 +233,7 @@ def test_weights_of_another_model_are_refused(tmp_path: Path):
     """With a class token that the model here lacks, the teacher would be another function."""
     torch.save(build(run_of(SOFTMAX, "model.class_token=true")).state_dict(), tmp_path / "weights.pth")
     run = aligned(tmp_path / "weights.pth", LARA)
-    with pytest.raises(UserError, match=r"not the weights of deit as it is here: .*make the options of model those of"):
+    with pytest.raises(UserError, match=r"not the weights of deit as it is here: .*set the options of model to those"):
         objective_of(run, build(run))
 
 

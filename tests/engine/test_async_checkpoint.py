@@ -57,7 +57,7 @@ def test_a_copy_does_not_change():
 def test_one_task_at_a_time_and_its_failure_is_raised_once():
     task, going, order = BackgroundTask(), threading.Event(), []
     task.start(lambda: (going.wait(10), order.append(1)))
-    task.check()
+    task.raise_failure()
     assert task.is_running
     threading.Timer(0.1, going.set).start()
     task.start(lambda: order.append(2))
@@ -68,8 +68,8 @@ def test_one_task_at_a_time_and_its_failure_is_raised_once():
     task.start(lambda: 1 // 0)
     task.thread.join()
     with pytest.raises(ZeroDivisionError):
-        task.check()
-    task.check()
+        task.raise_failure()
+    task.raise_failure()
     task.wait()
 
 
@@ -96,7 +96,7 @@ def test_no_two_saves_at_once_and_each_is_of_its_step(
     assert not list_checkpoints(tmp_path)
     threading.Timer(0.2, going.set).start()
     checkpoints.save(Progress(step=2, images=16), {"model": model})
-    checkpoints.finish()
+    checkpoints.wait()
     checkpoints.saved_at -= 120
     assert checkpoints.is_overdue()
     for path in list_checkpoints(tmp_path):
@@ -113,17 +113,17 @@ def test_the_end_of_a_run_waits_unless_it_is_interrupted(
     checkpoints.writing.start(lambda: going.wait(10))
     if not isinstance(error, KeyboardInterrupt):
         threading.Timer(0.1, going.set).start()
-    checkpoints.end(type(error), error, None)
+    checkpoints.close(type(error), error, None)
     assert checkpoints.writing.is_running == isinstance(error, KeyboardInterrupt)
     going.set()
-    checkpoints.finish()
+    checkpoints.wait()
     if not isinstance(error, KeyboardInterrupt):
         checkpoints.writing.start(lambda: 1 // 0)
         if error is None:
             with pytest.raises(ZeroDivisionError):
-                checkpoints.end(None, None, None)
+                checkpoints.close(None, None, None)
         else:
-            checkpoints.end(type(error), error, None)
+            checkpoints.close(type(error), error, None)
             assert "no checkpoint was made of the last save: " in capsys.readouterr().err
 
 

@@ -64,7 +64,7 @@ def read_training(dataset: str, root) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def read_validation(dataset: str, root) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
-    loader = create_val_loader(make_run(dataset, root), CPU, img_size=14, num_classes=2, batch_size=8, skip_broken=True)
+    loader = create_val_loader(make_run(dataset, root), CPU, img_size=14, batch_size=8, skip_broken=True)
     ((images, labels),) = loader
     assert count_broken(loader, 1, CPU) == 1
     return images, labels, loader.broken

@@ -54,7 +54,8 @@ from engine.runtime import files
 from engine.runtime.distributed import World
 from engine.runtime.errors import UserError
 from engine.runtime.files import digest_path
-from engine.training.resume import NAMES_ONLY, Checkpoints
+from engine.training.differences import NAMES_ONLY
+from engine.training.resume import Checkpoints
 from models import create_model
 from tests.engine.test_resume import digest, light_and_full
 from tests.support.launcher import ROOT, ForkServer
@@ -399,6 +400,13 @@ def test_classes_that_no_checkpoint_can_keep_are_refused_at_once(run, tmp_path: 
         Checkpoints(tmp_path, run, ALONE, 100, IDENTITY | {"classes": classes})
 
 
+def test_a_training_that_is_none_is_refused(whole, tmp_path: Path):
+    for number, config in enumerate(([], {"model": "deit"}, {"model": {"img_size": torch.ones(2)}})):
+        torch.save(whole | {"trained_config": config}, path := tmp_path / f"{number}.pt")
+        with pytest.raises(UserError, match=r"pt: damaged, or no checkpoint that can be loaded safely"):
+            load_checkpoint(path)
+
+
 @pytest.mark.parametrize("change", [{"classes": "cat"}, {"classes": [1]}, {"val_files": [0]}])
 def test_an_identity_that_is_none_is_refused(change: dict, whole, tmp_path: Path):
     torch.save(whole | change, tmp_path / "x.pt")
@@ -426,7 +434,11 @@ def test_a_damaged_checkpoint_is_passed_over(checkpoints: Checkpoints, tmp_path:
     assert (path.name, checkpoint["progress"]["epoch"]) == ("step_4_epoch_2.pt", 2)
     first, second = capsys.readouterr().err.splitlines()
     assert first.startswith(f"{tmp_path}/step_6_epoch_3.pt: damaged")
-    assert second == f"{tmp_path}/step_5.pt: without the SHA-256 that should stand beside it; passed over"
+    missing = f"{tmp_path}/step_5.pt: without the SHA-256 that should stand beside it"
+    assert second == f"{missing}; `sha256sum step_5.pt > step_5.pt.sha256`, there, writes it; passed over"
+    ((found, _, _),) = find_weights(tmp_path, "last", "plain")  # starts no training
+    assert found.name == "step_5.pt"
+    assert capsys.readouterr().err.splitlines()[1:] == [f"{missing}; whole by the CRCs inside it"]
     path.write_bytes(b"")
     with pytest.raises(UserError, match="none of its checkpoints is whole"):
         find_checkpoint(tmp_path, "last")
@@ -1044,6 +1056,8 @@ def test_every_source_has_one_kind(whole, tmp_path: Path):
     assert {name: identify(tmp_path / name).kind for name in kinds} == kinds
     assert identify("timm:vit_tiny_patch16_224").kind is Kind.HUB
     assert identify(layouts["ours"]).path == layouts["ours"] / "model.safetensors"
+    torch.save({"student": model, "teacher": model}, tmp_path / "dino")
+    assert identify(tmp_path / "dino").kind is Kind.SCRIPT
 
 
 def test_exported_weights_are_a_checkpoint_and_timms(whole, run, tmp_path: Path):

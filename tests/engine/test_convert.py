@@ -12,6 +12,7 @@ import yaml
 from timm.utils import ParseKwargs
 
 from engine.checkpoints.convert import main as convert
+from engine.checkpoints.weight_sources import read_weights
 from engine.evaluation.inference import load
 
 PAGE = Path(__file__).parents[2] / "docs/integration.md"
@@ -69,6 +70,36 @@ def test_other_weights_than_those_of_the_configuration_are_refused(
     assert caught.value.code == 2
     assert problem in capsys.readouterr().err
     assert not (tmp_path / "out.safetensors").exists()
+
+
+def test_other_options_than_those_of_timms_training_are_refused_with_the_overrides_to_add(stock, tmp_path, capsys):
+    """The file states them for `init.weights` too, which compares the heads and the means."""
+    images = {"mean": [0.5], "std": [0.25, 0.5, 0.5], "crop_pct": 1.0, "interpolation": "bilinear"}
+    args = argparse.Namespace(gp="avg", img_size=32, in_chans=None, model_kwargs={"num_heads": 4, "depth": 1}, **images)
+    path = str(tmp_path / "stated.pth.tar")
+    torch.save({"arch": "vit_tiny_patch16_224", "args": args, "state_dict": stock.state_dict()}, path)
+    source = read_weights(path)
+    assert (source.num_heads, source.images) == (4, {"mean": [0.5] * 3, "std": [0.25, 0.5, 0.5]})
+    command = [path, str(tmp_path / "out.safetensors"), "--config", str(tmp_path / "config.yaml")]
+    with pytest.raises(SystemExit):
+        convert(command)
+    line = capsys.readouterr().err
+    assert "timm's train.py had model.global_pool=avg (not token), model.num_heads=4 (not 2), data.mean=" in line
+    added = shlex.split(line.partition("; add ")[2].removesuffix(" to the command\n"))
+    assert [text.partition("=")[0] for text in added] == [
+        *("model.global_pool", "model.num_heads", "data.mean", "data.std", "data.interpolation")
+    ]
+    convert([*command, *added])
+    assert "heads" not in capsys.readouterr().out
+    assert load(tmp_path / "out.safetensors").model.blocks[0].attn.num_heads == 4
+
+
+def test_a_configuration_for_weights_that_have_one_is_refused(stock, tmp_path, capsys):
+    out, config = str(tmp_path / "out.safetensors"), str(tmp_path / "config.yaml")
+    convert([str(tmp_path / "last.pth.tar"), out, "--config", config])
+    with pytest.raises(SystemExit):
+        convert([out, str(tmp_path / "again.safetensors"), "--config", config])
+    assert "has its own configuration; leave --config out; options are key.path=value\n" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")

@@ -131,7 +131,7 @@ def test_a_run_is_validated_by_its_copies_and_does_not_take_images(tmp_path: Pat
     run = save(tmp_path)
     validate([str(tmp_path), "data.workers=0", "--json"])
     assert '"images": 6' in (printed := capsys.readouterr().out)
-    loader = create_val_loader(run, WORLD, img_size=(1, 8), num_classes=5)
+    loader = create_val_loader(run, WORLD, img_size=(1, 8))
     model = create_model(attention=run.attention, **run.model)
     assert create_objective(run, model, None, WORLD).measure is COPIES
     assert all(f'"{name}"' in printed for name in evaluate(model, loader, WORLD, None, measure=COPIES))

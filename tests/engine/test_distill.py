@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import timm
 import torch
+from timm.models import save_for_hf
 from torch import Tensor, nn
 
 from engine.checkpoints.export import export_checkpoint
@@ -206,6 +207,20 @@ def test_a_name_of_timms_hub(monkeypatch, capsys):
     about = "trained with images of 3 x 176 x 176, asked about 3 x 16 x 16"
     about += "; its classes are not known, and are taken for the data's, in order"
     assert capsys.readouterr().out == f"distill.teacher=timm:resnet10t.c3_in1k: hard, alpha 0.5; {about}\n"
+
+
+@pytest.mark.parametrize("names", [DIGITS, DIGITS[::-1]], ids=["same", "reversed"])
+def test_a_teacher_of_timm_with_names_has_the_same_classes_in_the_same_order(names, tmp_path, capsys):
+    sizes = {"img_size": 16, "patch_size": 8, "embed_dim": 12, "depth": 1, "num_heads": 2}
+    stock = timm.create_model("vit_tiny_patch16_224", **sizes, num_classes=10)
+    save_for_hf(stock, tmp_path, {"label_names": dict(enumerate(names))}, model_args=sizes)
+    run = run_of(f"distill.teacher=timm:local-dir:{tmp_path}")
+    if names == DIGITS:
+        criterion_of(run)
+        assert "its classes are not known" not in capsys.readouterr().out
+        return
+    with pytest.raises(UserError, match="other classes: the same names in another order; choose a teacher of the same"):
+        criterion_of(run)
 
 
 @pytest.mark.parametrize(

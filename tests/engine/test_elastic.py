@@ -23,7 +23,7 @@ from attention.options import OptionError
 from engine.checkpoints.files import find_checkpoint
 from engine.config.checks import check_run
 from engine.config.load import load_run
-from engine.config.passes import describe_ranks, fewest_steps, share_batch
+from engine.config.micro_batches import describe_ranks, fewest_micro_batches, share_batch
 from engine.config.schema import Run
 from engine.data.sampler import EpochSampler
 from engine.runtime.distributed import World
@@ -37,7 +37,7 @@ from tests.support.launcher import ROOT, ForkServer, Job
     [
         (24, 24, False, 1),
         (24, 6, False, 4),
-        (8, 6, False, 2),  # three ranks after four: two passes of 4, as 6 does not divide 8
+        (8, 6, False, 2),  # three ranks after four: two micro-batches of 4, as 6 does not divide 8
         (7, 6, False, 7),
         (12, 5, False, 3),
         (12, 5, True, 3),
@@ -45,8 +45,8 @@ from tests.support.launcher import ROOT, ForkServer, Job
         (6, 1, True, 3),
     ],
 )
-def test_the_fewest_equal_passes(share: int, most: int, in_pairs: bool, expected: int):
-    assert fewest_steps(share, most, in_pairs) == expected
+def test_the_fewest_equal_micro_batches(share: int, most: int, in_pairs: bool, expected: int):
+    assert fewest_micro_batches(share, most, in_pairs) == expected
 
 
 def run_of(tmp_path: Path, *overrides: str) -> Run:
@@ -65,7 +65,7 @@ class Gathering(World):
 
 @pytest.mark.parametrize("mixes", [False, True])
 @pytest.mark.parametrize("steps", [1, 2])
-def test_no_pass_grows_and_the_total_batch_stays(steps: int, mixes: bool, tmp_path: Path):
+def test_no_micro_batch_grows_and_the_total_batch_stays(steps: int, mixes: bool, tmp_path: Path):
     total = 5040 * (2 if mixes else 1)
     mix = [] if mixes else ["augment.mixup=0", "augment.cutmix=0"]
     run = run_of(tmp_path, f"train.total_batch_size={total}", f"train.grad_accum_steps={steps}", *mix)

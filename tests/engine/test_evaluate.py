@@ -44,7 +44,7 @@ def create_loader(root: str, world: World, batch_size: int, split: str = "digits
     data = Data(root=root, workers=0, val_split=split)
     run = Run(model={}, attention="softmax", data=data)
     is_few = split == "few"
-    return create_val_loader(run, world, img_size=8, num_classes=10, batch_size=batch_size, skip_broken=is_few)
+    return create_val_loader(run, world, img_size=8, batch_size=batch_size, skip_broken=is_few)
 
 
 def evaluate_digits(root: str, world: World) -> list[dict[str, float]]:

@@ -103,13 +103,33 @@ def test_timm_rebuilds_a_directory(model, attention, tmp_path):
 
 
 def test_an_export_without_a_history_is_read(tmp_path):
-    """timm wrote the model, of its factory or of ours, with or without pickle."""
+    """timm wrote the model, of its factory or of ours, with or without pickle and names. It is evaluated in fp32."""
+    names = {1: "ant", 0: "dog"}
     for number, create in enumerate((timm.create_model, models.create_model)):
         model = create("deit_tiny_p16", attention={"name": "xca"}, depth=1, num_classes=2, img_size=32).eval()
-        timm.models.save_for_hf(model, tmp_path / str(number), safe_serialization=bool(number))
-        found = load(tmp_path / str(number))
+        directory, config = tmp_path / str(number), {"label_names": names} if number else None
+        timm.models.save_for_hf(model, directory, config, safe_serialization=bool(number))
+        found = load(directory)
         assert torch.equal(outputs(found.model), outputs(model))
-        assert found.classes == ["0", "1"]
+        assert found.classes == (["dog", "ant"] if number else ["0", "1"])
+        assert read_weights(f"timm:local-dir:{directory}").classes == (["dog", "ant"] if number else None)
+        assert parse_run(find_weights(directory, "best", None)[-1][1]["config"], "x").train.amp is None
+
+
+def test_a_directory_in_the_cache_of_the_hub_is_read(tmp_path):
+    """Its files are links. One to a pipe is refused."""
+    model = models.create_model("deit_tiny_p16", depth=1, num_classes=2, img_size=32).eval()
+    timm.models.save_for_hf(model, tmp_path / "blobs", safe_serialization=True)
+    (tmp_path / "snapshot").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "snapshot" / name).symlink_to(Path("../blobs", name))
+    assert torch.equal(outputs(load(tmp_path / "snapshot").model), outputs(model))
+    assert read_weights(str(tmp_path / "snapshot")).state.keys() == model.state_dict().keys()
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "blobs" / name).unlink()
+        os.mkfifo(tmp_path / "blobs" / name)
+        with pytest.raises(UserError):
+            load(tmp_path / "snapshot")
 
 
 @pytest.mark.parametrize(
@@ -125,6 +145,7 @@ def test_an_export_without_a_history_is_read(tmp_path):
         ({"model_args": {"attention": {"name": "__import__('os')"}}}, "unknown mechanism \"__import__('os')\""),
         ({"model_args": {"depth": 10**9}}, "model.depth"),
         ({"model_args": {"features_only": True}}, "model.features_only: unknown option"),
+        ({"label_names": {"0": "a", "2": "b"}}, "label_names has the keys 0, 2; number the classes from 0 to 1, or"),
     ],
 )
 def test_a_strangers_directory_is_refused_in_one_line(changes, problem, tmp_path):
@@ -132,7 +153,7 @@ def test_a_strangers_directory_is_refused_in_one_line(changes, problem, tmp_path
     timm.models.save_for_hf(model, tmp_path, safe_serialization=True)
     config = json.loads((tmp_path / "config.json").read_text())
     for key, value in changes.items():
-        config[key] = config[key] | value if isinstance(value, dict) else value
+        config[key] = config.get(key, {}) | value if isinstance(value, dict) else value
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises((UserError, ConfigError)) as caught:
         load(tmp_path)

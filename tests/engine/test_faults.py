@@ -243,7 +243,7 @@ def test_a_broken_validation_image_costs_no_epoch(runs: Runs):
     statuses, job, output = runs.launch(("engine.data.splits.decode", 50, "full"), more=more)
     assert statuses == [1]
     assert job.text.splitlines()[-1].startswith("error: ")
-    assert "data.broken_val=skip (validate.py: --skip-broken) leaves them out" in job.text.splitlines()[-1]
+    assert "leaves them out with data.broken_val=skip, validate.py with --skip-broken" in job.text.splitlines()[-1]
     assert [path.name for path in list_checkpoints(output)] == ["step_6.pt"]
     statuses, job, _ = runs.launch(
         ("engine.data.splits.decode", 2, "full"), output=output, more=[*more, "data.broken_val=skip"]

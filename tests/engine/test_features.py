@@ -222,11 +222,11 @@ def test_a_model_of_timm_gives_its_last_tokens(name: str, monkeypatch):
 @pytest.mark.parametrize(
     ("there", "here", "says"),
     [
-        (["model.patch_size=6"], [], "distill.teacher = TEACHER: it gives 16 tokens, the model 36; make model.patch"),
+        (["model.patch_size=6"], [], "distill.teacher = TEACHER: it gives 16 tokens, the model 36; set model.patch"),
         (
             ["model.patch_size=6"],
             ["distill.layers=[1]"],
-            "distill.teacher = TEACHER: it gives 16 tokens after block 1, the model 36; make model.patch_size",
+            "distill.teacher = TEACHER: it gives 16 tokens after block 1, the model 36; set model.patch_size",
         ),
         (
             ["model.depth=2"],

@@ -298,7 +298,6 @@ def test_validation_leaves_out_on_demand(root, size, batch_size, figure):
             make_run(root, 0),
             World(CPU.device, rank, size),
             img_size=16,
-            num_classes=NUM,
             batch_size=batch_size,
             skip_broken=True,
         )

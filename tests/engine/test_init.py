@@ -14,18 +14,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attention import ATTENTION
-from engine.checkpoints.adapt import build_models, fit_weights, merge_layers, table
+from engine.checkpoints.adapt import build_models, fit_weights, list_other_options, merge_layers, table
 from engine.checkpoints.export import export_checkpoint
 from engine.checkpoints.files import load_checkpoint
 from engine.checkpoints.initial_weights import create_initial_model
 from engine.checkpoints.progress import Progress
 from engine.checkpoints.weight_sources import EXPECTED, Source, read_weights
-from engine.config.load import load_run
+from engine.config.load import MISSING, load_run
 from engine.config.schema import Run
 from engine.runtime.distributed import World
 from engine.runtime.errors import UserError
 from engine.training.resume import Checkpoints
 from models import create_model
+from models.base import attention_layers
 from tests.support.facts import stated
 from tests.support.launcher import ROOT
 
@@ -350,6 +351,60 @@ def test_another_number_of_heads_in_a_stage_is_refused():
             fit(here, source.state_dict(), source)
 
 
+def test_another_number_of_heads_than_a_checkpoint_states_is_refused_at_any_size():
+    trained, state = run_of(), build().state_dict()
+    checkpoint = {"config": dataclasses.asdict(trained), "model": state}
+    for size in (32, 64):
+        says = r"a model with num_heads=2, but model\.num_heads=4: .*; set model\.num_heads=2"
+        with pytest.raises(UserError, match=says):
+            build_models(run_of("model.num_heads=4", f"model.img_size={size}"), checkpoint, ["plain"])
+    checkpoint["config"]["model"] |= {"num_heads": MISSING, "img_size": MISSING}  # as of the released code
+    assert build_models(run_of("model.num_heads=4"), checkpoint, ["plain"])[1] == ""
+
+
+@pytest.mark.parametrize("classes", [5, 3])
+def test_options_that_no_weight_shows_are_warned_of_or_refused(classes, tmp_path, capsys, monkeypatch):
+    """A new classifier learns from any pooling."""
+    there = build(class_token=True, global_pool="avg")
+    monkeypatch.setattr(
+        "engine.checkpoints.initial_weights.read_weights", lambda name: Source(there.state_dict(), there)
+    )
+    options = ("model.class_token=true", f"model.num_classes={classes}", "init.weights=x")
+    start(run_of(*options, "model.global_pool=avg"), tmp_path)
+    assert capsys.readouterr().err == ""
+    start(run_of(*options), tmp_path)
+    line = 'model.global_pool is "token", that of these weights was "avg": \'model.global_pool="avg"\' keeps it'
+    assert capsys.readouterr().err == (f"warning: {line}\n" if classes == 5 else "")
+    with pytest.raises(UserError, match=re.escape(f"init.strict=true, but {line}" if classes == 5 else "2 re-made")):
+        start(run_of(*options, "init.strict=true"), tmp_path)
+
+
+def test_the_relu_of_pvt_v2_li_is_compared_with_that_of_timm():
+    sizes = {"embed_dims": (8, 16, 20, 32), "depths": (1, 1, 1, 1), "num_classes": 3, "num_heads": (1, 2, 5, 8)}
+    source, ours = timm.create_model("pvt_v2_b0", **sizes, linear=True), {"attention": ["linear_sra"] * 4, **sizes}
+    for relu, others in ((False, {"mlp_relu": (True, False)}), (True, {})):
+        assert list_other_options(source, create_model("pvtv2_b0", mlp_relu=relu, **ours), True) == others
+
+
+def test_shared_samples_begin_anew_and_learned_ones_are_not_taken_for_random_ones(tmp_path, monkeypatch):
+    """Averaged samples have a smaller std, and learned ones any."""
+    kinds = ({"feature_redraw_interval": 3}, {"feature_redraw": "learnable"})
+    there, learnable = (build({"name": "performer", "num_samples": 64, **kind}) for kind in kinds)
+    for layer in attention_layers(there):
+        layer.train_omega /= 4
+        layer.num_passes += 1
+    monkeypatch.setattr(
+        "engine.checkpoints.initial_weights.read_weights", lambda name: Source(there.state_dict(), there)
+    )
+    options = "attention={name: performer, num_samples: 64, feature_redraw_interval: 3}", "init.weights=x"
+    model = start(run_of(*options, "init.strict=true"), tmp_path).train()
+    model(torch.randn(1, 3, 32, 32))
+    assert all(layer.train_omega.std().item() == pytest.approx(1, abs=0.1) for layer in attention_layers(model))
+    outcome = fit(build({"name": "performer", "num_samples": 64}), learnable.state_dict(), learnable)
+    assert outcome["drawn"] == [f"blocks.{i}.attn.omega (learned there)" for i in (0, 1)]
+    assert fit(learnable, there.state_dict(), there)["drawn"] == []
+
+
 def test_heads_that_a_file_does_not_name_are_said_to_be_taken(tmp_path, capsys):
     file = write(tmp_path / "vit.pth", stock().state_dict())
     start(run_of(f"init.weights={file}"), tmp_path)
@@ -530,6 +585,13 @@ def test_classes_without_names_are_said_to_be_taken_in_order(in_file, tmp_path, 
     assert f"\n  classes  {expected}\n" in capsys.readouterr().out
 
 
+def test_weights_without_names_warn_of_torchvisions_order(tmp_path, capsys):
+    source = write(tmp_path / "vit.pth", build(stem="linear").state_dict())
+    start(run_of(f"init.weights={source}"), tmp_path, ["c2", "c10", "e", "f", "g"])
+    order = "the data's are in natural order ('c2' before 'c10'), torchvision sorts them as text"
+    assert f"warning: init.weights={source}: classes: {order}" in capsys.readouterr().err
+
+
 def test_an_own_run_its_checkpoint_and_its_export_start_another(tmp_path, capsys):
     """The source has a grid that is not square. The table is printed once, and not when the run resumes."""
     run, before, output = run_of("model.img_size=[32, 48]"), tmp_path / "before", tmp_path / "after"
@@ -609,6 +671,11 @@ SCRIPT, TIMM = "a checkpoint of another training script", "a checkpoint of timm'
             lambda state, other: {f"_orig_mod.module.{name}": x for name, x in state.items()},
             "a state dict, weights alone; names without _orig_mod.module.",
         ),
+        (
+            "x.ckpt",
+            lambda state, other: {"state_dict": {f"model.{name}": x for name, x in state.items()}},
+            f"{SCRIPT}: its state_dict; names without model.",
+        ),
     ],
 )
 def test_the_table_names_a_file_and_which_of_its_weights_were_taken(name, wrap, origin, tmp_path, capsys):
@@ -647,6 +714,10 @@ class Evil:
         ),
         ({"state_dict": {"epoch": 3}}, "holds no weights, but 'state_dict'"),
         ({"state_dict": {"\x1b[2J.weight": torch.zeros(1)}}, "holds no weights, but 'state_dict'"),
+        (
+            {"student": {"module.weight": torch.zeros(1)}, "teacher": {"weight": torch.zeros(1)}, "epoch": 3},
+            "holds weights under 'student', 'teacher'; save those of one alone, with torch.save(torch.load(FILE)['",
+        ),
         (b"", "damaged, or no checkpoint"),
         ([1, 2], "holds a list"),
         (torch.zeros(3), "holds a Tensor"),
@@ -663,7 +734,8 @@ def test_other_files_are_refused_in_one_line(content, says, tmp_path, capsys):
         read_weights(str(path))
     assert says in str(caught.value)
     assert str(caught.value).startswith(str(path))
-    assert str(caught.value).endswith((EXPECTED, "save its weights alone, with torch.save(model.state_dict(), FILE)"))
+    ends = EXPECTED, "OTHER)", "save its weights alone, with torch.save(model.state_dict(), FILE)"
+    assert str(caught.value).endswith(ends)
     assert str(caught.value).isprintable()
     assert capsys.readouterr().out == ""
 

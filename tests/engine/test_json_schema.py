@@ -8,19 +8,12 @@ import pytest
 import yaml
 
 from attention import ATTENTION
-from engine.config.json_schema import describe, main
 from models import MODELS
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 RUNS = sorted(set(CONFIGS.rglob("*.yaml")) - set(CONFIGS.glob("ablation/*.yaml")))
 SCHEMA = json.loads((CONFIGS / "schema.json").read_text())
 VALIDATOR = jsonschema.Draft7Validator(SCHEMA)
-
-
-def test_the_file_is_what_the_command_writes(tmp_path, capsys):
-    main([str(tmp_path / "schema.json")])
-    assert capsys.readouterr().out == f"{tmp_path / 'schema.json'}\n"
-    assert (tmp_path / "schema.json").read_text() == describe()
 
 
 def test_it_is_a_schema_and_every_shipped_configuration_is_valid():

@@ -124,11 +124,11 @@ def test_the_model_is_trained_and_validated_on_tokens(root: Path, tmp_path: Path
         ("train.compile=true", "with model.pad_token, blocks are not compiled; set it to false"),
         (
             "attention={name: sra, reduction: 1}",
-            r"model.pad_token = 0: attention\(sra\) refuses a key mask, for its conv",
+            r"model.pad_token = 0: attention\(sra\) takes no key_mask: its conv",
         ),
         (
             "attention=[{blocks: 0, name: softmax}, {blocks: 1, name: sra, reduction: 1}]",
-            r"model.pad_token = 0: attention\(sra\) refuses a key mask, for its conv",
+            r"model.pad_token = 0: attention\(sra\) takes no key_mask: its conv",
         ),
         ("model.dynamic_img_size=true", "with pad_token set it to false"),
         ("model.patch_drop_rate=0.5", "with pad_token set it to 0.0"),

@@ -52,7 +52,7 @@ def test_every_field_and_kind_is_documented_and_there(
     """The records are those of a run, and of rare events, as on a GPU."""
     for name in ("allocated", "reserved"):
         monkeypatch.setattr(torch.cuda, f"max_memory_{name}", lambda device: 2**20)
-    monkeypatch.setattr("engine.reporting.recorder.device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr("engine.reporting.speed.device_name", lambda device: "NVIDIA H200")
     software = {"cuda": "13.0", "driver": "580.1"}
     monkeypatch.setattr("engine.runtime.provenance.gpu_software", lambda device: software)
     monkeypatch.setattr(World, "gather", lambda self, values: [values, values])
@@ -62,7 +62,7 @@ def test_every_field_and_kind_is_documented_and_there(
     elastic = replace(RUN, train=replace(RUN.train, elastic=True))
     with Recorder(tmp_path, elastic, Progress(), 1, world) as recorder:
         recorder.start(0, 1, Resumption(changes={"optim.lr": (1e-3, 5e-4)}), macs=1)
-        recorder.num_gpus, recorder.device = 1, torch.device("cuda")
+        recorder.num_gpus, recorder.speed.device = 1, torch.device("cuda")
         recorder.begin_epoch(1)
         recorder.end_step()
         recorder.train(1, loss=1.0, error_N=0.5, error_last=0.5)

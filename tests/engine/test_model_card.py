@@ -8,8 +8,10 @@ import timm
 from huggingface_hub import ModelCard
 
 from attention import ATTENTION
+from engine.checkpoints import convert
+from engine.checkpoints.adapt import build_models
 from engine.checkpoints.export import export
-from engine.checkpoints.files import find_weights
+from engine.checkpoints.files import find_weights, load_checkpoint
 from engine.checkpoints.model_card import CITED, MEASURE
 from engine.checkpoints.progress import Progress
 from engine.config.load import parse_run
@@ -98,6 +100,25 @@ def test_another_image_size_is_not_what_was_evaluated(tmp_path):
     card = card_of(tmp_path, trained(), overrides=["model.img_size=[32, 24]"])
     assert "It had other options of the model or of its images than this export." in card.text
     assert "- input_size: `(3, 32, 24)`\n" in card.text
+
+
+def test_an_export_of_an_export_tells_of_the_training(tmp_path, capsys):
+    """Its configuration, the images that were held out and the image size, which the first export has changed."""
+    checkpoint, first = trained(), tmp_path / "first.safetensors"
+    checkpoint["config"]["data"] |= {"folds": 3, "fold": 0}
+    again = ["model.img_size=[32, 24]", "data.fold=1", "optim.opt=adamw"]
+    export(str(first), parse_run(checkpoint["config"], "x", again), checkpoint, "plain")
+    convert.main([str(first), f"{tmp_path}/second/"])
+    card = ModelCard((tmp_path / "second/README.md").read_text())
+    assert "It had other options of the model or of its images than this export." in card.text
+    assert "`data.folds=3`" in section(card, "Training")
+    assert "data.fold=1" not in section(card, "Training")
+    assert "Optimiser: `sgd`" in section(card, "Training")
+    for export_again in (first, tmp_path / "second"):
+        ((_, found, _),) = find_weights(export_again, "best", None)
+        _, line = build_models(parse_run(found["config"], "x", ["model.img_size=[40, 24]"]), found, ["plain"])
+        assert line.startswith("model.img_size = [40, 24], trained at [24, 16], exported at [32, 24]; resampled: ")
+    assert load_checkpoint(first)["config"]["optim"]["opt"] == "adamw"
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from engine.config.load import load_run
 from engine.config.schema import Optim, Run, Schedule
 from engine.runtime.distributed import World, seed_everything
 from engine.runtime.errors import UserError
+from engine.training.differences import list_differences
 from engine.training.optim import (
     check_optimizer,
     create_optimizer,
@@ -24,7 +25,7 @@ from engine.training.optim import (
     keep_weights_finite,
     restore_optimizer,
 )
-from engine.training.resume import Checkpoints, list_differences
+from engine.training.resume import Checkpoints
 from models import create_model
 from tests.engine.test_resume import digest
 from tests.support.launcher import ROOT

@@ -9,7 +9,7 @@ import torch
 from engine.data.order import BlockOrder, KeyedOrder, ListOrder
 from engine.data.sampler import EpochSampler
 from engine.runtime.distributed import World
-from engine.training.resume import list_differences
+from engine.training.differences import list_differences
 
 FIRSTS = np.cumsum([0, 7, 3, 12, 5, 9, 1, 4, 11, 6])
 ORDERS = {

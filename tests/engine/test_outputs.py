@@ -272,6 +272,7 @@ def test_a_file_is_named_once(tmp_path):
 
 
 WNIDS = ["n01", "n02", "n03", "n04"]
+IN_ORDER = "not known from this file; the 4 of its classifier are taken for the data's, in order"
 
 
 @pytest.mark.parametrize(
@@ -301,9 +302,16 @@ WNIDS = ["n01", "n02", "n03", "n04"]
             "warning: the classes are not those of the training: only in the c",
         ),
         (WNIDS, ["n01", "n02", "n03", "x"], [0, 1, 2, 3], "warning: the classes are not those of the training: only"),
-        (None, ["a", "b", "c", "d"], [0, 1, 2, 3], ""),
-        (None, ["2", "1", "0", "3"], [2, 1, 0, 3], ""),
-        (["a", "b"], ["a", "b", "c", "d"], [0, 1, 2, 3], ""),  # names that are not of this model
+        (None, ["a", "b", "c", "d"], [0, 1, 2, 3], f"classes: {IN_ORDER}"),
+        (None, ["2", "1", "0", "3"], [0, 1, 2, 3], f"classes: {IN_ORDER}"),  # the order that data.classes gives
+        (None, ["c10", "c2", "e", "f"], [0, 1, 2, 3], f"classes: {IN_ORDER}"),  # as torchvision sorts them
+        (
+            None,
+            ["c2", "c10", "e", "f"],
+            [0, 1, 2, 3],
+            f"warning: classes: {IN_ORDER}: the data's are in natural order ('c2' before 'c10'), torchvision sorts them"
+            " as text ('c10' before 'c2'); data.classes=FILE gives another order",
+        ),
     ],
 )
 def test_classes_of_other_data(known, here, columns, note):
@@ -319,6 +327,11 @@ def test_another_number_of_classes_is_refused_where_names_do_not_say_which(here)
         OptionError, match=rf"model.num_classes = 4, but the images have {len(here)} classes; only in the"
     ):
         match_classes(WNIDS, here, 4)
+
+
+def test_another_number_of_classes_than_the_checkpoint_names_is_refused():
+    with pytest.raises(OptionError, match=r"model.num_classes = 6, but the checkpoint names 4 classes; set it to that"):
+        match_classes(WNIDS, WNIDS, 6)
 
 
 def test_a_subset_has_the_logits_of_its_classes():

@@ -58,12 +58,30 @@ def test_what_would_be_resumed_and_what_would_be_refused(tmp_path: Path, capsys:
         ("optim.lr=0.001",): "optim.lr: 0.002 there, 0.001 here",
         (*more, "report.profile=[8,3]"): "report.profile = [8, 3]: ends at step 11, but the run at step 10",
         ("report.profile=[1,0]",): "report.profile = [1, 0]: expected [step, steps] with 1 to 100 steps",
+        ("distill.teacher=absent.pt", "distill.type=hard"): "absent.pt: no such run directory or checkpoint",
     }.items():
         with pytest.raises(SystemExit) as ended:
             plan(tmp_path, capsys, *arguments)
         assert ended.value.code == 2
         assert problem in capsys.readouterr().err
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").iterdir()} == files
+
+
+def test_weights_that_do_not_fit_are_refused_as_by_a_launch(tmp_path: Path, capsys: pytest.CaptureFixture):
+    start(tmp_path)
+    trained = tmp_path / "trained"
+    (tmp_path / "run").rename(trained)
+    begin = [str(tmp_path / "run.yaml"), "--output", str(tmp_path / "run"), "--dry-run"]
+    train.main([*begin, f"init.weights={trained}", "init.strict=true"])
+    refused = {
+        ("init.weights=absent",): "absent: no such run directory",
+        (f"init.weights={trained}", "init.strict=true", "attention={name: local, window_size: 7}"): "not all is loaded",
+    }
+    for arguments, problem in refused.items():
+        with pytest.raises(SystemExit) as ended:
+            train.main([*begin, *arguments])
+        assert ended.value.code == 2
+        assert problem in capsys.readouterr().err
 
 
 def run_with(**train_options: object) -> Run:

@@ -124,8 +124,8 @@ def test_totals_go_on_after_stops_and_kills(tmp_path: Path, monkeypatch: pytest.
     """Stops do not count; work that a kill has lost does, as it has been paid for, but its images are counted once."""
     clock, cuda = Clock(monkeypatch), torch.device("cuda")
     monkeypatch.setattr(World, "gather", lambda self, values: [values])
-    monkeypatch.setattr("engine.reporting.recorder.DataWait._now", lambda self: 0.0)
-    monkeypatch.setattr("engine.reporting.recorder.DataWait.seconds", lambda self: 0.0)
+    monkeypatch.setattr("engine.reporting.waiting.DataWait._now", lambda self: 0.0)
+    monkeypatch.setattr("engine.reporting.waiting.DataWait.seconds", lambda self: 0.0)
     monkeypatch.setattr("engine.runtime.provenance.device_name", lambda device: "a GPU")
     progress = Progress()
     with launch(tmp_path, progress, cuda) as recorder:
@@ -196,7 +196,7 @@ def test_epochs_are_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A row has means over the updates of its epoch, also without an evaluation."""
     clock = Clock(monkeypatch)
     recorder = launch(tmp_path, Progress())
-    monkeypatch.setattr("engine.reporting.recorder.time.perf_counter", lambda: clock.now)
+    monkeypatch.setattr("engine.reporting.speed.time.perf_counter", lambda: clock.now)
     recorder.begin_epoch(1)
     clock.now += 2.0
     recorder.end_step()
@@ -298,7 +298,7 @@ def test_evaluation_has_a_bar_and_leaves_none(monkeypatch, width):
     monkeypatch.setattr("engine.evaluation.evaluate.progress_bar", eager)
     run = Run(model={}, attention="softmax", data=Data(dataset="digits", workers=0))
     world = World(CPU)
-    loader = create_val_loader(run, world, img_size=4, num_classes=10, batch_size=16)
+    loader = create_val_loader(run, world, img_size=4, batch_size=16)
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(48, 10))
     with terminal(width, monkeypatch) as drawn:
         evaluate(model, loader, world, None)
@@ -595,11 +595,11 @@ class Ranks(World):
 def test_speed_of_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """FLOP/s follow from the MACs, MFU from them and the peak of all GPUs; memory is that of the highest rank."""
     clock = Clock(monkeypatch)
-    monkeypatch.setattr("engine.reporting.recorder.time.perf_counter", lambda: clock.now)
-    monkeypatch.setattr("engine.reporting.recorder.DataWait._now", lambda self: 0.0)
-    monkeypatch.setattr("engine.reporting.recorder.DataWait.seconds", lambda self: 0.5)
+    monkeypatch.setattr("engine.reporting.speed.time.perf_counter", lambda: clock.now)
+    monkeypatch.setattr("engine.reporting.waiting.DataWait._now", lambda self: 0.0)
+    monkeypatch.setattr("engine.reporting.waiting.DataWait.seconds", lambda self: 0.5)
     monkeypatch.setattr("engine.runtime.provenance.device_name", lambda device: "a GPU")
-    monkeypatch.setattr("engine.reporting.recorder.device_name", lambda device: "NVIDIA A100-SXM4-80GB")
+    monkeypatch.setattr("engine.reporting.speed.device_name", lambda device: "NVIDIA A100-SXM4-80GB")
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 * 2**20)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 5 * 2**20)
     run = replace(RUN, train=Train(total_batch_size=8, amp="bf16"))

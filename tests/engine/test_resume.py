@@ -21,8 +21,8 @@ from timm.optim import list_optimizers
 from attention.options import OptionError
 from engine.checkpoints.files import find_checkpoint, list_checkpoints, save_checkpoint
 from engine.config.schema import Optim
+from engine.training.differences import list_differences
 from engine.training.optim import check_optimizer
-from engine.training.resume import list_differences
 from tests.support.launcher import Fault, ForkServer, Job
 
 RUN = {

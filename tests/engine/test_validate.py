@@ -16,12 +16,14 @@ from PIL import Image
 
 import train
 import validate
+from engine.checkpoints import convert
 from engine.checkpoints.files import find_checkpoint, load_checkpoint, save_checkpoint
 from engine.config.load import parse_run
 from engine.data.arrays import DigitsReader
 from engine.data.idx import write_idx
 from engine.data.images import decode
 from engine.data.loaders import create_val_loader
+from engine.data.splits import identify_split, open_split
 from engine.evaluation.evaluate import evaluate
 from engine.evaluation.inference import load
 from engine.runtime.distributed import World
@@ -298,6 +300,55 @@ def test_classes_in_another_order_are_matched_by_name(run_directory, shuffled, c
     assert output.err == "classes: those of the checkpoint in another order, matched by name\n"
 
 
+def write_checkpoint(path: Path, run_directory: Path, data: dict) -> Path:
+    """Writes the run's checkpoint as of a training with these options of the data."""
+    _, checkpoint = find_checkpoint(run_directory, "last")
+    checkpoint["config"]["data"] |= data
+    images = open_split(parse_run(checkpoint["config"], "x").data, "val_split")
+    save_checkpoint(path, checkpoint | identify_split("val", images) | {"val_content": "a smaller copy"})
+    return path
+
+
+@pytest.mark.parametrize(
+    ("trained", "given"),
+    [
+        ({}, ["data.val_fraction=0.2"]),
+        ({"folds": 3}, ["data.fold=1"]),
+        ({"val_fraction": 0.2}, ["data.subset_seed=7"]),
+        ({"val_fraction": 0.2}, ["data.subset=50"]),
+    ],
+)
+def test_images_that_may_have_been_trained_on_are_not_held_out(run_directory, tmp_path, capsys, trained, given):
+    """Not by the checkpoint, nor by an export with these options."""
+    path, export = write_checkpoint(tmp_path / "x.pt", run_directory, trained), tmp_path / "x.safetensors"
+    convert.main([str(path), str(export), *given])
+    for arguments in ([str(path), *given], [str(export)]):
+        capsys.readouterr()
+        with pytest.raises(SystemExit, match="2"):
+            validate.main([*arguments, "data.workers=0", "--weights", "ema"])
+        output = capsys.readouterr()
+        told, error = output.err.splitlines()
+        assert told.startswith("validation: ")
+        assert "trained on" not in told
+        assert "than those that validated in training, and the model may have been trained on them; give the d" in error
+        assert error.endswith("=null data.val_split=NAME")
+        assert not output.out
+
+
+def test_images_held_out_in_training_validate(run_directory, tmp_path, capsys):
+    """Also a copy of other content; a checkpoint that does not know its images warns."""
+    path = write_checkpoint(tmp_path / "x.pt", run_directory, {"folds": 3})
+    report = read_report(capsys, path, "--weights", "plain")
+    assert report["plain"]["images"] == 479
+    checkpoint = load_checkpoint(path)
+    del checkpoint["val_files"], checkpoint["val_content"]
+    save_checkpoint(path, checkpoint)
+    capsys.readouterr()
+    validate.main([str(path), "--weights", "plain", "data.workers=0"])
+    _, warning = capsys.readouterr().err.splitlines()
+    assert warning.startswith("warning: data.folds = 3, data.fold = 0: the checkpoint does not say which images its tr")
+
+
 def write_images(root: Path, digits: str) -> list[int]:
     """Some held-out digits as class folders, named as ImageNet's images; their indices."""
     reader = DigitsReader("val")
@@ -350,7 +401,7 @@ def test_images_of_another_size_are_said(run_directory, capsys):
     model, _, _ = load(run_directory, weights="plain")
     model.set_input_size(12)
     run = parse_run(find_checkpoint(run_directory, "best")[1]["config"], "x", ["model.img_size=12"])
-    loader = create_val_loader(run, World(torch.device("cpu")), img_size=12, num_classes=10)
+    loader = create_val_loader(run, World(torch.device("cpu")), img_size=12)
     expected = evaluate(model, loader, World(torch.device("cpu")), None)
     assert output.out.splitlines()[1].split()[2] == f"{expected['top1']:.3f}"
 
@@ -403,7 +454,7 @@ def test_without_an_average_there_is_one_line(run_directory, tmp_path, capsys):
         (["good.pt", "--per-class", "nowhere/x.csv"], "nowhere/x.csv: no directory 'nowhere'"),
         (["good.pt", "data.rot=/data"], "data.rot: unknown option; did you mean 'root'?"),
         (["good.pt", "data.dataset=folder"], "data.root: required for data.dataset=folder"),
-        (["good.pt", "model.num_classes=11"], "model.num_classes = 11, but the images have 10 classes"),
+        (["good.pt", "model.num_classes=11"], "model.num_classes = 11, but the checkpoint names 10 classes"),
         (["good.pt", "model.depth=2"], "model: the checkpoint's weights do not fit: 12 missing: blocks.1."),
         (["good.pt", "train.device=cuda"], "train.device: cuda is not available here; use auto or cpu"),
     ],
@@ -449,7 +500,7 @@ def test_a_file_does_not_decide_how_many_processes_start(run_directory, tmp_path
 @pytest.mark.parametrize(("img_size", "expected"), [(56, 128), ([512, 256], 64), (4096, 1)])
 def test_large_images_come_in_small_batches(run_directory, img_size, expected):
     run = parse_run(find_checkpoint(run_directory, "last")[1]["config"], "x")
-    loader = create_val_loader(run, World(torch.device("cpu")), img_size=img_size, num_classes=10)
+    loader = create_val_loader(run, World(torch.device("cpu")), img_size=img_size)
     assert loader.batch_size == expected
 
 

@@ -54,7 +54,7 @@ def test_the_log_shows_the_share_and_says_once_when_a_run_is_input_bound(clock, 
     recorder = Recorder(tmp_path, run, Progress(), 6, World(CPU))
     recorder.begin_epoch(1)
     printed = []
-    for _ in recorder.wait.watch(deliver(clock, [share / 100] * 6)):
+    for _ in recorder.speed.wait.watch(deliver(clock, [share / 100] * 6)):
         clock.now += 1 - share / 100
         recorder.end_step()
         if recorder.step % 2 == 0:

@@ -129,7 +129,7 @@ def test_the_released_code_stretches_values_along_the_raster_order():
 
 
 def test_a_key_mask_is_refused_with_a_reduction():
-    with pytest.raises(ValueError, match=r"attention\(focused_linear\): refuses a key_mask, for its convolution"):
+    with pytest.raises(ValueError, match=r"attention\(focused_linear\): takes no key_mask: its convolution"):
         layer("focused_linear", GRID, **SHRUNK)(draw(B, N, h * d), GRID, torch.ones(B, N, dtype=torch.bool))
 
 

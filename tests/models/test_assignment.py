@@ -271,7 +271,7 @@ def test_key_masks_are_taken_if_every_layer_takes_them():
     model = tiny_model(
         "deit", [{"blocks": "0-1", **SOFTMAX}, {"blocks": 2, "name": "agent", "num_landmarks": 4}]
     ).double()
-    with pytest.raises(ValueError, match=r"attention\(agent\): refuses a key_mask"):
+    with pytest.raises(ValueError, match=r"attention\(agent\): takes no key_mask"):
         model(images, mask)
 
 

@@ -153,7 +153,7 @@ def test_padding_is_left_out_of_features(options: dict):
 @pytest.mark.parametrize(
     ("options", "mask", "message"),
     [
-        ({"name": "sra"}, torch.ones(2, 5, 4, dtype=torch.bool), r"attention\(sra\): refuses a key_mask"),
+        ({"name": "sra"}, torch.ones(2, 5, 4, dtype=torch.bool), r"attention\(sra\): takes no key_mask"),
         ({}, torch.ones(2, 20, dtype=torch.bool), r"give torch.bool \(2, 5, 4\), \(B, H, W\)"),
         ({}, torch.ones(2, 5, 4), "got torch.float32"),
         ({}, torch.zeros(2, 5, 4, dtype=torch.bool), "rectangle at the upper left"),

@@ -240,7 +240,7 @@ def test_distillation_token():
     torch.testing.assert_close(model(images), model.forward_features(images))
     with pytest.raises(OptionError, match="global_pool = 'avg' is not one of"):
         model.reset_classifier(5, "avg")
-    with pytest.raises(OptionError, match="global_pool = 'avg': with dist_token, heads read their tokens"):
+    with pytest.raises(OptionError, match="global_pool = 'avg': with dist_token, each head reads its own token"):
         create_model("deit", **options, global_pool="avg")
     with pytest.raises(OptionError, match="dist_token = false: there is no second head"):
         tiny_model("deit").set_distilled_training()

@@ -238,7 +238,7 @@ def test_set_patch_size():
         ({"patch_size": 7}, "model.img_size = 48 is not a multiple of patch_size = 7; nearest: 49"),
         ({"img_size": 8}, r"attention\(eva\).window_size = 3: larger than the 1x1 grid; at most 1"),
         ({"img_size": (24, 8)}, r"num_landmarks = 6 does not divide the 3x1 grid"),
-        ({"patch_size": (8, 4)}, r"patch_size = \(8, 4\): patches are square"),
+        ({"patch_size": (8, 4)}, r"patch_size = \(8, 4\): patches must be square"),
     ],
 )
 def test_sizes_that_cannot_be_set_leave_the_model(sizes, message):
@@ -253,7 +253,7 @@ def test_sizes_that_cannot_be_set_leave_the_model(sizes, message):
 def test_patches_that_are_no_single_convolution_keep_their_size(options):
     model = tiny_model("deit", "softmax", **options)
     with pytest.raises(
-        OptionError, match="patch_size = 2: patches are square, those of a conv stem and of tokens fixed"
+        OptionError, match="patch_size = 2: patches must be square, those of a conv stem and of tokens are fixed"
     ):
         model.set_input_size(patch_size=2)
     assert model.config == tiny_model("deit", "softmax", **options).config

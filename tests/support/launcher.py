@@ -254,7 +254,7 @@ def record_state() -> None:
     def function(self: Recorder) -> None:
         state = pickle.dumps((random.getstate(), np.random.get_state(), torch.get_rng_state().tolist()))  # noqa: NPY002
         record("random", self.step + 1, hashlib.sha256(state).hexdigest())
-        record("ranks", self.step + 1, self.world.size, time.monotonic())
+        record("ranks", self.step + 1, self.speed.world.size, time.monotonic())
         if (self.step + 1) % 60 == 0:
             record("memory", self.step + 1, *count_allocations(), len(os.listdir("/proc/self/fd")))
         end_step(self)

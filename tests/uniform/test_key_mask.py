@@ -258,7 +258,7 @@ def test_masks_compile_into_one_graph(case):
 def test_refused_by_name_with_the_reason(name):
     reason = ATTENTION[name].key_mask_refusal
     case = next(case for case in CASES if case.name == name)
-    with pytest.raises(ValueError, match=rf"attention\({name}\): refuses a key_mask, for {reason}"):
+    with pytest.raises(ValueError, match=rf"attention\({name}\): takes no key_mask: {reason}"):
         case.build()(case.tokens(), case.grid, masks(case.grid))
 
 

@@ -2,8 +2,8 @@
 
 Windows of keys are copied once, into a buffer whose tail holds the keys of the summary tokens. One product computes all
 logits on top of the position bias and the masks (-inf), and one product mixes all values. The backward pass keeps the
-weights, and windows instead of tokens where they take no more memory. It keeps none of the copies, logits and masks
-that autograd would keep.
+weights, and windows instead of tokens where they take at most a tenth more memory. It keeps none of the copies, logits
+and masks that autograd would keep.
 """
 
 import functools
@@ -26,7 +26,7 @@ MAX_KEPT = 1.1
 def covers(q, k, v, bias=None, keys=None, values=None, logits=None, *, windows, attn_drop=0.0):
     """True unless weights are dropped, windows overlap or are empty, or logits or masks differ among images."""
     shared = (keys is not None or values is None) and windows.key_mask is None
-    return attn_drop == 0 and windows.overlap == (0, 0) != windows.size and shared
+    return attn_drop == 0 and not windows.is_empty and windows.overlap == (0, 0) and shared
 
 
 def joint_softmax(q, k, v, bias=None, keys=None, values=None, logits=None, *, windows, attn_drop=0.0):

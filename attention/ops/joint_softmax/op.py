@@ -38,7 +38,7 @@ def joint_softmax(
     (k_prefix, k), (v_prefix, v) = split_prefix(k, q.shape[2]), split_prefix(v, q.shape[2])
     queries = windows.partition(q)
     terms = prefix_term(queries, k_prefix, v_prefix)
-    if windows.size != (0, 0):
+    if not windows.is_empty:
         terms.append((window_logits(q, k, bias, windows), windows.partition_keys(v)))
     if values is not None:
         if keys is not None:
@@ -56,10 +56,10 @@ def joint_softmax_reference(q, k, v, bias=None, keys=None, values=None, logits=N
     for n in range(q.shape[2]):
         terms = [attended_in_window(n, q, k, v, bias, windows=windows)]
         if values is not None:
-            window = windows.index_of(n) if windows.size != (0, 0) else 0
+            window = 0 if windows.is_empty else windows.index_of(n)
             own = window if values.shape[2] > 1 else 0
             if keys is None:
-                position = windows.attended(n)[2] if windows.size != (0, 0) else n
+                position = n if windows.is_empty else windows.attended(n)[2]
                 on_summaries = logits[:, :, window, position]
             else:
                 on_summaries = (q[:, :, n, None] @ keys[:, :, own].mT)[:, :, 0] / q.shape[-1] ** 0.5

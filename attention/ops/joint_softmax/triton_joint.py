@@ -420,7 +420,7 @@ def covers_joint_softmax(q, k, v, bias=None, keys=None, values=None, logits=None
     shared = values is None or (keys is not None and keys.shape[2] == 1)
     of_windows = logits is None or set(logits.shape[:-3] + logits.shape[-2:-1]) <= {1}
     constant = logits is None or not logits.requires_grad
-    apart = windows.overlap == (0, 0) != windows.size and not windows.causal and windows.key_mask is None
+    apart = not windows.is_empty and windows.overlap == (0, 0) and not windows.causal and windows.key_mask is None
     return supported(q, k, v) and apart and attn_drop == 0 and shared and of_windows and constant
 
 

@@ -1,0 +1,90 @@
+"""Differences between two runs, or their data, and those that may be when a run continues."""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from engine.checkpoints.files import IDENTITY
+from engine.config.load import flatten
+from engine.runtime.text import describe_difference
+from engine.training.optim import without_defaults
+
+RANKS = ("processes", "train.grad_accum_steps")
+"""What may differ, too, in a run with `train.elastic`."""
+
+RESUMABLE_OPTIONS = {
+    "data.root",
+    "data.classes",
+    "data.cache_dir",
+    "data.cache_gb",
+    "data.workers",
+    "data.timeout_minutes",
+    "data.max_broken",
+    "data.broken_val",
+    "train.log_every",
+    "train.keep_checkpoints",
+    "train.checkpoint_steps",
+    "train.checkpoint_minutes",
+    "train.async_checkpoint",
+    "train.timeout_minutes",
+    "train.elastic",
+    "train.max_skipped",
+    "train.max_overflows",
+    "report.wandb",
+    "report.mlflow",
+    "report.profile",
+    "plugins",
+}
+"""Options without an effect on the trained weights: a run may be resumed with other values."""
+
+TEACHER = "teacher_weights"
+"""Key of the teacher's digest, known only after the teacher is loaded."""
+
+CONTENT = ("train_content", "val_content")
+"""Metadata of the data that checkpoints of earlier versions lack."""
+
+NAMES_ONLY = "an earlier version made it, which kept the names of its images, not their content; the names are compared"
+"""Note on a checkpoint without `CONTENT`."""
+
+ABSENT = "absent"
+"""Shown for an option or metadata that a run lacks."""
+
+
+def flatten_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options of the run, dotted path -> value, and the other metadata in which runs may differ."""
+    names = ("processes", "images", *IDENTITY)
+    return flatten(metadata["config"]) | {name: metadata[name] for name in names if name in metadata}
+
+
+def list_data_differences(checkpoint: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+    """Returns one line for each difference between the data of a checkpoint and that of the identity `here`.
+
+    Only parts of the identity that the checkpoint holds are compared; see `engine.data.splits.identify_data`.
+    """
+    known = [name for name in here if name in checkpoint]
+    return list_differences({name: checkpoint[name] for name in known}, {name: here[name] for name in known})
+
+
+def find_differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> set[str]:
+    """Returns the options with an effect in which the runs `here` and `there` differ.
+
+    Besides `RESUMABLE_OPTIONS`, these are without an effect: a mechanism's `released`, which only chooses the defaults
+    of other options, and `optim.betas` and `optim.eps` that are the optimiser's own or that it does not take.
+
+    Args:
+        there, here: dotted path of an option -> value.
+    """
+    there, here = without_defaults(there), without_defaults(here)
+    changed = {key for key in there.keys() | here.keys() if there.get(key, ABSENT) != here.get(key, ABSENT)}
+    idle = {key for key in changed if key.startswith("attention.") and key.endswith(".released")}
+    return changed - idle - RESUMABLE_OPTIONS
+
+
+def list_differences(there: Mapping[str, Any], here: Mapping[str, Any], allowed: Collection[str] = ()) -> list[str]:
+    """Returns one line for each of `find_differences` that is not `allowed`."""
+
+    def describe(key: str) -> str:
+        if key == "classes":
+            return describe_difference(there.get(key, []), here.get(key, []), ("the run there", "the data here"))
+        return f"{there.get(key, ABSENT)} there, {here.get(key, ABSENT)} here"
+
+    return [f"{key}: {describe(key)}" for key in sorted(find_differences(there, here) - set(allowed))]

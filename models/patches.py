@@ -1,0 +1,48 @@
+"""Patches of images: a convolutional patch embedding, and the parts of a grid that padded images fill."""
+
+import itertools
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from attention import Grid
+
+
+def conv_stem(in_chans: int, dim: int, patch_size: int) -> nn.Sequential:
+    """Convolutional patch embedding (B, in_chans, height, width) -> (B, dim, height / patch_size, width / patch_size).
+
+    [3x3 convolution of stride 2, BatchNorm, GELU] until the grid is reached: twice for patch 4, three times for 8, four
+    times for 16; widths double up to dim; then a 1x1 convolution. After Xiao et al., 2021, "Early convolutions help
+    transformers see better".
+    """
+    halvings = int(math.log2(patch_size))
+    widths = [in_chans, *(dim >> i for i in reversed(range(halvings)))]
+    layers: list[nn.Module] = []
+    for before, after in itertools.pairwise(widths):
+        layers += [nn.Conv2d(before, after, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(after), nn.GELU()]
+    return nn.Sequential(*layers, nn.Conv2d(dim, dim, 1))
+
+
+def unmasked_parts(key_mask: Tensor) -> list[Grid]:
+    """The (h, w) part of the grid, at its upper left, that the mask (B, H, W) of each image is true for.
+
+    Raises:
+        ValueError: a mask that is true for nothing, or for another shape.
+    """
+    H, W = key_mask.shape[1:]
+    h, w = key_mask.any(2).sum(1), key_mask.any(1).sum(1)
+    rows, columns = torch.arange(H, device=h.device) < h[:, None], torch.arange(W, device=w.device) < w[:, None]
+    parts = list(zip(h.tolist(), w.tolist(), strict=True))
+    if (0, 0) in parts or not torch.equal(key_mask, rows[:, :, None] & columns[:, None]):
+        raise ValueError("key_mask: dynamic_img_size needs masks that are true for a rectangle at the upper left")
+    return parts
+
+
+def pad_positions(pos_embed: Tensor, part: Grid, grid: Grid) -> Tensor:
+    """Position embeddings (1, prefix + h w, C) of a part of an (H, W) grid -> (1, prefix + H W, C), 0 elsewhere."""
+    num_prefix = pos_embed.shape[1] - math.prod(part)
+    prefix, positions = pos_embed[:, :num_prefix], pos_embed[:, num_prefix:].unflatten(1, part)
+    padded = F.pad(positions, (0, 0, 0, grid[1] - part[1], 0, grid[0] - part[0]))
+    return torch.cat([prefix, padded.flatten(1, 2)], 1)
