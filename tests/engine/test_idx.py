@@ -100,7 +100,8 @@ def test_a_damaged_file_is_named(tmp_path, damaged, problem):
 def test_a_missing_file_is_named(tmp_path):
     write(tmp_path, ending=".gz")
     with pytest.raises(
-        OptionError, match=r"no 'val-images-idx3-ubyte' in .*: train-images-idx3-ubyte.gz; data.val_fraction=0.2 holds"
+        OptionError,
+        match=r"no 'val-images-idx3-ubyte' in .*: train-images-idx3-ubyte.gz; in training, data.val_fraction=0.2 holds",
     ) as caught:
         open_split(Data(dataset="idx", root=str(tmp_path)), "val_split")
     assert caught.value.key == "data.val_split"
