@@ -171,7 +171,7 @@ def read_timm_arguments(found: Found) -> tuple[dict[str, Any], dict[str, Any]]:
             is_own = arch in MODELS
             options |= {"num_heads": parse_model(arch, {}).num_heads, "attention": "softmax"} if is_own else {}
             options |= kwargs
-        images = {name: args[name] for name in IMAGES if args.get(name) is not None}
+        images = {name: args[name] for name in IMAGES if args.get(name)}  # timm's default interpolation is ""
         for name in {"mean", "std"} & images.keys():
             values = [float(x) for x in images[name]]
             images[name] = values * 3 if len(values) == 1 and options["in_chans"] != 1 else values  # as timm does

@@ -80,6 +80,11 @@ def test_other_options_than_those_of_timms_training_are_refused_with_the_overrid
     torch.save({"arch": "vit_tiny_patch16_224", "args": args, "state_dict": stock.state_dict()}, path)
     source = read_weights(path)
     assert (source.num_heads, source.images) == (4, {"mean": [0.5] * 3, "std": [0.25, 0.5, 0.5]})
+    unset = argparse.Namespace(gp=None, img_size=None, model_kwargs={}, mean=None, crop_pct=None, interpolation="")
+    other, out, config = (str(tmp_path / name) for name in ("unset.pth.tar", "unset.safetensors", "config.yaml"))
+    torch.save({"arch": "vit_tiny_patch16_224", "args": unset, "state_dict": stock.state_dict()}, other)
+    convert([other, out, "--config", config])
+    capsys.readouterr()
     command = [path, str(tmp_path / "out.safetensors"), "--config", str(tmp_path / "config.yaml")]
     with pytest.raises(SystemExit):
         convert(command)
