@@ -27,8 +27,9 @@ from engine.config.load import load_run
 from engine.config.micro_batches import share_batch
 from engine.config.schema import Run
 from engine.data.check import check_images
+from engine.data.identity import identify_data, is_one_split
 from engine.data.loaders import check_workers, create_loaders, has_lost_workers, stop_waiting_if
-from engine.data.splits import classes_of, identify_data, is_one_split
+from engine.data.splits import classes_of
 from engine.evaluation.evaluate import evaluate_all, gather_all
 from engine.reporting.console import format_values
 from engine.reporting.metrics import first_micro_batch_size

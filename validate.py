@@ -26,8 +26,9 @@ from engine.checkpoints.files import Weights, find_weights, parse_weights
 from engine.checkpoints.weights import check_predicts_classes
 from engine.config.load import parse_run
 from engine.config.schema import Data, Run
+from engine.data.identity import check_held_out, identify_split
 from engine.data.loaders import count_broken, create_val_loader, indices_read, show_images
-from engine.data.splits import check_held_out, classes_of, identify_split
+from engine.data.splits import classes_of
 from engine.evaluation.evaluate import evaluate
 from engine.evaluation.label_matching import ClassSubset, match_classes, read_real_labels, real_accuracy
 from engine.evaluation.predictions import PredictionTable, gather_predictions

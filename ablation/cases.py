@@ -12,7 +12,8 @@ from engine.checkpoints.identify import list_checkpoints
 from engine.config.load import dump_run, flatten, parse_run
 from engine.config.schema import Data, Run
 from engine.config.yaml_files import read_yaml
-from engine.data.splits import identify_data, open_split
+from engine.data.identity import identify_data
+from engine.data.splits import open_split
 from engine.objectives import choose_objective
 from engine.reporting.metrics import find_records, list_changes
 from engine.runtime.errors import ConfigError, UserError

@@ -24,8 +24,8 @@ from engine.checkpoints.progress import Progress
 from engine.checkpoints.weights import build_model
 from engine.config.load import dump_run
 from engine.config.schema import Init
+from engine.data.identity import identify_split
 from engine.data.loaders import choose_batch_size
-from engine.data.splits import identify_split
 from engine.evaluation.label_matching import ClassSubset
 from engine.objectives.distillation import digest_weights
 from engine.runtime.files import check_directory

@@ -27,10 +27,11 @@ from timm.data.loader import fast_collate
 
 from engine.config.schema import Data, Run
 from engine.data.augment import create_transform
+from engine.data.identity import identify_split
 from engine.data.layout import SplitReader
 from engine.data.loaders import ImageLoader, create_order
 from engine.data.sampler import EpochSampler, SeededDataset
-from engine.data.splits import Images, identify_split
+from engine.data.splits import Images
 from engine.reporting.tables import align
 from engine.runtime.arguments import ArgumentParser
 from engine.runtime.distributed import World

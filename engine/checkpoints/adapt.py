@@ -239,7 +239,7 @@ def check_heads(there: int | Sequence[int], here: int | Sequence[int], place: st
 
 
 def _has_mlp_relu(model: nn.Module) -> bool:
-    """Whether a model has PVT-v2-Li's ReLU in its MLPs."""
+    """Returns whether a model has PVT-v2-Li's ReLU in its MLPs."""
     return any(name.endswith(".mlp.relu") and isinstance(layer, nn.ReLU) for name, layer in model.named_modules())
 
 
@@ -258,9 +258,9 @@ def list_other_options(source: nn.Module, model: nn.Module, has_head: bool) -> d
     Args:
         has_head: the classifier is taken from `source`; a new one learns from any pooling.
     """
-    pairs = {option: (read(source), read(model)) for option, read in WEIGHTLESS.items()}
-    is_compared = {"global_pool": has_head}
-    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1] and is_compared.get(name, True)}
+    compared = {option: read for option, read in WEIGHTLESS.items() if has_head or option != "global_pool"}
+    pairs = {option: (read(source), read(model)) for option, read in compared.items()}
+    return {option: pair for option, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def table(outcome: Outcome) -> list[str]:

@@ -27,7 +27,7 @@ from engine.checkpoints.initial_weights import load_initial_weights
 from engine.checkpoints.local_dir import preprocessing_of
 from engine.checkpoints.progress import Progress
 from engine.checkpoints.weight_sources import read_timm_arguments
-from engine.config.load import dump_run, find_config, flatten, load_run, parse_run
+from engine.config.load import dump_run, find_config, flatten, load_run, parse_run, plain
 from engine.config.schema import Init, Run
 from engine.runtime.arguments import ArgumentParser
 from engine.runtime.distributed import World
@@ -109,11 +109,6 @@ def check_arguments(run: Run, global_pool: str, found: Found) -> None:
     if values:
         remedy = f"add {' '.join(remedies)} to the command"
         raise UserError(one_line(f"{found.path}: timm's train.py had {', '.join(values)}; {remedy}"))
-
-
-def plain(value: Any) -> Any:
-    """Returns a tuple as a list, and other values as they are."""
-    return [*value] if isinstance(value, tuple) else value
 
 
 if __name__ == "__main__":

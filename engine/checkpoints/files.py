@@ -40,7 +40,7 @@ METADATA = ("config", "processes", "images", "progress")
 """Metadata of every checkpoint."""
 
 IDENTITY = ("classes", "train_files", "train_content", "val_files", "val_content", "teacher_weights")
-"""Metadata of the data (`engine.data.splits.identify_data`) and the digest of a teacher, as far as they apply."""
+"""Metadata of the data (`engine.data.identity.identify_data`) and the digest of a teacher, as far as they apply."""
 
 TRAINED = "trained_config"
 """Metadata of an export: the `config` of the training, where `config` is that of the exported model."""

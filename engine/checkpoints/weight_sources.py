@@ -145,7 +145,7 @@ def _read_state(found: Found) -> Source:
 
 
 def _are_weights(state: Mapping[Any, Any]) -> bool:
-    """Whether a mapping of a file is a state dict."""
+    """Returns whether a mapping of a file is a state dict."""
     return bool(state) and all(isinstance(k, str) and k.isprintable() and torch.is_tensor(x) for k, x in state.items())
 
 

@@ -99,7 +99,7 @@ def parse_run(options: Mapping[str, Any], source: str, overrides: Sequence[str] 
 
 def dump_run(run: Run) -> dict[str, Any]:
     """Returns `run` in plain types (dict, list, str, numbers), for YAML and checkpoints; `parse_run` inverts it."""
-    return _plain(dataclasses.asdict(run))
+    return plain(dataclasses.asdict(run))
 
 
 def flatten(options: Any, path: str = "") -> dict[str, Any]:
@@ -160,7 +160,7 @@ def _write_out_list(values: dict[str, Any], path: Sequence[str]) -> None:
         return
     name, options = split_name(model)
     if path[0] == "model" and path[1] not in model:
-        value = _plain(getattr(parse_model(name, options), path[1], None))
+        value = plain(getattr(parse_model(name, options), path[1], None))
         model |= {path[1]: value} if isinstance(value, list) else {}
     elif path[0] == "attention" and isinstance(attention, str | dict):
         entries = assign(name, attention, parse_model(name, options).depths)
@@ -181,7 +181,7 @@ def _build(tree: Tree, run: Run, overrides: Sequence[str], world_size: int) -> R
             raise OptionError("model", f"cannot be built: {error}") from None
         run = dataclasses.replace(
             run,
-            model={"name": name, **_plain(dataclasses.asdict(config))},
+            model={"name": name, **plain(dataclasses.asdict(config))},
             attention=_written_out(name, attention, config.depths, model),
             plugins=_plugins_of(attention),
         )
@@ -283,14 +283,15 @@ def _written_out(name: str, attention: Any, depths: Sequence[int], model: Any) -
     for entry in assign(name, attention, depths):
         layer = layers[entry.layers[0]]
         place, _ = split_place(entry.options)
-        entries.append({**place, "name": layer.name(), **_plain(dataclasses.asdict(layer.config))})
+        entries.append({**place, "name": layer.name(), **plain(dataclasses.asdict(layer.config))})
     return entries if isinstance(attention, list) else entries[0]
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """Returns a value of a configuration with lists in the place of tuples, and dicts in that of other mappings."""
     if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+        return {key: plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _check_plain(value: Any, key: str) -> None:

@@ -74,7 +74,7 @@ class Distill:
 
     @property
     def rest(self) -> Literal["labels", "soft", ""]:
-        """What the rest of the loss, 1 - alpha, compares with, see `beside`; "" with alpha = 1."""
+        """Target of the other term of the loss, weighted by 1 - alpha: `beside`, or "" with alpha = 1."""
         return self.beside if self.weight < 1 else ""
 
 

@@ -9,7 +9,7 @@ from engine.runtime.text import describe_difference
 from engine.training.optim import without_defaults
 
 RANKS = ("processes", "train.grad_accum_steps")
-"""What may differ, too, in a run with `train.elastic`."""
+"""Names that may differ as well in a run with `train.elastic`."""
 
 RESUMABLE_OPTIONS = {
     "data.root",
@@ -58,7 +58,7 @@ def flatten_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
 def list_data_differences(checkpoint: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     """Returns one line for each difference between the data of a checkpoint and that of the identity `here`.
 
-    Only parts of the identity that the checkpoint holds are compared; see `engine.data.splits.identify_data`.
+    Only parts of the identity that the checkpoint holds are compared; see `engine.data.identity.identify_data`.
     """
     known = [name for name in here if name in checkpoint]
     return list_differences({name: checkpoint[name] for name in known}, {name: here[name] for name in known})

@@ -19,9 +19,10 @@ from engine.config.load import dump_run
 from engine.config.micro_batches import micro_batch_size
 from engine.config.schema import Run
 from engine.config.yaml_files import dump_yaml
+from engine.data.identity import identify_data
 from engine.data.loaders import create_loaders, images_of
 from engine.data.sampler import EpochSampler
-from engine.data.splits import classes_of, identify_data
+from engine.data.splits import classes_of
 from engine.runtime.distributed import World, autocast
 from engine.runtime.text import describe_error
 from engine.training.objective import create_objective

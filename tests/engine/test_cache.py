@@ -17,8 +17,9 @@ from PIL import Image
 from attention.options import OptionError
 from engine.config.schema import Augment, Data, Run, Train
 from engine.data import cache, prepare, verify
+from engine.data.identity import identify_data
 from engine.data.loaders import count_broken, create_loaders, create_val_loader
-from engine.data.splits import classes_of, identify_data, open_split
+from engine.data.splits import classes_of, open_split
 from engine.runtime.distributed import World, seed_everything
 from tests.engine.test_checkpoint import FailAt
 

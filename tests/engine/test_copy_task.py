@@ -12,8 +12,9 @@ from attention.decoding import create_decoder
 from engine.checkpoints.progress import Progress
 from engine.config.load import load_run
 from engine.config.schema import Run
+from engine.data.identity import identify_data
 from engine.data.loaders import create_loaders, create_val_loader
-from engine.data.splits import identify_data, open_images
+from engine.data.splits import open_images
 from engine.evaluation.evaluate import evaluate
 from engine.evaluation.inference import load
 from engine.objectives.copying import COPIES, Copying

@@ -18,9 +18,10 @@ from engine.config.schema import Augment, Data, Run, Train, per_channel
 from engine.data import prepare
 from engine.data.arrays import DIGITS
 from engine.data.augment import create_mixup
+from engine.data.identity import digest_files, identify_split
 from engine.data.loaders import create_loaders, create_val_loader
 from engine.data.sampler import EpochSampler
-from engine.data.splits import digest_files, identify_split, open_split
+from engine.data.splits import open_split
 from engine.objectives.classification import create_loss
 from engine.objectives.copying import NO_AUGMENTATION
 from engine.runtime.distributed import World, seed_everything

@@ -21,9 +21,10 @@ from torchvision.datasets import CIFAR10
 from attention.options import OptionError
 from engine.config.schema import Augment, Data, Run, Train
 from engine.data import datasets, idx, prepare, verify, webdataset
+from engine.data.identity import identify_split
 from engine.data.images import BrokenImage
 from engine.data.loaders import create_loaders
-from engine.data.splits import classes_of, identify_split, open_split
+from engine.data.splits import classes_of, open_split
 from engine.runtime.distributed import World
 from tests.engine.test_resume import Runs, choose_kill
 from tests.support.launcher import ForkServer

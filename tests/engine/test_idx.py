@@ -11,7 +11,8 @@ from PIL import Image
 from attention.options import OptionError
 from engine.config.schema import Data
 from engine.data import sample, verify
-from engine.data.splits import classes_of, identify_split, open_split
+from engine.data.identity import identify_split
+from engine.data.splits import classes_of, open_split
 
 REFERENCE = Path(__file__).parents[2] / "reference"
 PIXELS = np.random.default_rng(0).integers(0, 256, (6, 3, 5), dtype=np.uint8)

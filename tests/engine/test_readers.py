@@ -20,9 +20,10 @@ from attention.options import OptionError
 from engine.config.schema import Data
 from engine.data import folders, prepare
 from engine.data.folders import open_class_folders
+from engine.data.identity import identify_split
 from engine.data.images import FORMATS, SUFFIXES, BrokenImage
 from engine.data.layout import Samples, classify, suffix_of
-from engine.data.splits import classes_of, describe_ignored, identify_split, open_split
+from engine.data.splits import classes_of, describe_ignored, open_split
 from engine.data.table import map_table, write_table
 from engine.data.tar import TarReader
 

@@ -19,10 +19,11 @@ import torch
 from attention.options import OptionError
 from engine.config.schema import Augment, Data, Run, Train
 from engine.data import prepare, store
+from engine.data.identity import identify_split
 from engine.data.images import BrokenImage
 from engine.data.loaders import create_loaders, create_val_loader
 from engine.data.mds import MdsReader
-from engine.data.splits import classes_of, identify_split, open_split
+from engine.data.splits import classes_of, open_split
 from engine.runtime.distributed import World
 from engine.runtime.errors import UserError
 from tests.engine.test_formats import LABELS, PIXELS, write_folder

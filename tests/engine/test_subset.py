@@ -9,7 +9,8 @@ from attention.options import OptionError
 from engine.config.checks import check_run
 from engine.config.load import dump_run, load_run, parse_run
 from engine.config.schema import Data, Run
-from engine.data.splits import classes_of, digest_files, open_split, report_split
+from engine.data.identity import digest_files
+from engine.data.splits import classes_of, open_split, report_split
 from engine.data.subset import choose_images
 from engine.runtime.errors import ConfigError
 

@@ -20,10 +20,11 @@ from engine.checkpoints import convert
 from engine.checkpoints.files import find_checkpoint, load_checkpoint, save_checkpoint
 from engine.config.load import parse_run
 from engine.data.arrays import DigitsReader
+from engine.data.identity import identify_split
 from engine.data.idx import write_idx
 from engine.data.images import decode
 from engine.data.loaders import create_val_loader
-from engine.data.splits import identify_split, open_split
+from engine.data.splits import open_split
 from engine.evaluation.evaluate import evaluate
 from engine.evaluation.inference import load
 from engine.runtime.distributed import World
@@ -319,7 +320,7 @@ def write_checkpoint(path: Path, run_directory: Path, data: dict) -> Path:
     ],
 )
 def test_images_that_may_have_been_trained_on_are_not_held_out(run_directory, tmp_path, capsys, trained, given):
-    """Not by the checkpoint, nor by an export with these options."""
+    """The checkpoint is refused, and so is an export with these options."""
     path, export = write_checkpoint(tmp_path / "x.pt", run_directory, trained), tmp_path / "x.safetensors"
     convert.main([str(path), str(export), *given])
     for arguments in ([str(path), *given], [str(export)]):

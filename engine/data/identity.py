@@ -1,0 +1,71 @@
+"""Identity of the data of a run: names of its classes, and digests of the names and the content of its images."""
+
+import hashlib
+from collections.abc import Mapping
+from itertools import islice, pairwise
+from typing import Any, Literal
+
+import numpy as np
+
+from engine.config.schema import Data
+from engine.data.splits import Images, classes_of
+from engine.runtime.errors import UserError
+
+
+def identify_data(train: Images, val: Images) -> dict[str, Any]:
+    """Returns the identity of the data of a run: class names, and digests of each split; see `identify_split`."""
+    return {"classes": classes_of(train), **identify_split("train", train), **identify_split("val", val)}
+
+
+def is_one_split(identity: Mapping[str, Any]) -> bool:
+    """Returns from `identify_data` whether the training images are those of the validation, whatever their splits'
+    names are.
+    """
+    return all(identity[f"train_{what}"] == identity[f"val_{what}"] for what in ("files", "content"))
+
+
+def identify_split(name: Literal["train", "val"], images: Images) -> dict[str, str]:
+    """Returns the digest of the files of a split, see `digest_files`, and that of their content.
+
+    The latter is `SplitReader.digest`, or else the SHA-256 of `SplitReader.fingerprints`. Files are not read for that:
+    of two images of one name and one size in bytes it knows no difference.
+    """
+    if images.reader.digest is not None:
+        return {f"{name}_files": images.reader.digest, f"{name}_content": images.reader.digest}
+    content = np.ascontiguousarray(images.reader.fingerprints(), "<i8")
+    return {f"{name}_files": digest_files(images), f"{name}_content": hashlib.sha256(content.data).hexdigest()}
+
+
+def check_held_out(data: Data, checkpoint: Mapping[str, Any], identity: Mapping[str, str]) -> str:
+    """Checks that images held out of the training split are those that validated in the training of `checkpoint`.
+
+    Their names decide, as a prepared copy of them may have other content.
+
+    Args:
+        identity: of the images here, see `identify_split`.
+    Returns:
+        A warning, where the checkpoint does not know its images; else "".
+    Raises:
+        UserError: they are others, and may have been trained on.
+    """
+    there, held_out_by = checkpoint.get("val_files"), data.held_out_by
+    if not held_out_by or there == identity["val_files"]:
+        return ""
+    if there is None:
+        problem = "the checkpoint does not say which images its training held out, and may have been trained on these"
+        return f"warning: {held_out_by}: {problem}"
+    problem = f"holds out other images of data.train_split = {data.train_split!r} than those that validated in training"
+    whole = f"{held_out_by.partition(' ')[0]}=null data.val_split=NAME"
+    remedy = f"give the data and options of the training, or a whole split with {whole}"
+    raise UserError(f"{held_out_by}: {problem}, and the model may have been trained on them; {remedy}")
+
+
+def digest_files(images: Images) -> str:
+    """SHA-256 of the class index and the name, relative to the split, of every image in order."""
+    digest, names, labels = hashlib.sha256(), iter(images.reader.filenames()), images.reader.labels
+    changes = [0, *(np.flatnonzero(np.diff(labels)) + 1).tolist(), len(labels)]
+    for begin, end in pairwise(changes):  # classes rather than images, of which there may be a million
+        label = f"{labels[begin]} "
+        text = label + f"\0{label}".join(islice(names, end - begin)) + "\0"
+        digest.update(text.encode(errors="surrogateescape"))
+    return digest.hexdigest()
