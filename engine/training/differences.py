@@ -1,4 +1,4 @@
-"""Differences between two runs, or their data, and those that may be when a run continues."""
+"""Differences between two runs or their data, and which of them are allowed when a run continues."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
