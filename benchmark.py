@@ -105,7 +105,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     modes = "forward: with a graph, as in training; train: forward, backward and AdamW; inference: without a graph"
     add("--modes", nargs="+", choices=MODES, help=f"{modes}; default: forward, forward+backward")
     add("--dtypes", nargs="+", choices=DTYPES, default=["fp32"], help="half precision uses autocast")
-    executions = "compiled: for each shape; onnx, onnx-int8, aot (AOTInductor): exported models, in inference"
+    exports = "onnx, onnx-int8, aot (AOTInductor): exported models, in inference"
+    executions = f"compiled: for each shape; cuda-graph: eager kernels, launched at once; {exports}"
     add("--execution", nargs="+", choices=EXECUTIONS, default=["eager"], help=executions)
     add("--rounds", type=positive, help=f"measurements of each; default: 10, with --recommend {ROUNDS}")
     add("--device", type=device_name, choices=("auto", "cuda", "cpu"), default="auto")

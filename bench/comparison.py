@@ -5,6 +5,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +14,10 @@ import torch
 from attention import Grid
 from attention.options import OptionError, nearest
 from bench.results import COLUMNS, FILES, SETTINGS, quartile_columns
-from bench.timing import SAMPLE_SECONDS, Call, Quartiles, time_rounds
+from bench.timing import SAMPLE_SECONDS, Call, Quartiles, capturing, time_rounds
 from bench.workload import Subject, Workload, attention_core, attention_layer, whole_model
 from engine.checkpoints.export import check_target
+from engine.runtime.errors import ConfigError
 from engine.runtime.files import make_output
 from engine.runtime.memory import memory_permitting
 from models.costs import Costs
@@ -53,6 +55,8 @@ def plan(args: argparse.Namespace, device: torch.device) -> list[Comparison]:
     """
     if {"onnx", "onnx-int8"} & {*args.execution}:
         check_target("model.onnx")
+    if "cuda-graph" in args.execution and device.type != "cuda":
+        raise ConfigError("--execution cuda-graph: there is no GPU; use eager")
     if args.output:
         make_output(args.output, FILES)
     kinds = []
@@ -131,13 +135,14 @@ def set_up(comparison: Comparison, device: torch.device) -> tuple[dict[str, Call
     """Returns calls to time, and their memory and launches, for all subjects that fit into memory together."""
     setting = [getattr(comparison, name) for name in SETTINGS]
     workloads, calls, counts = {}, {}, {}
-    for subject in comparison.subjects:
-        with memory_permitting():
-            workloads[subject.name] = Workload(subject, *setting, device)
-    for name, workload in workloads.items():
-        with memory_permitting():
-            counts[name] = workload.counts()
-            calls[name] = workload.call
+    with capturing() if comparison.execution == "cuda-graph" else nullcontext(lambda call: call) as to_time:
+        for subject in comparison.subjects:
+            with memory_permitting():
+                workloads[subject.name] = Workload(subject, *setting, device)
+        for name, workload in workloads.items():
+            with memory_permitting():
+                counts[name] = workload.counts()
+                calls[name] = to_time(workload.call)
     return calls, counts
 
 

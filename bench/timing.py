@@ -4,7 +4,8 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -137,3 +138,25 @@ def count_launches(call: Call, device: torch.device) -> int | None:
         torch.cuda.synchronize(device)
     launches = ("cudaLaunchKernel", "cuLaunchKernel")  # of the runtime and of the driver (Triton), in all variants
     return sum(event.count for event in profiler.key_averages() if event.key.startswith(launches))
+
+
+@contextmanager
+def capturing() -> Iterator[Callable[[Call], Call]]:
+    """Context of a function that captures the kernels that a call launches in a CUDA graph, and returns a call that
+    launches them all at once, so that the host's time does not count. Captured calls share a pool of memory, and
+    overwrite one another's results.
+
+    The context has a stream of its own, since the default stream cannot be captured. Earlier calls of a network belong
+    there too: autograd adds gradients up on the stream of the first forward pass.
+    """
+    pool = torch.cuda.graph_pool_handle()
+
+    def captured(call: Call) -> Call:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool, torch.cuda.current_stream()):
+            call()
+        return graph.replay
+
+    with torch.cuda.stream(torch.cuda.Stream()):
+        yield captured
+    torch.cuda.synchronize()

@@ -28,7 +28,7 @@ from models.costs import Costs, costs_of
 
 MODES = ("forward", "forward+backward", "train", "inference")
 DTYPES = ("fp32", "bf16", "fp16")
-EXECUTIONS = ("eager", "compiled", *RUNTIMES)
+EXECUTIONS = ("eager", "compiled", "cuda-graph", *RUNTIMES)
 WARM_UP = 3
 """Number of calls before the first measurement."""
 
@@ -192,7 +192,8 @@ class Workload:
 
     Modes: `forward` in training mode, with a graph; `forward+backward` to all parameters and all inputs but images;
     `train`, also a step of AdamW; `inference` in evaluation mode, without a graph. Half precision uses autocast. The
-    executions of `bench.runtimes` take models in inference.
+    executions of `bench.runtimes` take models in inference. `bench.timing.capturing` takes calls
+    of the execution "cuda-graph".
 
     Raises:
         torch.OutOfMemoryError: the GPU is too small.
@@ -229,7 +230,7 @@ class Workload:
         if mode in ("forward+backward", "train"):
             self.gradient = torch.randn_like(self.forward())
         if mode == "train":
-            self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-6)
+            self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-6, capturable=execution == "cuda-graph")
         for _ in range(WARM_UP):
             self.call()
 
@@ -254,7 +255,7 @@ class Workload:
         with torch.compiler.set_stance("force_eager"):  # compiled calls search what eager ones do
             operators = count_operators(self.call)
         return {
-            "operators": len(operators) if self.execution == "eager" else None,
+            "operators": None if self.execution == "compiled" else len(operators),
             "searches": searches(operators, self.tokens),
             "peak_bytes": peak_bytes(self.call, self.device),
             "saved_bytes": saved_bytes(self.forward, self.parameters) if self.network.training else None,

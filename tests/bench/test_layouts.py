@@ -21,7 +21,7 @@ def test_operations_move_what_they_are_named_for():
         assert found[f"logits of windows, {columns} columns"]().shape == (layouts.HEADS * 16, 49, columns)
     softmaxes = [found[f"softmax over samples, {side} side by side"]() for side in ("tokens", "samples")]
     torch.testing.assert_close(softmaxes[0].mT, softmaxes[1])
-    assert found.keys() <= {row["operation"] for row in read("h200_layouts.csv")}
+    assert found.keys() <= {row["operation"] for row in read("layouts.csv")}
 
 
 def test_the_command_prints_a_row_of_each(monkeypatch, capsys):

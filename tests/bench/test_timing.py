@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from bench.timing import Quartiles, Times, count_launches, time_rounds
+from bench.timing import Quartiles, Times, capturing, count_launches, time_rounds
 
 CPU = torch.device("cpu")
 
@@ -110,3 +110,26 @@ def test_launches_and_times_on_a_gpu():
     times = time_rounds({"call": x.sin}, 2, device)
     assert min(times.seconds["call"]) > 0
     assert times.waited == 0
+
+
+@pytest.mark.gpu
+def test_a_captured_call_on_a_gpu():
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    device = torch.device("cuda")
+    weight = torch.ones(3, device=device, requires_grad=True)
+    total = torch.zeros(3, device=device)
+
+    def call():
+        (2 * weight).sum().backward()
+        total.add_(weight.grad)
+        weight.grad = None
+
+    with capturing() as captured:
+        call()
+        replay = captured(call)
+    torch.testing.assert_close(total, torch.full_like(total, 2))
+    for _ in range(3):
+        replay()
+    torch.testing.assert_close(total, torch.full_like(total, 8))
+    assert count_launches(replay, device) == 0

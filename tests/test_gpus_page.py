@@ -1,0 +1,267 @@
+"""The tables and findings of docs/gpus.md show the files in docs/data/."""
+
+import re
+from statistics import median
+
+from bench.agreement import Agreement
+from bench.devices import CAUTION, LEAST
+from tests.test_results import BENCHMARKS, CONTROLS, DOCS, Row, markdown, read
+
+TEXT = " ".join(BENCHMARKS.split())
+
+
+def on_h200(version: str, tokens: int, execution: str = "eager") -> dict[str, Row]:
+    """Layers measured on an H200: name -> row. `version`: first, or second, after the changes that it led to."""
+    setting = version, str(tokens), execution
+    return {
+        row["name"]: row for row in read("h200.csv") if (row["version"], row["tokens"], row["execution"]) == setting
+    }
+
+
+def gpu_cell(row: Row) -> str:
+    """Milliseconds, and in parentheses the speed-up over softmax attention; ~ if noisy."""
+    noisy = "~" * ("True" in (row["ms_noisy"], row["speedup_noisy"]))
+    return f"{noisy}{float(row['ms']):.2f}" + (f" ({float(row['speedup']):.2f})" if row["name"] != "softmax" else "")
+
+
+def h200() -> str:
+    """Times and speed-ups on an H200 at 784 and 3136 tokens, the fastest at 3136 tokens first."""
+    at_784, at_3136 = on_h200("second", 784), on_h200("second", 3136)
+    lines = [["", "784 tokens", "3136 tokens", "peak", "operators"]]
+    for name in sorted(at_3136, key=lambda name: float(at_3136[name]["ms"])):
+        row = at_784[name]
+        cells = [gpu_cell(row), gpu_cell(at_3136[name])]
+        lines.append([f"`{name}`", *cells, f"{float(row['peak_ratio']):.2f}", row["operators"]])
+    return markdown(lines)
+
+
+def h200_compiled() -> str:
+    """Times on an H200 at 784 tokens, eager and compiled."""
+    eager, compiled = on_h200("first", 784), on_h200("first", 784, "compiled")
+    lines = [["", "eager", "compiled", "kernels, eager", "kernels, compiled"]]
+    for name, row in compiled.items():
+        cells = [gpu_cell(each) for each in (eager[name], row)]
+        lines.append([f"`{name}`", *cells, *(each["launches"] for each in (eager[name], row))])
+    return markdown(lines)
+
+
+def h200_models() -> str:
+    """Training on an H200: images a second and the speed-up over timm's model."""
+    rows = read("h200_models.csv")
+    sizes = list(dict.fromkeys(row["size"] for row in rows))
+    lines = [["", *(f"{size} pixels" for size in sizes), "peak (MiB)", "operators"]]
+    for name in dict.fromkeys(row["name"] for row in rows):
+        own = [row for row in rows if row["name"] == name]
+        cells = [
+            f"{'~' * ('True' in (row['ms_noisy'], row['speedup_noisy']))}{row['images_per_second']} ({row['speedup']})"
+            for row in own
+        ]
+        lines.append([f"`{name}`", *cells, own[0]["peak_mib"], own[0]["operators"]])
+    return markdown(lines)
+
+
+def h200_changes() -> str:
+    """Milliseconds before and after the changes that the first measurement led to."""
+    lines = [["", *(f"{tokens} tokens, {when}" for tokens in (784, 3136) for when in ("before", "after"))]]
+    for name in (*CHANGED, "local@triton"):
+        rows = [on_h200(version, tokens).get(name) for tokens in (784, 3136) for version in ("first", "second")]
+        cells = [(row and f"{'~' * (row['ms_noisy'] == 'True')}{float(row['ms']):.2f}") or "" for row in rows]
+        lines.append([f"`{name}`", *cells])
+    return markdown(lines)
+
+
+CHANGED = ("local", "shifted_window", "hilo", "combiner", "transformer_ls", "eva", "eva_lsh", "lara", "performer")
+"""Layers whose operators on a GPU changed between the versions of h200.csv."""
+
+
+def test_tables_of_an_h200():
+    for shown in (h200(), h200_compiled(), h200_models(), h200_changes()):
+        assert shown in BENCHMARKS, shown
+    lines = [["", "H200", "H100"], *(row.values() for row in read("layouts.csv"))]
+    assert markdown(lines) in BENCHMARKS, markdown(lines)
+
+
+def test_findings_on_an_h200():
+    at_3136 = on_h200("second", 3136)
+    faster = {name for name, row in at_3136.items() if round(float(row["speedup"]), 2) > 1} - CONTROLS
+    (named,) = re.findall(r"At 3136 tokens, (.*?) are faster than fused softmax attention", TEXT)
+    assert {*re.findall(r"`([^`]+)`", named)} == faster, faster
+    at_784 = on_h200("second", 784)
+    assert {name for name, row in at_784.items() if float(row["speedup"]) > 1} == {"identity", "mean", "convolution"}
+
+    predicted = {(row["tokens"], row["name"]): float(row["h200_ms"]) for row in read("roofline.csv")}
+    pairs = [
+        (predicted[str(tokens), name], float(row["ms"]))
+        for tokens, rows in ((784, at_784), (3136, at_3136))
+        for name, row in rows.items()
+        if (str(tokens), name) in predicted
+    ]
+    factors = sorted(measured / ours for ours, measured in pairs)
+    agreement = Agreement.of(*zip(*pairs, strict=True))
+    shown = f"{len(pairs)} pairs: rank correlation {agreement.correlation:.2f}, and the measured times are"
+    shown += (
+        f" {median(factors):.1f} times the predicted ones in the median, {factors[0]:.1f} to {factors[-1]:.0f} times"
+    )
+    assert shown in TEXT, shown
+    between = f"{factors[0]:.1f} to {factors[-1]:.0f} times"
+    assert f"layers took {median(factors):.1f} times as long in the median, {between}" in CAUTION
+    assert f"{LEAST}" == f"{factors[0]:.1f}"
+
+    mechanisms = " ".join((DOCS / "mechanisms.md").read_text().split())
+    gains = [
+        float(rows[name]["ms"]) / float(rows[f"{name}@triton"]["ms"])
+        for rows in (at_784, at_3136)
+        for name in ("eva", "local")
+    ]
+    assert f"{min(gains):.2f} to {max(gains):.2f} times](gpus.md#on-an-h200) as fast with them" in mechanisms, gains
+    of_eager, compiled = on_h200("first", 784), on_h200("first", 784, "compiled")
+    gains = sorted(float(of_eager[name]["ms"]) / float(row["ms"]) for name, row in compiled.items())
+    shown = f"{gains[1]:.1f} to {gains[-1]:.1f} times as fast compiled, and softmax attention {gains[0]:.1f} times"
+    assert shown in " ".join((DOCS / "training.md").read_text().split()), shown
+
+    for tokens in (784, 3136):
+        old, new = (on_h200(version, tokens) for version in ("first", "second"))
+        same = [
+            name
+            for name, row in new.items()
+            if (str(tokens), name) in predicted and name not in CHANGED
+            if "True" not in (row["ms_noisy"], old[name]["ms_noisy"])
+        ]
+        others = sorted(float(new[name]["ms"]) / float(old[name]["ms"]) for name in same)
+        shown = f"{others[0]:.2f} to {others[-1]:.2f} times as long, {median(others):.2f} in the median"
+        assert shown in TEXT, (tokens, shown)
+
+
+def test_figures_in_the_text_on_an_h200():
+    rows = {tokens: on_h200("second", tokens) for tokens in (784, 3136)}
+
+    def speedups(name: str) -> list[str]:
+        return [f"{float(each[name]['speedup']):.2f}" for each in rows.values()]
+
+    eva, lara, local, kernel = map(speedups, ("eva", "lara", "local", "local@triton"))
+    assert "({} and {} times as fast, {} and {})".format(*eva, *lara) in TEXT
+    assert f"Local attention is faster at 3136, by {local[1]}, and by {kernel[1]} with Triton's kernel" in TEXT
+    identity = rows[784]["identity"]
+    assert f"`identity` ({identity['operators']} operators, {float(identity['ms']):.2f} ms)" in TEXT
+    found = [1e3 * float(row["ms"]) / int(row["operators"]) for row in map(rows[784].get, ("identity", "eva", "lara"))]
+    assert f"take {min(found):.0f} to {max(found):.0f} microseconds for each counted operator" in TEXT, found
+    before = on_h200("first", 784)
+    slower = [float(rows[784][name]["ms"]) / float(before[name]["ms"]) for name in ("local@triton", "eva@triton")]
+    assert 1.2 < max(slower) <= 1.25  # a quarter
+    predicted = {(row["tokens"], row["name"]): float(row["h200_ms"]) for row in read("roofline.csv")}
+    factors = [float(each["softmax"]["ms"]) / predicted[str(tokens), "softmax"] for tokens, each in rows.items()]
+    assert "The factor of softmax attention is {:.1f} and {:.1f}".format(*factors) in TEXT
+    gains = [float(on_h200("first", n)["performer"]["ms"]) / float(rows[n]["performer"]["ms"]) for n in (784, 3136)]
+    changes = " ".join((DOCS.parent / "CHANGELOG.md").read_text().split())
+    assert f"Performer's layer is {min(gains):.1f} to {max(gains):.1f} times as fast" in changes
+
+
+def on_h100(tokens: int, execution: str) -> dict[str, Row]:
+    """Layers measured on an H100: name -> row."""
+    rows = read("h100.csv")
+    return {row["name"]: row for row in rows if (row["tokens"], row["execution"]) == (str(tokens), execution)}
+
+
+EXECUTIONS = {"eager": "eager", "cuda-graph": "graph"}
+"""Execution -> title of its column."""
+
+
+def h100() -> str:
+    """Times and speed-ups on an H100, eager and without the host's time."""
+    columns = [(tokens, execution) for tokens in (784, 3136) for execution in EXECUTIONS]
+    lines = [["", *(f"{tokens}, {EXECUTIONS[execution]}" for tokens, execution in columns), "peak", "operators"]]
+    for name, row in on_h100(784, "eager").items():
+        cells = [gpu_cell(on_h100(*column)[name]) for column in columns]
+        lines.append([f"`{name}`", *cells, f"{float(row['peak_ratio']):.2f}", row["operators"]])
+    return markdown(lines)
+
+
+def h100_models() -> str:
+    """Training on an H100: images a second and the speed-up over timm's model."""
+    rows = {(row["name"], row["execution"]): row for row in read("h100_models.csv")}
+    lines = [["", *EXECUTIONS.values(), "peak (MiB)", "operators"]]
+    for name in dict.fromkeys(name for name, _ in rows):
+        found = [rows.get((name, execution)) for execution in EXECUTIONS]
+        cells = [
+            f"{'~' * ('True' in (row['ms_noisy'], row['speedup_noisy']))}{row['images_per_second']} ({row['speedup']})"
+            if row
+            else ""
+            for row in found
+        ]
+        lines.append([f"`{name}`", *cells, found[0]["peak_mib"], found[0]["operators"]])
+    return markdown(lines)
+
+
+def h100_kernels() -> str:
+    """The joint softmax alone on an H100: milliseconds, launches, and what it saves."""
+    rows = {(row["function"], row["mode"]): row for row in read("h100_kernels.csv")}
+    modes = list(dict.fromkeys(mode for _, mode in rows))
+    lines = [["", *modes, "launches", "saved (MiB)"]]
+    for name in dict.fromkeys(name for name, _ in rows):
+        found = [rows[name, mode] for mode in modes]
+        lines.append([f"`{name}`", *(row["ms"] for row in found), found[1]["launches"], found[1]["saved_mib"]])
+    return markdown(lines)
+
+
+def test_tables_of_an_h100():
+    for shown in (h100(), h100_models(), h100_kernels()):
+        assert shown in BENCHMARKS, shown
+
+
+def test_findings_on_an_h100():
+    graphs = {tokens: on_h100(tokens, "cuda-graph") for tokens in (784, 3136)}
+
+    def speedup(tokens: int, name: str) -> str:
+        return f"{float(graphs[tokens][name]['speedup']):.2f}"
+
+    def without_host(name: str) -> str:
+        return "{:.2f} ms instead of {:.2f}".format(
+            *(float(on_h100(784, execution)[name]["ms"]) for execution in ("cuda-graph", "eager"))
+        )
+
+    shares = [
+        1 - float(row["ms"]) / float(on_h100(tokens, "eager")[name]["ms"])
+        for tokens, rows in graphs.items()
+        for name, row in rows.items()
+    ]
+    assert 0.45 <= max(shares) < 0.51  # up to half
+    assert f"EVA's layer takes {without_host('eva')}, and softmax attention's {without_host('softmax')}" in TEXT
+    eva, kernel, lara = (speedup(3136, name) for name in ("eva", "eva@triton", "lara"))
+    assert f"local attention is {speedup(3136, 'local')} times as fast as fused softmax attention and Performer" in TEXT
+    assert f"with 64 samples {speedup(3136, 'performer:num_samples=64')} times" in TEXT
+    assert f"EVA is {eva} times as fast, and {kernel} times with Triton's kernels. LARA is {lara} times as fast" in TEXT
+    ratios = eva, kernel, *(speedup(3136, name) for name in ("local", "local@triton"))
+    shown = "EVA at 3136 tokens is {} times as fast as softmax attention and {} times with Triton's kernels. For local"
+    assert f"{shown} attention the ratios are {{}} and {{}}".format(*ratios) in TEXT, ratios
+    faster = {name for name, row in graphs[784].items() if float(row["speedup"]) > 1}
+    assert faster == {"local", "local@triton"}
+    local = [speedup(784, name) for name in ("local", "local@triton")]
+    assert "local attention alone is faster, {} times, and {} with Triton's kernel".format(*local) in TEXT
+
+    def gain(name: str) -> str:
+        (found,) = {f"{float(rows[name]['ms']) / float(rows[f'{name}@triton']['ms']):.1f}" for rows in graphs.values()}
+        return f"{found} times"
+
+    assert f"layers of EVA {gain('eva')} as fast without the host, and of local attention {gain('local')}" in TEXT
+    predicted = {(row["tokens"], row["name"]): float(row["h100_ms"]) for row in read("roofline.csv")}
+    factors, eager = (
+        sorted(
+            float(row["ms"]) / predicted[str(tokens), name]
+            for tokens in graphs
+            for name, row in on_h100(tokens, execution).items()
+            if (str(tokens), name) in predicted
+        )
+        for execution in ("cuda-graph", "eager")
+    )
+    shown = f"{median(factors):.1f} times the predicted ones in the median, {factors[0]:.1f} to {factors[-1]:.1f}"
+    shown += f" times, and eager times are {eager[0]:.1f} to {eager[-1]:.1f} times"
+    assert f"they are {shown}" in TEXT, shown
+    alone = {(row["function"], row["mode"]): float(row["ms"]) for row in read("h100_kernels.csv")}
+    gains = [f"{alone['auto', mode] / alone['triton', mode]:.1f}" for mode in ("forward", "forward+backward")]
+    assert 'Triton\'s kernel is {} times as fast as "auto" forward, and {} times with'.format(*gains) in TEXT, gains
+    here, there = (
+        {row["name"]: float(row["images_per_second"]) for row in read(f"{gpu}_models.csv") if row["size"] == "224"}
+        for gpu in ("h100", "h200")
+    )
+    ratio = f"{here['deit_tiny_p8:eva'] / there['deit_tiny_p8:eva']:.2f}"
+    assert f"DeiT-Tiny/8 with EVA trains {ratio} times as fast here as on the H200's machine" in TEXT, ratio
