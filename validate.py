@@ -24,7 +24,7 @@ from engine.checkpoints.adapt import build_models
 from engine.checkpoints.export import check_crop_mode, check_target, export
 from engine.checkpoints.files import Weights, find_weights, parse_weights
 from engine.checkpoints.weights import check_predicts_classes
-from engine.config.load import parse_run
+from engine.config.load import is_overridden, parse_run
 from engine.config.schema import Data, Run
 from engine.data.identity import check_held_out, identify_split
 from engine.data.loaders import count_broken, create_val_loader, indices_read, show_images
@@ -36,7 +36,7 @@ from engine.objectives import choose_objective
 from engine.reporting.outputs import add_outputs, chosen_outputs, write_outputs
 from engine.runtime.arguments import ArgumentParser
 from engine.runtime.distributed import World, init_distributed
-from engine.runtime.errors import refuse_bad_input
+from engine.runtime.errors import ConfigError, refuse_bad_input
 from engine.runtime.signals import end_at_interrupt
 from engine.training.differences import list_data_differences
 
@@ -65,6 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(f"--batch-size must be at least 1, got {args.batch_size}")
     with refuse_bad_input():
         outputs = chosen_outputs(args)
+        if is_overridden("data.broken_val", args.overrides):
+            raise ConfigError("data.broken_val is for training; --skip-broken leaves broken images out here")
         found = find_weights(args.checkpoint, args.select, args.weights)
         for target in args.export:
             check_target(target)

@@ -523,3 +523,10 @@ def test_batch_size_must_be_positive(run_directory, capsys):
         validate.main([str(run_directory), "--batch-size", "0"])
     assert caught.value.code == 2
     assert "--batch-size must be at least 1, got 0" in capsys.readouterr().err
+
+
+def test_an_option_of_training_on_broken_images_is_refused(run_directory, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        validate.main([str(run_directory), "data.broken_val=skip"])
+    expected = "error: data.broken_val is for training; --skip-broken leaves broken images out here\n"
+    assert capsys.readouterr().err == expected
