@@ -96,7 +96,7 @@ def count(subject: Subject, size: Grid, batch: int, mode: str, dtype: str, on_cp
 
 
 CAUTION = (
-    "An optimistic estimate: on an H200, layers took 2.6 times as long in the median, 0.9 to 16 times (docs/gpus.md)."
+    "An optimistic estimate: on an H200, layers took 2.7 times as long in the median, 0.9 to 16 times (docs/gpus.md)."
 )
 """Ratio of measured times to predicted ones, which every prediction shows."""
 LEAST = 0.9

@@ -424,6 +424,44 @@ def test_table_of_pre_training():
     titles = ["from scratch (%)", "pre-trained (%)", "difference", "L1 of masked pixels"]
     assert without_and_with("simmim.csv", "start", titles, "masked_l1") in RESULTS
     assert len(read("simmim.csv")) == 2 * 3 * 6
+    assert without_and_with("survey.csv", "start", titles, "masked_l1") in RESULTS
+    assert len(read("survey.csv")) == 2 * 3 * 13
+
+
+def test_findings_on_a_surveys_mechanisms():
+    runs: dict[str, dict[str, dict[int, dict[str, float]]]] = {"scratch": {}, "pretrained": {}}
+    for row in read("survey.csv"):
+        name = re.match(r"{name: (\w+)", row["attention"])[1]
+        runs[row["start"]].setdefault(name, {})[int(row["train.seed"])] = {"top1": float(row["top1"])}
+    both = [measure([runs[start][name] for start in runs], "top1")[1].difference for name in runs["scratch"]]
+    gains = sorted((each.mean, name) for name, each in zip(runs["scratch"], both, strict=True) if not each.is_noise)
+    assert (gains[0][1], gains[-1][1]) == ("transnormer", "linear")
+    section = " ".join(RESULTS.partition("### The survey's 13 mechanisms\n")[2].partition("\n## ")[0].split())
+    shown = (
+        f"{len(gains)} of the 13 beyond noise, by {gains[0][0]:.1f} points (Transnormer) to {gains[-1][0]:.1f} (linear"
+    )
+    assert shown in section, shown
+
+    def beyond_noise(start: str) -> dict[str, float]:
+        top1 = zip(runs[start], measure(list(runs[start].values()), "top1"), strict=True)
+        found = {name: each.difference for name, each in top1 if each.difference and not each.difference.is_noise}
+        return {name: found[name].mean for name in sorted(found, key=lambda name: found[name].mean)}
+
+    scratch, pretrained = beyond_noise("scratch"), beyond_noise("pretrained")
+    ahead = ["transnormer", "nystrom", "longformer", "linformer"]
+    assert [*scratch] == ["performer", "linear", "reformer", *ahead]
+    least, transnormer, *_, most = (scratch[name] for name in ("nystrom", "transnormer", "linformer"))
+    assert (
+        f"are {least:.1f} to {most:.1f} points ahead of softmax attention, and Transnormer {transnormer:.1f}" in section
+    )
+    assert f"are {-scratch['reformer']:.1f} to {-scratch['performer']:.1f} behind" in section
+    assert [*pretrained] == ["performer", "synthesizer", "cosformer"]
+    performer, synthesizer, cosformer = (f"{abs(each):.1f}" for each in pretrained.values())
+    shown = f"only Performer ({performer} points behind softmax attention), Synthesizer ({synthesizer} behind) and cosFormer"
+    assert f"{shown} ({cosformer} ahead)" in section
+    assert not {name for _, name in gains} & {*ahead} - {"transnormer"}
+    l1 = {row["attention"]: float(row["masked_l1"]) for row in read("survey.csv") if row["masked_l1"]}
+    assert min(l1, key=l1.__getitem__).startswith("{name: nystrom")
 
 
 def test_table_of_the_copy_task():

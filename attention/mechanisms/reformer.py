@@ -42,15 +42,22 @@ def reformer(q: Tensor, k: Tensor, v: Tensor, bucket: Tensor, *, chunk_size: int
     position = order.argsort(-1)  # (B, h, l, n*c)
     own = order.unflatten(-1, (n, c))
     attended = torch.cat([own.roll(1, 3), own], -1) if n > 1 else own  # (B, h, l, n, 2c)
-    met = []  # in round r, the pairs of all rounds: l times (B, h, l, n, c, 2c)
-    for r in range(num_rounds):
-        met += [((differences(position[:, :, r] // c, own, attended) % n) <= 1) & (attended < N)[..., None, :]]
+    visible = (attended < N)[..., None, :]  # of the pairs of a round (B, h, l, n, c, 2c): those without padding
+    if same_bucket:
+        buckets = bucket.gather(3, attended.flatten(3)).view_as(attended)
+        visible = visible & equal_pairs(buckets[..., -c:], buckets)
+    chunk, meetings = (position // c).int(), bucket.new_zeros((), dtype=torch.int8)
+    for r in range(num_rounds):  # of the pairs of all rounds, those that meet in round r too
+        chunks = chunk[:, :, r].gather(2, attended.flatten(2)).view_as(attended)
+        met = equal_pairs(chunks[..., -c:], chunks) | equal_pairs(chunks[..., -c:], (chunks + 1) % n)
         if same_bucket:
-            met[r] &= differences(bucket[:, :, r], own, attended) == 0
+            buckets = bucket[:, :, r].gather(2, attended.flatten(2)).view_as(attended)
+            met &= equal_pairs(buckets[..., -c:], buckets)
+        meetings = meetings + met
     logits = q.shape[-1] ** -0.5 * gather_tokens(q, own) @ gather_tokens(k, attended).mT
-    logits = logits - torch.stack(met).sum(0).to(logits.dtype).log()
-    logits = logits.masked_fill(~torch.stack([met[r][:, :, r] for r in range(num_rounds)], 2), -torch.inf)
-    logits = logits.masked_fill(own[..., None] == attended[..., None, :], SELF_LOGIT)
+    logits = logits - meetings.to(logits.dtype).log()
+    logits = logits.masked_fill(~visible, -torch.inf)
+    logits = logits.masked_fill(equal_pairs(own, attended), SELF_LOGIT)
     y = (logits.softmax(-1) @ gather_tokens(v, attended)).flatten(3, 4)
     position = position[..., :N]
     log_mass = logits.logsumexp(-1).flatten(3).gather(3, position).mT  # (B, h, N, l)
@@ -60,10 +67,9 @@ def reformer(q: Tensor, k: Tensor, v: Tensor, bucket: Tensor, *, chunk_size: int
     return (of_round.mT[..., None] * y).sum(2) + of_prefix @ v_prefix
 
 
-def differences(code: Tensor, own: Tensor, attended: Tensor) -> Tensor:
-    """code[own] - code[attended] for all pairs: code (B, h, M), own (..., c), attended (..., e) -> (..., c, e)."""
-    a, b = (code.gather(2, index.flatten(2)).view_as(index) for index in (own, attended))
-    return a[..., None] - b[..., None, :]
+def equal_pairs(own: Tensor, attended: Tensor) -> Tensor:
+    """Which of the numbers own (..., c) and attended (..., e) are equal: (..., c, e)."""
+    return own[..., None] == attended[..., None, :]
 
 
 @torch.no_grad()
