@@ -194,6 +194,9 @@ def mechanisms(ablation: str) -> list[dict[str, Any]]:
 
 def test_long_range_arena_compares_the_same_mechanisms_on_both_tasks():
     assert mechanisms("lra_image") == mechanisms("lra_pathfinder")
+    rows = mechanisms("lra_image")
+    without_dropout = [{key: value for key, value in row.items() if key != "attn_drop"} for row in rows]
+    assert mechanisms("fashion_mnist_lra") == without_dropout
 
 
 def test_tiny_imagenet_has_the_model_and_the_mechanisms_of_the_survey():

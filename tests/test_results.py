@@ -11,6 +11,7 @@ from statistics import mean, median
 from types import MappingProxyType
 
 import pytest
+import yaml
 
 from ablation.replicates import Measured, measure
 from analysis.draws import Row as Transferred
@@ -472,6 +473,34 @@ def test_table_of_the_copy_task():
 def test_table_of_listops():
     assert over_seeds("listops.csv", {"training loss": lambda row: float(row["train_loss"])}) in RESULTS
     assert len(read("listops.csv")) == 3 * 11
+
+
+def test_table_of_long_range_arenas_image():
+    rows = read("lra_image.csv")
+    assert over_seeds("lra_image.csv", {"training loss": lambda row: float(row["train_loss"])}) in RESULTS
+    section = " ".join(
+        RESULTS.partition("# Long Range Arena's Image on Fashion-MNIST\n")[2].partition("\n## ")[0].split()
+    )
+    printed = yaml.safe_load((DOCS.parent / "configs/ablation/lra_image.yaml").read_text())["runs"]
+    first = {row["attention"]: row for row in rows if row["train.seed"] == "0"}
+    assert len(first) == len(printed)
+    top1, loss = ([float(row[key]) for row in first.values()] for key in ("top1", "train_loss"))
+    assert f"top-1 of seed 0 is {rank_correlation([row['paper'] for row in printed], top1):.2f}" in section
+    assert f"the training loss (rank correlation {rank_correlation(loss, top1):.2f})" in section
+    assert min(first, key=lambda name: float(first[name]["top1"])).startswith("{name: reformer")
+    softmax = [float(row["top1"]) for row in rows if row["attention"] == "{name: softmax}"]
+    assert f"softmax attention's three runs are {max(softmax) - min(softmax):.1f} points apart" in section
+    assert f"{sum(row['processor'] == 'xeon' for row in rows)} runs had a core of an Intel Xeon" in section
+
+    runs: dict[str, dict[int, dict[str, float]]] = {}
+    for row in rows:
+        name = re.match(r"{name: (\w+)", row["attention"])[1]
+        runs.setdefault(name, {})[int(row["train.seed"])] = {"top1": float(row["top1"])}
+    found = {name: each.difference for name, each in zip(runs, measure([*runs.values()], "top1"), strict=True)}
+    assert [name for name, each in found.items() if each and each.n == 3 and not each.is_noise] == ["linformer"]
+    linformer, eva, performer = (f"{abs(found[name].mean):.1f}" for name in ("linformer", "eva", "performer"))
+    assert f"Linformer is {linformer} points ahead of softmax attention, beyond noise" in section
+    assert f"EVA is {eva} points ahead and Performer {performer} behind" in section
 
 
 def test_table_of_other_mechanisms_in_a_trained_model():
