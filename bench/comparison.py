@@ -56,7 +56,7 @@ def plan(args: argparse.Namespace, device: torch.device) -> list[Comparison]:
     if {"onnx", "onnx-int8"} & {*args.execution}:
         check_target("model.onnx")
     if "cuda-graph" in args.execution and device.type != "cuda":
-        raise ConfigError("--execution cuda-graph: there is no GPU; use eager")
+        raise ConfigError("--execution cuda-graph needs a GPU; use eager")
     if args.output:
         make_output(args.output, FILES)
     kinds = []

@@ -192,8 +192,8 @@ class Workload:
 
     Modes: `forward` in training mode, with a graph; `forward+backward` to all parameters and all inputs but images;
     `train`, also a step of AdamW; `inference` in evaluation mode, without a graph. Half precision uses autocast. The
-    executions of `bench.runtimes` take models in inference. `bench.timing.capturing` takes calls
-    of the execution "cuda-graph".
+    executions of `bench.runtimes` take models in inference. Calls for "cuda-graph" can go through
+    `bench.timing.capturing`.
 
     Raises:
         torch.OutOfMemoryError: the GPU is too small.

@@ -18,10 +18,20 @@ def on_h200(version: str, tokens: int, execution: str = "eager") -> dict[str, Ro
     }
 
 
+def noise(row: Row) -> str:
+    return "~" * ("True" in (row["ms_noisy"], row["speedup_noisy"]))
+
+
+def model_cell(row: Row) -> str:
+    """Images a second, and in parentheses the speed-up over timm's model; ~ if noisy."""
+    return f"{noise(row)}{row['images_per_second']} ({row['speedup']})"
+
+
 def gpu_cell(row: Row) -> str:
     """Milliseconds, and in parentheses the speed-up over softmax attention; ~ if noisy."""
-    noisy = "~" * ("True" in (row["ms_noisy"], row["speedup_noisy"]))
-    return f"{noisy}{float(row['ms']):.2f}" + (f" ({float(row['speedup']):.2f})" if row["name"] != "softmax" else "")
+    return f"{noise(row)}{float(row['ms']):.2f}" + (
+        f" ({float(row['speedup']):.2f})" if row["name"] != "softmax" else ""
+    )
 
 
 def h200() -> str:
@@ -52,11 +62,7 @@ def h200_models() -> str:
     lines = [["", *(f"{size} pixels" for size in sizes), "peak (MiB)", "operators"]]
     for name in dict.fromkeys(row["name"] for row in rows):
         own = [row for row in rows if row["name"] == name]
-        cells = [
-            f"{'~' * ('True' in (row['ms_noisy'], row['speedup_noisy']))}{row['images_per_second']} ({row['speedup']})"
-            for row in own
-        ]
-        lines.append([f"`{name}`", *cells, own[0]["peak_mib"], own[0]["operators"]])
+        lines.append([f"`{name}`", *map(model_cell, own), own[0]["peak_mib"], own[0]["operators"]])
     return markdown(lines)
 
 
@@ -182,12 +188,7 @@ def h100_models() -> str:
     lines = [["", *EXECUTIONS.values(), "peak (MiB)", "operators"]]
     for name in dict.fromkeys(name for name, _ in rows):
         found = [rows.get((name, execution)) for execution in EXECUTIONS]
-        cells = [
-            f"{'~' * ('True' in (row['ms_noisy'], row['speedup_noisy']))}{row['images_per_second']} ({row['speedup']})"
-            if row
-            else ""
-            for row in found
-        ]
+        cells = [model_cell(row) if row else "" for row in found]
         lines.append([f"`{name}`", *cells, found[0]["peak_mib"], found[0]["operators"]])
     return markdown(lines)
 

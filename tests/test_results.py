@@ -429,11 +429,18 @@ def test_table_of_pre_training():
     assert len(read("survey.csv")) == 2 * 3 * 13
 
 
-def test_findings_on_a_surveys_mechanisms():
-    runs: dict[str, dict[str, dict[int, dict[str, float]]]] = {"scratch": {}, "pretrained": {}}
-    for row in read("survey.csv"):
+def by_name(rows: Iterable[Row]) -> dict[str, dict[int, dict[str, float]]]:
+    """Mechanism -> seed -> top-1."""
+    runs: dict[str, dict[int, dict[str, float]]] = {}
+    for row in rows:
         name = re.match(r"{name: (\w+)", row["attention"])[1]
-        runs[row["start"]].setdefault(name, {})[int(row["train.seed"])] = {"top1": float(row["top1"])}
+        runs.setdefault(name, {})[int(row["train.seed"])] = {"top1": float(row["top1"])}
+    return runs
+
+
+def test_findings_on_a_surveys_mechanisms():
+    rows = read("survey.csv")
+    runs = {start: by_name(row for row in rows if row["start"] == start) for start in ("scratch", "pretrained")}
     both = [measure([runs[start][name] for start in runs], "top1")[1].difference for name in runs["scratch"]]
     gains = sorted((each.mean, name) for name, each in zip(runs["scratch"], both, strict=True) if not each.is_noise)
     assert (gains[0][1], gains[-1][1]) == ("transnormer", "linear")
@@ -461,7 +468,7 @@ def test_findings_on_a_surveys_mechanisms():
     shown = f"only Performer ({performer} points behind softmax attention), Synthesizer ({synthesizer} behind)"
     assert f"{shown} and cosFormer ({cosformer} ahead)" in section
     assert not {name for _, name in gains} & {*ahead} - {"transnormer"}
-    l1 = {row["attention"]: float(row["masked_l1"]) for row in read("survey.csv") if row["masked_l1"]}
+    l1 = {row["attention"]: float(row["masked_l1"]) for row in rows if row["masked_l1"]}
     assert min(l1, key=l1.__getitem__).startswith("{name: nystrom")
 
 
@@ -492,15 +499,17 @@ def test_table_of_long_range_arenas_image():
     assert f"softmax attention's three runs are {max(softmax) - min(softmax):.1f} points apart" in section
     assert f"{sum(row['processor'] == 'xeon' for row in rows)} runs had a core of an Intel Xeon" in section
 
-    runs: dict[str, dict[int, dict[str, float]]] = {}
-    for row in rows:
-        name = re.match(r"{name: (\w+)", row["attention"])[1]
-        runs.setdefault(name, {})[int(row["train.seed"])] = {"top1": float(row["top1"])}
+    runs = by_name(rows)
     found = {name: each.difference for name, each in zip(runs, measure([*runs.values()], "top1"), strict=True)}
     assert [name for name, each in found.items() if each and each.n == 3 and not each.is_noise] == ["linformer"]
     linformer, eva, performer = (f"{abs(found[name].mean):.1f}" for name in ("linformer", "eva", "performer"))
     assert f"Linformer is {linformer} points ahead of softmax attention, beyond noise" in section
     assert f"EVA is {eva} points ahead and Performer {performer} behind" in section
+    rates: dict[str, dict[float, float]] = {}
+    for row in read("lra_image_rates.csv"):
+        rates.setdefault(row["attention"], {})[float(row["optim.lr"])] = float(row["top1"])
+    assert [*rates] == ["softmax", "local", "eva", "performer"]
+    assert all(max(each, key=each.__getitem__) == max(each) == 4e-3 for each in rates.values())
 
 
 def test_table_of_other_mechanisms_in_a_trained_model():

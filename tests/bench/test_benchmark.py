@@ -332,7 +332,7 @@ def test_models_are_compiled_as_in_training(tmp_path, monkeypatch):
         ("--attention eva@fast", "'eva@fast': kernels.use('fast'): unknown path; one of auto, lean, triton, plain"),
         ("--attention eva@triton", "'eva@triton', path triton: Triton's kernels need a GPU; use the path auto"),
         ("--against triton --attention eva", "'eva@triton', path triton: Triton's kernels need a GPU"),
-        ("--attention eva --execution cuda-graph", "--execution cuda-graph: there is no GPU; use eager"),
+        ("--attention eva --execution cuda-graph", "--execution cuda-graph needs a GPU; use eager"),
         ("--attention local@lean --execution eager compiled", "compiled graphs do not attend by parts of the batch;"),
         *(
             (

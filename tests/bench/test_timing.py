@@ -100,9 +100,8 @@ def test_no_launches_on_a_cpu():
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_launches_and_times_on_a_gpu():
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
     device = torch.device("cuda")
     x = torch.randn(2**20, device=device)
     torch.relu(x)
@@ -113,9 +112,8 @@ def test_launches_and_times_on_a_gpu():
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_captured_call_on_a_gpu():
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
     device = torch.device("cuda")
     weight = torch.ones(3, device=device, requires_grad=True)
     total = torch.zeros(3, device=device)
