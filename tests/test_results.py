@@ -519,7 +519,8 @@ def test_table_of_long_range_arenas_image():
     assert {name for name, found in signs.items() if found == {True}} == {*ahead.split()}
     assert {name for name, found in signs.items() if found == {False}} - {"softmax"} == {*behind.split()}
     by_top1 = sorted(runs, key=dict(zip(runs, top1, strict=True)).__getitem__)
-    assert by_top1[-2:] == ["eva", "linformer"] and by_top1[0] == "reformer"
+    assert by_top1[-2:] == ["eva", "linformer"]
+    assert by_top1[0] == "reformer"
     rates: dict[str, dict[float, float]] = {}
     for row in read("lra_image_rates.csv"):
         rates.setdefault(row["attention"], {})[float(row["optim.lr"])] = float(row["top1"])

@@ -74,24 +74,33 @@ def peak_bytes(call: Callable[[], object], device: torch.device) -> int:
     return peak
 
 
+@contextmanager
+def saved_storages() -> Iterator[dict[int, torch.UntypedStorage]]:
+    """Context that yields the storages, by address, that graphs made inside it save for a backward pass.
+
+    That backward pass cannot run. A hook that handed the tensors back to the graph would make a cycle of them, which
+    is never freed, wherever an operator saves its own result.
+    """
+    saved = {}
+
+    def note(tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        saved[storage._cdata] = storage  # kept alive, so that no address is used twice
+
+    with saved_tensors_hooks(note, lambda nothing: nothing):
+        yield saved
+
+
 def saved_bytes(forward: Callable[[], Tensor], parameters: Iterable[Tensor]) -> int:
     """Returns the bytes of memory that the result of `forward` keeps alive for its backward pass.
 
     Storages count once and as a whole; the storages of inputs count, the storages of `parameters` do not.
     """
-    kept = {}
-
-    def note(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with saved_tensors_hooks(note, lambda tensor: tensor):
-        result = forward()  # kept alive, so that no address is used twice
+    with saved_storages() as saved:
+        forward()
     for parameter in parameters:
-        kept.pop(parameter.untyped_storage().data_ptr(), None)
-    del result
-    return sum(kept.values())
+        saved.pop(parameter.untyped_storage()._cdata, None)
+    return sum(storage.nbytes() for storage in saved.values())
 
 
 def is_out_of_memory(error: Exception) -> bool:

@@ -9,7 +9,6 @@ import torch
 from timm.layers import to_2tuple
 from torch import Tensor, nn
 from torch._subclasses import fake_tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from attention import kernels
 from engine.checkpoints.initial_weights import create_initial_model
@@ -24,6 +23,7 @@ from engine.data.loaders import create_loaders, images_of
 from engine.data.sampler import EpochSampler
 from engine.data.splits import classes_of
 from engine.runtime.distributed import World, autocast
+from engine.runtime.memory import saved_storages
 from engine.runtime.text import describe_error
 from engine.training.objective import create_objective
 from engine.training.optim import create_optimizer
@@ -124,19 +124,12 @@ def estimate_memory(run: Run, world: World, images: int) -> dict[str, int]:
         tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         state = {name: allocate(tensor).requires_grad_(tensor.requires_grad) for name, tensor in tensors.items()}
         batch = torch.empty(images, channels, *to_2tuple(run.model["img_size"]), device=device)
-        kept: dict[int, Tensor] = {}
         known = {tensor.untyped_storage()._cdata for tensor in state.values()}
-
-        def note(tensor: Tensor) -> Tensor:
-            kept[tensor.untyped_storage()._cdata] = tensor  # kept alive, so that no address is used twice
-            return tensor
-
         stack.enter_context(kernels.use(run.train.kernels))
         stack.enter_context(autocast(run.train.amp, torch.device(device)))
-        with saved_tensors_hooks(note, lambda tensor: tensor):
-            output = torch.func.functional_call(model, state, (batch,))
-        activations = sum(tensor.untyped_storage().nbytes() for key, tensor in kept.items() if key not in known)
-        del output
+        saved = stack.enter_context(saved_storages())
+        torch.func.functional_call(model, state, (batch,))
+        activations = sum(storage.nbytes() for key, storage in saved.items() if key not in known)
     copies = (run.train.grad_accum_steps > 1) + (world.size > 1)
     return {
         "weights": weights,

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 from engine.runtime.memory import limit_memory, memory_permitting, peak_bytes, saved_bytes
 
@@ -21,6 +22,15 @@ def test_saved_bytes():
     assert saved_bytes(lambda: x[:1].square() + x[1:].square(), []) == 4 * 8 * 4  # one storage, as a whole
     with torch.no_grad():
         assert saved_bytes(lambda: linear(x).exp(), []) == 0
+
+
+def test_saved_bytes_leaves_nothing_allocated():
+    linear, x = nn.Linear(8, 16), torch.randn(4, 8, requires_grad=True)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+        saved_bytes(lambda: linear(x).exp(), [])  # exp saves its own result
+    changes = [event.nbytes() for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    assert max(changes) > 0
+    assert sum(changes) == 0
 
 
 def test_peak_bytes():
