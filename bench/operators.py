@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import conv_flop_count, flop_registry
 
 from attention.ops import memory, products
+from attention.ops.kernels import NAMESPACE
 from attention.parts import tables
 
 ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
@@ -56,7 +57,7 @@ class OperatorCounter(TorchDispatchMode):
 
     Tables that layers keep are not noted, nor are constants, which depend on no tensor from outside, on no table and on
     no random number.
-    An operator with several kernels counts once. Kernels outside of PyTorch's own operators are not seen.
+    An operator with several kernels counts once. Operators are PyTorch's own and the project's Triton kernels.
 
     Attributes:
         found: the operators. peak_bytes: peak of the memory that was allocated in the context.
@@ -71,7 +72,7 @@ class OperatorCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if function.namespace != "aten":
+        if function.namespace not in ("aten", NAMESPACE):
             return function(*args, **kwargs)
         with self:  # in inference mode composite operators arrive as a whole
             result = function.decompose(*args, **kwargs)
@@ -83,7 +84,7 @@ class OperatorCounter(TorchDispatchMode):
     def _note(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         if function.is_view or _makes_table():
             return
-        name = function._schema.name.removeprefix("aten::")
+        name = function._schema.name.partition("::")[2]
         read, written = [], []
         for number, argument in enumerate(function._schema.arguments):
             value = args[number] if number < len(args) else kwargs.get(argument.name)
@@ -115,7 +116,7 @@ class OperatorCounter(TorchDispatchMode):
         elif name == "convolution_backward":  # torch's own count is wrong for groups
             y, x, weight = read[:3]
             flops = 2 * conv_flop_count(x.shape, weight.shape, y.shape, transposed=args[7])
-        elif (product := getattr(torch.ops.aten, name.rstrip("_"), None)) in flop_registry:  # in place too
+        elif (product := getattr(getattr(torch.ops, function.namespace), name.rstrip("_"), None)) in flop_registry:
             of_product = [each for each in args if not isinstance(each, torch.dtype)]  # torch 2.11 takes no out_dtype
             flops = flop_registry[product](*of_product, **kwargs, out_val=result)
         self.found.append(Operator(name, sum(sizes), flops, elements, (read or written)[0].dtype))
@@ -145,15 +146,19 @@ def count_operators(call: Callable[[], object]) -> list[Operator]:
 
 @contextmanager
 def off_cpu() -> Iterator[None]:
-    """Context in which fast paths work as on a GPU. Fake tensors take its product of bfloat16; others compute the same
-    value by operators of a CPU.
+    """Context in which fast paths work as on a GPU. Fake tensors take its product of bfloat16, and on the path "triton"
+    its kernels; others compute the same value by operators of a CPU.
     """
     of_gpu = products.sum_in_full
 
     def sum_in_full(a: Tensor, b: Tensor) -> Tensor:
         return of_gpu(a, b) if isinstance(a, FakeTensor) else torch.bmm(a.float(), b.float())
 
-    with patch.object(memory, "on_cpu", lambda x: False), patch.object(products, "sum_in_full", sum_in_full):
+    with (
+        patch.object(memory, "on_cpu", lambda x: False),
+        patch.object(memory, "on_gpu", lambda x: x.is_cuda or isinstance(x, FakeTensor)),
+        patch.object(products, "sum_in_full", sum_in_full),
+    ):
         yield
 
 

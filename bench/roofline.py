@@ -1,7 +1,7 @@
 """Predicted times of attention layers on devices that are not here: a roofline, counted operator by operator.
 
     python -m bench.roofline                                    # all mechanisms: counts, predicted times, crossovers
-    python -m bench.roofline --attention eva lara --tokens 784 3136 --on h100 l4
+    python -m bench.roofline --attention eva eva@triton lara --tokens 784 3136 --on h100 l4
     python -m bench.roofline --validate                         # predicted and measured times on one core of this CPU
     python -m bench.roofline --compiled --attention eva lara    # bytes of eager layers, and of the same layers compiled
 
@@ -32,7 +32,7 @@ from bench.workload import DTYPES, MODES, Subject, attention_layer
 from engine.reporting.tables import compact_table, markdown_table
 from engine.runtime.arguments import ArgumentParser
 from engine.runtime.distributed import AMP_DTYPE
-from engine.runtime.errors import ConfigError, refuse_bad_input
+from engine.runtime.errors import refuse_bad_input
 from engine.runtime.files import check_output, to_csv, write_file
 from engine.runtime.memory import limit_memory
 from engine.runtime.provenance import provenance
@@ -104,8 +104,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         names = every_mechanism(["softmax", *args.attention])
         subjects = [attention_layer(name, args.dim, args.num_heads) for name in names]
         for subject in subjects:
-            if subject.path == "triton":
-                raise ConfigError(f"{subject.name!r}: Triton's kernels are not counted; leave out @triton")
+            if args.validate or args.compiled:
+                subject.check_path("compiled" if args.compiled else "eager", CPU)
         costs = {size: [subject.check(size) for subject in subjects] for size in args.tokens}
         if args.csv:
             check_output(args.csv, "--csv", [".csv"])

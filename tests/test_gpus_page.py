@@ -3,6 +3,8 @@
 import re
 from statistics import median
 
+import pytest
+
 from bench.agreement import Agreement
 from bench.devices import CAUTION, LEAST
 from tests.test_results import BENCHMARKS, CONTROLS, DOCS, Row, markdown, read
@@ -130,7 +132,7 @@ def test_findings_on_an_h200():
         same = [
             name
             for name, row in new.items()
-            if (str(tokens), name) in predicted and name not in CHANGED
+            if name in old and (str(tokens), name) in predicted and name not in CHANGED
             if "True" not in (row["ms_noisy"], old[name]["ms_noisy"])
         ]
         others = sorted(float(new[name]["ms"]) / float(old[name]["ms"]) for name in same)
@@ -162,10 +164,10 @@ def test_figures_in_the_text_on_an_h200():
     assert f"Performer's layer is {min(gains):.1f} to {max(gains):.1f} times as fast" in changes
 
 
-def on_h100(tokens: int, execution: str) -> dict[str, Row]:
-    """Layers measured on an H100: name -> row."""
-    rows = read("h100.csv")
-    return {row["name"]: row for row in rows if (row["tokens"], row["execution"]) == (str(tokens), execution)}
+def on_h100(tokens: int, execution: str, dim: int = 192) -> dict[str, Row]:
+    """Layers of `dim` channels measured on an H100: name -> row."""
+    setting = str(dim), str(tokens), execution
+    return {row["name"]: row for row in read("h100.csv") if (row["dim"], row["tokens"], row["execution"]) == setting}
 
 
 EXECUTIONS = {"eager": "eager", "cuda-graph": "graph"}
@@ -182,30 +184,45 @@ def h100() -> str:
     return markdown(lines)
 
 
+def h100_wide() -> str:
+    """Times and speed-ups of layers of 768 channels on an H100."""
+    lines = [["", *EXECUTIONS.values(), "ratio of MACs"]]
+    for name, row in on_h100(784, "eager", 768).items():
+        cells = [gpu_cell(on_h100(784, execution, 768)[name]) for execution in EXECUTIONS]
+        lines.append([f"`{name}`", *cells, f"{float(row['macs_ratio']):.2f}"])
+    return markdown(lines)
+
+
 def h100_models() -> str:
     """Training on an H100: images a second and the speed-up over timm's model."""
     rows = {(row["name"], row["execution"]): row for row in read("h100_models.csv")}
     lines = [["", *EXECUTIONS.values(), "peak (MiB)", "operators"]]
     for name in dict.fromkeys(name for name, _ in rows):
         found = [rows.get((name, execution)) for execution in EXECUTIONS]
-        cells = [model_cell(row) if row else "" for row in found]
-        lines.append([f"`{name}`", *cells, found[0]["peak_mib"], found[0]["operators"]])
+        lines.append([f"`{name}`", *map(model_cell, found), found[0]["peak_mib"], found[0]["operators"]])
     return markdown(lines)
 
 
+def kernels_alone() -> dict[tuple[str, str], dict[str, float]]:
+    """The joint softmax alone on an H100: (tokens, mode) -> function -> milliseconds."""
+    found: dict[tuple[str, str], dict[str, float]] = {}
+    for row in read("h100_kernels.csv"):
+        found.setdefault((row["tokens"], row["mode"]), {})[row["function"]] = float(row["ms"])
+    return found
+
+
 def h100_kernels() -> str:
-    """The joint softmax alone on an H100: milliseconds, launches, and what it saves."""
-    rows = {(row["function"], row["mode"]): row for row in read("h100_kernels.csv")}
-    modes = list(dict.fromkeys(mode for _, mode in rows))
-    lines = [["", *modes, "launches", "saved (MiB)"]]
-    for name in dict.fromkeys(name for name, _ in rows):
-        found = [rows[name, mode] for mode in modes]
-        lines.append([f"`{name}`", *(row["ms"] for row in found), found[1]["launches"], found[1]["saved_mib"]])
+    """The joint softmax alone on an H100: milliseconds and launches."""
+    columns, launches = kernels_alone(), {row["function"]: row["launches"] for row in read("h100_kernels.csv")}
+    lines = [["", *(f"{tokens}, {mode}" for tokens, mode in columns), "launches"]]
+    for name, count in launches.items():
+        cells = [f"{found[name]:.3f}" if name in found else "" for found in columns.values()]
+        lines.append([f"`{name}`", *cells, count])
     return markdown(lines)
 
 
 def test_tables_of_an_h100():
-    for shown in (h100(), h100_models(), h100_kernels()):
+    for shown in (h100(), h100_wide(), h100_models(), h100_kernels()):
         assert shown in BENCHMARKS, shown
 
 
@@ -257,12 +274,54 @@ def test_findings_on_an_h100():
     shown = f"{median(factors):.1f} times the predicted ones in the median, {factors[0]:.1f} to {factors[-1]:.1f}"
     shown += f" times, and eager times are {eager[0]:.1f} to {eager[-1]:.1f} times"
     assert f"they are {shown}" in TEXT, shown
-    alone = {(row["function"], row["mode"]): float(row["ms"]) for row in read("h100_kernels.csv")}
-    gains = [f"{alone['auto', mode] / alone['triton', mode]:.1f}" for mode in ("forward", "forward+backward")]
-    assert 'Triton\'s kernel is {} times as fast as "auto" forward, and {} times with'.format(*gains) in TEXT, gains
+    moved = {row["name"]: float(row["gb"]) for row in read("roofline.csv") if row["tokens"] == "784"}
+    assert moved["eva@triton"] / moved["eva"] == pytest.approx(1 / 2, abs=0.01)
+    taken = float(graphs[784]["eva@triton"]["ms"]) / float(graphs[784]["eva"]["ms"])
+    assert taken == pytest.approx(2 / 3, abs=0.01)
     here, there = (
-        {row["name"]: float(row["images_per_second"]) for row in read(f"{gpu}_models.csv") if row["size"] == "224"}
+        {
+            row["name"]: float(row["images_per_second"])
+            for row in read(f"{gpu}_models.csv")
+            if (row["size"], row.get("execution", "eager")) == ("224", "eager")
+        }
         for gpu in ("h100", "h200")
     )
     ratio = f"{here['deit_tiny_p8:eva'] / there['deit_tiny_p8:eva']:.2f}"
     assert f"DeiT-Tiny/8 with EVA trains {ratio} times as fast here as on the H200's machine" in TEXT, ratio
+
+
+def test_findings_on_kernels_alone_on_an_h100():
+    def gains(mode: str, over: str) -> list[str]:
+        found = {tokens: each for (tokens, other), each in kernels_alone().items() if other == mode}
+        return [f"{each[over] / each['triton']:.1f}" for each in found.values()]
+
+    forward, both = gains("forward", "auto"), gains("forward+backward", "auto")
+    shown = f'Triton\'s kernel is {min(forward)} to {max(forward)} times as fast as "auto" forward, and {min(both)} to'
+    assert f"{shown} {max(both)} times with the backward pass" in TEXT, shown
+    forward, both = gains("forward", "SDPA"), gains("forward+backward", "SDPA")
+    shown = f"Against SDPA it is {forward[0]}, {forward[1]} and {forward[2]} times as fast forward"
+    assert f"{shown}, and {both[0]}, {both[1]} and {both[2]} times with the backward pass" in TEXT, (forward, both)
+
+
+def test_findings_on_wide_layers_and_models_on_an_h100():
+    wide = {execution: on_h100(784, execution, 768) for execution in EXECUTIONS}
+    graph = {name: f"{float(row['speedup']):.2f}" for name, row in wide["cuda-graph"].items()}
+    shown = f"local attention is {graph['local']} times as fast as softmax attention, and {graph['local@triton']} times"
+    assert f"{shown} with Triton's kernel; EVA is {graph['eva']} and {graph['eva@triton']} times as fast" in TEXT
+    narrow = on_h100(784, "cuda-graph")
+    ratios = [float(row["speedup"]) / float(narrow[name]["speedup"]) for name, row in wide["cuda-graph"].items()]
+    assert f"{min(ratios):.2f} to {max(ratios):.2f} times the speed-ups at 192 channels" in TEXT, ratios
+    assert {row["macs_ratio"] for row in wide["eager"].values()} == {
+        row["macs_ratio"] for row in wide["cuda-graph"].values()
+    }
+    models = {(row["name"], row["execution"]): row for row in read("h100_models.csv")}
+    eva = [models["deit_tiny_p8:eva", execution]["images_per_second"] for execution in EXECUTIONS]
+    assert "DeiT-Tiny/8 with EVA trains {1} images a second instead of {0}".format(*eva) in TEXT, eva
+    faster = {
+        name for (name, execution), row in models.items() if execution == "cuda-graph" and row["speedup"] > "1.00"
+    }
+    assert faster == {"deit_tiny_p8:local", "pvtv2_b1:local"}
+    kernel = [models[name, "cuda-graph"]["speedup"] for name in ("deit_tiny_p8:eva@triton", "pvtv2_b1:eva@triton")]
+    assert (
+        "EVA with Triton's kernels reaches {} of its speed in DeiT-Tiny/8 and {} in PVT-v2-b1".format(*kernel) in TEXT
+    )

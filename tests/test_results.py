@@ -785,7 +785,7 @@ def test_tables_of_predicted_times():
         row = found[size, name]
         return row["h100_ms"] + (f" ({row['h100_speedup']})" if name != "softmax" else "")
 
-    for name in ("softmax", "local", "eva", "performer", "lara"):
+    for name in ("softmax", "local", "local@triton", "eva", "eva@triton", "performer", "lara"):
         at_784 = found[784, name]
         cells = [f"`{name}`", at_784["gb"], at_784["operators"], *(time(size, name) for size in (784, 3136, 12544))]
         assert f"| {' | '.join(cells)} |\n" in BENCHMARKS, cells
@@ -800,7 +800,7 @@ def test_tables_of_predicted_times():
     shown = set()
     for line in table:
         names, *cells = (cell.strip() for cell in line.strip("|").split("|"))
-        for name in re.findall(r"`(\w+)`", names):
+        for name in re.findall(r"`([\w@]+)`", names):
             assert [crossover(name, gpu) for gpu in gpus] == cells, name
             shown.add(name)
     assert shown | {"softmax"} == {name for _, name in found}

@@ -26,6 +26,8 @@ Op = TypeVar("Op", bound=Callable[..., Any])
 
 Path = Literal["auto", "lean", "triton", "plain"]
 
+NAMESPACE = __package__.replace(".", "_")
+"""Namespace of Triton's kernels among torch's operators: copies of this folder under other names have others."""
 TRITON_MODULES: dict[str, str] = {}
 """Name of an op -> the module with its kernel `name` and the predicate `covers_name`; filled by `with_fast_path`."""
 

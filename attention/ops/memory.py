@@ -26,6 +26,11 @@ def on_cpu(x: Tensor) -> bool:
     return x.device.type == "cpu"
 
 
+def on_gpu(x: Tensor) -> bool:
+    """True if Triton's kernels can run on the tensor's device: the one place that decides, for counts elsewhere."""
+    return x.is_cuda
+
+
 def cache_chunks(x: Tensor, bytes_of_head: int) -> Iterator[Chunk]:
     """Slices of images and heads of x (B, h, ...), each as large as `CACHE` allows at `bytes_of_head` per head of an
     image.

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-NAMESPACE = __package__.replace(".", "_")
-"""Namespace of the operators of this folder in torch: copies of the folder under other names have others."""
+from . import memory
+
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 PROGRAMS = 1024
 """Number of programs that share sums over images: a few for every multiprocessor."""
@@ -112,7 +112,7 @@ def supported(*tokens: Tensor) -> bool:
     """Returns whether kernels take these q, k, v: on a GPU, not float64, at most 64 channels per head, not empty."""
     dtypes = torch.float32, torch.float16, torch.bfloat16
     fit = all(x.dtype in dtypes and x.shape[-1] <= 64 and len(x) for x in tokens)
-    return fit and all(x.is_cuda or INTERPRETED.value for x in tokens)
+    return fit and all(memory.on_gpu(x) or INTERPRETED.value for x in tokens)
 
 
 def block_length(length: int, most: int) -> int:

@@ -60,6 +60,41 @@ def test_nothing_is_allocated_and_the_count_is_that_of_a_real_call(name):
     assert sum(each.nbytes for each in large) == pytest.approx(1e6 * sum(each.nbytes for each in found), rel=0.1)
 
 
+def test_kernels_of_triton_equal_their_count_by_hand():
+    """Two images of 4 x 6 tokens in windows of 2 x 2, three heads of four channels, in bf16."""
+    tokens, numbers, bias = 2 * 24 * 12, 2 * 3 * 24, 3 * 4 * 4
+    found = count(attention_layer("local@triton:window_size=2", 12, 3), (4, 6), 2, "forward+backward", "bf16").found
+    forward, backward = (each for each in found if each.name.startswith("joint_softmax"))
+    assert forward == (
+        "joint_softmax",
+        2 * 4 * tokens + 4 * numbers + 4 * bias,
+        2 * 2 * tokens * 4,
+        tokens,
+        torch.bfloat16,
+    )
+    assert backward == (
+        "joint_softmax_backward",
+        2 * 8 * tokens + 4 * numbers + 2 * 4 * bias,
+        5 * 2 * tokens * 4,
+        tokens,
+        torch.bfloat16,
+    )
+
+
+@pytest.mark.parametrize("name", ["local", "eva"])
+def test_kernels_of_triton_have_the_products_of_the_fast_path(name):
+    """With windows that fill the grid: other windows have products of padding on the fast path."""
+    fast, kernels = (
+        count(attention_layer(f"{name}@{path}", 192, 3), (28, 28), 8, "forward", "bf16").found
+        for path in ("auto", "triton")
+    )
+    assert {each.name for each in kernels} >= ({"joint_softmax", "tile_values"} if name == "eva" else {"joint_softmax"})
+    assert len(kernels) < len(fast)
+    products = [sum(each.flops for each in found) for found in (kernels, fast)]
+    assert products[0] == pytest.approx(products[1], rel=0.03)  # of group values, which a kernel sums by elements
+    assert sum(each.nbytes for each in kernels) < sum(each.nbytes for each in fast)
+
+
 @pytest.mark.parametrize("name", ["longformer", "bigbird", "neighborhood", "rala", "mlla"])
 def test_what_every_call_computes_with_kept_tables_counts(name):
     subject = attention_layer(name, 12, 3)
@@ -155,7 +190,8 @@ def test_eager_and_compiled_layers_have_equally_many_images(monkeypatch):
     ("arguments", "message"),
     [
         ("--attention evaa", "did you mean 'eva'?"),
-        ("--attention eva@triton", "'eva@triton': Triton's kernels are not counted; leave out @triton"),
+        ("--attention eva@triton --validate", "'eva@triton', path triton: Triton's kernels need a GPU"),
+        ("--attention eva@triton --compiled", "'eva@triton', path triton: Triton's kernels need a GPU"),
         ("--on h101", "invalid choice: 'h101'"),
         ("--validate --csv roofline.csv", "leave it out with --validate"),
         ("--validate --compiled", "leave it out with --compiled"),

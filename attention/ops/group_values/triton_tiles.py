@@ -14,8 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ...parts.groups import Groups
+from ..kernels import NAMESPACE
 from ..memory import like_tokens
-from ..triton_tokens import NAMESPACE, block_length, dense, launch, load, load_numbers, store, supported, view
+from ..triton_tokens import block_length, dense, launch, load, load_numbers, store, supported, view
 
 LARGEST = 256
 """Largest number of tokens of a tile, which registers must hold."""

@@ -22,11 +22,12 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from ...parts.geometry import Windows, split_prefix
+from ..kernels import NAMESPACE
 from ..memory import like_tokens
 from ..triton_tokens import (
-    NAMESPACE,
     PROGRAMS,
     accumulate,
     block_length,
@@ -393,6 +394,18 @@ def _joint_softmax_backward(
 def _(dy, y, lse, q, k, v, bias, k_tilde, beta, prior, grid, window, of_bias, of_landmarks):
     summaries = [bias] * of_bias + [k_tilde, beta] * of_landmarks
     return [*map(like_tokens, (q, k, v)), *(x.new_empty(x.shape) for x in summaries)]
+
+
+@register_flop_formula(getattr(torch.ops, NAMESPACE).joint_softmax, get_raw=True)
+def _flops(q, k, v, bias, k_tilde, beta, prior, grid, window, **kwargs) -> int:
+    """Operations of two products for each query and each of its keys and landmarks, for torch's FlopCounterMode."""
+    return 4 * q.numel() * (window[0] * window[1] + (0 if k_tilde is None else k_tilde.shape[2]))
+
+
+@register_flop_formula(getattr(torch.ops, NAMESPACE).joint_softmax_backward, get_raw=True)
+def _backward_flops(dy, y, lse, q, k, v, bias, k_tilde, beta, prior, grid, window, *others, **kwargs) -> int:
+    """Operations of five products for each query and key, and of eight for each query and landmark."""
+    return q.numel() * (10 * window[0] * window[1] + (0 if k_tilde is None else 16 * k_tilde.shape[2]))
 
 
 def _save(ctx, inputs, output):
