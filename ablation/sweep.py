@@ -10,6 +10,7 @@ from typing import Any
 
 from ablation.match import OutOfReach
 from ablation.measured import Measurements
+from ablation.names import to_overrides
 from ablation.planner import PaperRows, Planner, Row, list_bases
 from ablation.schema import LIMIT, Ablation
 from ablation.search import sample
@@ -65,11 +66,25 @@ def read_ablation(
             left_out.append(f"{planner.name(row)}: {error}")
         except ConfigError as error:
             raise ConfigError(f"{tree.origin(row.key)}: {row.key}: {error}") from None
+    check_effect(overrides, rows, path)
     if not settings:
         raise ConfigError(f"{tree.origin('match')}: match: no setting can be trained; the last: {left_out[-1]}")
     with tree.locating():
         ordered = put_first([*settings.values()], ablation.baseline) if ablation.baseline else [*settings.values()]
     return ablation, ordered, left_out
+
+
+def check_effect(overrides: Sequence[str], rows: Sequence[Row], path: Path) -> None:
+    """Raises a ConfigError if every row of the ablation file `path` sets what one of the `overrides` sets, or a whole
+    of which that is a part: the override would change nothing.
+    """
+    keys = [{text.partition("=")[0] for text in to_overrides(row.options)} for row in rows]
+    for text in overrides:
+        parts = text.partition("=")[0].split(".")
+        wholes = {".".join(parts[: depth + 1]) for depth in range(len(parts))}
+        if all(wholes & of_row for of_row in keys):
+            by = min(wholes & keys[0], key=len)
+            raise ConfigError(f"override {text!r}: every run of {path} sets {by} itself; change it there")
 
 
 def parse_ablation(tree: Tree) -> Ablation:

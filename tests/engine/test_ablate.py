@@ -586,6 +586,26 @@ def test_a_signal_that_nohup_ignores_ends_nothing():
     signal.signal(signal.SIGHUP, before)
 
 
+@pytest.mark.parametrize(
+    ("text", "override", "problem"),
+    [
+        ("grid:\n  attention.window_size: [1, 2]\n", "attention.window_size=3", "attention.window_size itself"),
+        ("grid:\n  attention: [softmax, linear]\n", "attention.window_size=3", "attention itself; change it there"),
+        ("runs:\n  - {attention: softmax}\n  - {model.depth: 1}\n", "attention.window_size=3", None),
+        ("grid:\n  attention.window_size: [1, 2]\n", "attention={name: local}", None),
+    ],
+)
+def test_overrides_that_every_run_replaces_are_refused(config, text, override, problem, capsys):
+    config.write_text(f"base: base.yaml\n{text}")
+    arguments = [str(config), override, "--output", str(config.parent / "out"), "--dry-run"]
+    if problem:
+        with pytest.raises(SystemExit, match="2"):
+            ablate.main(arguments)
+        assert f"override {override!r}: every run of {config} sets {problem}" in capsys.readouterr().err
+    else:
+        ablate.main(arguments)
+
+
 def test_dry_run_shows_everything_and_writes_nothing(config, capsys):
     before = sorted(config.parent.rglob("*"))
     ablate.main([str(config), "--output", str(config.parent / "out"), "--dry-run"])
