@@ -641,6 +641,35 @@ def bias(rows: Sequence[Row]) -> str:
     return markdown(lines)
 
 
+def errors_by_tokens() -> dict[tuple[str, str, str], float]:
+    """Attention, tokens, budget -> error, the mean over layers."""
+    errors: dict[tuple[str, str, str], list[float]] = {}
+    for row in read("error_tokens.csv"):
+        errors.setdefault((row["attention"], row["tokens"], row["budget"]), []).append(float(row["error"]))
+    return {setting: mean(of_layers) for setting, of_layers in errors.items()}
+
+
+def test_errors_by_the_number_of_tokens():
+    errors = errors_by_tokens()
+    names, sizes, budgets = ([*dict.fromkeys(setting[place] for setting in errors)] for place in range(3))
+    lines = [["samples", *(f"`{name}`, {size}" for name in names for size in sizes)]]
+    for budget in budgets:
+        found = [errors.get((name, size, budget)) for name in names for size in sizes]
+        lines.append([budget, *(f"{error:.3g}" if error else "" for error in found)])
+    assert markdown(lines) in RESULTS, markdown(lines)
+    section = " ".join(RESULTS.partition("### By the number of tokens\n")[2].partition("\n### ")[0].split())
+    rises = [f"{errors[name, '784', '16'] / errors[name, '196', '16']:.1f}" for name in ("performer", "lara", "ra")]
+    assert (
+        "is {} times as large at 784 as at 196 tokens for Performer, {} times for LARA and {} times for RA".format(
+            *rises
+        )
+        in section
+    ), rises
+    falls = [{f"{errors[name, z, '16'] / errors[name, z, '196']:.2g}" for z in sizes} for name in ("ra", "performer")]
+    shown = "RA's falls {} times and Performer's {} times, at every size".format(*map("".join, falls))
+    assert shown in section, falls
+
+
 @pytest.mark.parametrize("name", ["bias.csv", "bias_aligned.csv"])
 def test_table_of_bias_and_variance(name):
     assert bias(read(name)) in RESULTS, bias(read(name))
