@@ -801,6 +801,42 @@ def test_table_of_efficiency():
     assert {*re.findall(r"`(\w+)`", sentence)} == {row["name"] for row in slow() if row["searches"] == "False"}
 
 
+def block() -> str:
+    """Speed-ups of a layer of 512 channels over fused softmax attention, by the number of tokens; at the most tokens
+    also the ratio of multiply-accumulates and the peak.
+    """
+    found = {(row["name"], row["tokens"]): row for row in read("block_eva.csv")}
+    names, sizes = ([*dict.fromkeys(setting[place] for setting in found)] for place in range(2))
+    lines = [["", *(f"{size} tokens" for size in sizes), "ratio of MACs", "peak"]]
+    for name in names:
+        rows = [found[name, size] for size in sizes]
+        cells = [f"{'~' * (row['speedup_noisy'] == 'True')}{float(row['speedup']):.2f}" for row in rows]
+        lines.append([f"`{name}`", *cells, *(f"{float(rows[-1][key]):.2f}" for key in ("macs_ratio", "peak_ratio"))])
+    return markdown(lines)
+
+
+def test_table_of_a_block_of_512_channels():
+    assert block() in BENCHMARKS, block()
+    section = " ".join(
+        BENCHMARKS.partition("## Encoder benchmarks of the EVA and LARA papers\n")[2].partition("\n## ")[0].split()
+    )
+    speedups: dict[str, dict[str, float]] = {}
+    for row in read("block_eva.csv"):
+        speedups.setdefault(row["tokens"], {})[row["name"]] = float(row["speedup"])
+    slower = {name for n in ("1024", "2048", "4096", "8192") for name, each in speedups[n].items() if each < 1}
+    assert slower == {"softmax@plain"}  # "from 1,024 tokens on"
+    assert f"EVA's is {speedups['8192']['eva']:.1f} times as fast at 8192" in section
+    plain = [row for row in read("block_eva.csv") if row["name"] == "softmax@plain"][-1]
+    assert f"takes {float(plain['peak_ratio']):.0f} times the memory" in section
+    above = {
+        row["name"]
+        for row in read("block_eva.csv")
+        if row["tokens"] == "8192" and float(row["speedup"]) > float(row["macs_ratio"])
+    }
+    (named,) = re.findall(r"Ratios above that of the multiply-accumulates \(([^)]*)\)", section)
+    assert {*re.findall(r"`(\w+)`", named)} == above, above
+
+
 def test_table_of_shares_of_time():
     assert spent() in BENCHMARKS, spent()
 
