@@ -627,7 +627,7 @@ def allocations_per_step(runs: Runs, amount: int, *faults: Fault) -> tuple[float
     return *(np.median(np.diff(count) / np.diff(step)) for count in (memory, blocks)), set(files)
 
 
-@light_and_full(600, 3000)
+@light_and_full(900, 3000)
 def test_a_long_run_takes_no_more_memory(amount: int, runs: Runs, figure: Callable):
     memory, blocks, files = allocations_per_step(runs, amount)
     figure("M1", f"{amount} steps: {memory:+.1f} bytes and {blocks:+.3f} blocks per step, {files} descriptors")
