@@ -84,7 +84,7 @@ class OperatorCounter(TorchDispatchMode):
     def _note(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         if function.is_view or _makes_table():
             return
-        name = function._schema.name.partition("::")[2]
+        name, operators = function._schema.name.partition("::")[2], getattr(torch.ops, function.namespace)
         read, written = [], []
         for number, argument in enumerate(function._schema.arguments):
             value = args[number] if number < len(args) else kwargs.get(argument.name)
@@ -116,7 +116,7 @@ class OperatorCounter(TorchDispatchMode):
         elif name == "convolution_backward":  # torch's own count is wrong for groups
             y, x, weight = read[:3]
             flops = 2 * conv_flop_count(x.shape, weight.shape, y.shape, transposed=args[7])
-        elif (product := getattr(getattr(torch.ops, function.namespace), name.rstrip("_"), None)) in flop_registry:
+        elif (product := getattr(operators, name.rstrip("_"), None)) in flop_registry:  # in place too
             of_product = [each for each in args if not isinstance(each, torch.dtype)]  # torch 2.11 takes no out_dtype
             flops = flop_registry[product](*of_product, **kwargs, out_val=result)
         self.found.append(Operator(name, sum(sizes), flops, elements, (read or written)[0].dtype))

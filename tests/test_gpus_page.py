@@ -311,14 +311,11 @@ def test_findings_on_wide_layers_and_models_on_an_h100():
     narrow = on_h100(784, "cuda-graph")
     ratios = [float(row["speedup"]) / float(narrow[name]["speedup"]) for name, row in wide["cuda-graph"].items()]
     assert f"{min(ratios):.2f} to {max(ratios):.2f} times the speed-ups at 192 channels" in TEXT, ratios
-    assert {row["macs_ratio"] for row in wide["eager"].values()} == {
-        row["macs_ratio"] for row in wide["cuda-graph"].values()
-    }
     models = {(row["name"], row["execution"]): row for row in read("h100_models.csv")}
     eva = [models["deit_tiny_p8:eva", execution]["images_per_second"] for execution in EXECUTIONS]
     assert "DeiT-Tiny/8 with EVA trains {1} images a second instead of {0}".format(*eva) in TEXT, eva
     faster = {
-        name for (name, execution), row in models.items() if execution == "cuda-graph" and row["speedup"] > "1.00"
+        name for (name, execution), row in models.items() if execution == "cuda-graph" and float(row["speedup"]) > 1
     }
     assert faster == {"deit_tiny_p8:local", "pvtv2_b1:local"}
     kernel = [models[name, "cuda-graph"]["speedup"] for name in ("deit_tiny_p8:eva@triton", "pvtv2_b1:eva@triton")]
