@@ -1,6 +1,7 @@
 """Values on the command lines of benchmarks."""
 
 import argparse
+import itertools
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -57,5 +58,7 @@ def token_grid(text: str) -> Grid:
 
 
 def every_mechanism(entries: Iterable[str]) -> list[str]:
-    """Returns entries of ``--attention``, with the names of all mechanisms in the place of ``"all"``."""
-    return list(dict.fromkeys(name for entry in entries for name in (ATTENTION if entry == "all" else [entry])))
+    """Returns entries of ``--attention``, with all mechanisms in the place of ``"all[@PATH]"``."""
+    split = [(entry, *entry.partition("@")) for entry in entries]
+    every = [[each + at + path for each in ATTENTION] if name == "all" else [entry] for entry, name, at, path in split]
+    return list(dict.fromkeys(itertools.chain.from_iterable(every)))

@@ -20,10 +20,13 @@ from torch import Tensor
 from torch._inductor.exc import InductorError
 
 from attention import kernels
+from attention.mechanisms.lara import lara, lara_reference
+from attention.mechanisms.performer import performer, performer_reference
 from attention.ops.group_values import triton_tiles
 from attention.ops.group_values.op import group_values, group_values_reference
 from attention.ops.joint_softmax import triton_joint
 from attention.ops.joint_softmax.op import joint_softmax, joint_softmax_reference
+from attention.ops.random_features import triton_features
 from attention.ops.triton_tokens import INTERPRETED
 from attention.parts.features import upcast
 from attention.parts.geometry import Grid, Windows, split_heads
@@ -35,8 +38,10 @@ from engine.runtime.arguments import ArgumentParser
 from engine.runtime.memory import saved_bytes
 from engine.runtime.provenance import device_name
 
-FP32_ERROR, BEYOND_PLAIN = 1e-5, 1.15
-"""Largest RMS error relative to float64: absolute for fp32; in half precision a multiple of PyTorch's error."""
+FP32_ERROR, BEYOND_PLAIN, ROUNDINGS = 1e-5, 1.15, 2
+"""Largest RMS error relative to float64: absolute for fp32; in half precision a multiple of PyTorch's error, or for
+random features, which PyTorch computes in fp32 on a CPU, a number of roundings.
+"""
 ROUNDS, COPIED_BYTES = 20, 2**30
 FLUSHED_BYTES, FLUSHES = 2**28, 150
 """Bytes written before every measurement, more than caches hold, and repeats, which take a GPU at least 10 ms."""
@@ -80,6 +85,23 @@ class GroupCase(NamedTuple):
     __str__ = changed
 
 
+class FeatureCase(NamedTuple):
+    """Random features: N tokens, P prefix tokens among the keys, s samples; c of them are of LARA's proposals.
+
+    weighting: of LARA's proposals; None for Performer.
+    """
+
+    N: int
+    s: int
+    weighting: str | None = None
+    d: int = 16
+    P: int = 0
+    B: int = 1
+    h: int = 2
+    dtype: torch.dtype = torch.float32
+    __str__ = changed
+
+
 HALF = torch.bfloat16, torch.float16
 CASES = [
     Case((5, 7), (3, 4)),
@@ -99,6 +121,14 @@ CASES = [
     GroupCase((4, 6), (4, 6), d=1, h=1),
     GroupCase((16, 16), (1, 1), h=1),
     *(GroupCase((9, 6), (3, 2), d=40, h=1, dtype=dtype) for dtype in HALF),
+    FeatureCase(35, 6, B=2),
+    FeatureCase(70, 17, d=20, P=1, h=3),
+    FeatureCase(20, 2, d=1),
+    FeatureCase(35, 6, "decoupled", B=2),
+    FeatureCase(70, 17, "decoupled", d=20, P=1, h=1),
+    FeatureCase(35, 6, "balance", d=33),
+    FeatureCase(150, 128, d=64, h=1, dtype=torch.bfloat16),
+    FeatureCase(100, 49, "decoupled", d=40, h=1, dtype=torch.bfloat16),
 ]
 SIZES = (14, 128), (28, 128), (56, 32), (56, 128)
 TIMED = [Case((side, side), (7, 7), c=49, d=64, B=B, h=3, dtype=torch.bfloat16) for side, B in SIZES]
@@ -146,6 +176,20 @@ def group_example(case: GroupCase, device: torch.device) -> tuple[list[Any], dic
     return [*split_heads(tokens, 2, case.h), omega, bins(case.grid, case.bins, device)], {}
 
 
+def feature_example(case: FeatureCase, device: torch.device) -> tuple[list[Any], dict[str, Any]]:
+    """Returns arguments and keywords of `performer` or `lara`."""
+    B, h, s, d, P = case.B, case.h, case.s, case.d, case.P
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randn(B, P + case.N, 3 * h * d, generator=generator)
+    samples = torch.randn(h, s, d, generator=generator)
+    landmarks = torch.randn(2, B, h, s, d, generator=generator) / 2
+    q, k, v = split_heads(tokens.to(device, case.dtype), 3, h)
+    q, samples, landmarks = q[:, :, P:], samples.to(device), landmarks.to(device)
+    if case.weighting is None:
+        return [q, k, v, samples], {}
+    return [q, k, v, *landmarks, samples[:, :, None]], {"weighting": case.weighting}
+
+
 class Checked(NamedTuple):
     """Functions of one signature that a kind of case checks, and names of the first arguments, which get gradients.
 
@@ -167,6 +211,18 @@ CHECKED = {
         group_example, ("k", "v", "omega"), triton_tiles.group_values, group_values, group_values_reference
     ),
 }
+PERFORMER = Checked(
+    feature_example, ("q", "k", "v", "omega"), triton_features.performer, performer, performer_reference
+)
+OF_LARA = "q", "k", "v", "q_bar", "k_bar", "noise"
+LARA = Checked(feature_example, OF_LARA, triton_features.lara, lara, lara_reference)
+
+
+def checked_by(case: NamedTuple) -> Checked:
+    """Returns the functions that a case checks."""
+    if isinstance(case, FeatureCase):
+        return PERFORMER if case.weighting is None else LARA
+    return CHECKED[type(case)]
 
 
 def outputs_and_gradients(function: Callable, names: Sequence[str], inputs: list, options: dict) -> dict[str, Tensor]:
@@ -182,12 +238,13 @@ def outputs_and_gradients(function: Callable, names: Sequence[str], inputs: list
 
 def errors(case: NamedTuple, device: torch.device) -> dict[str, tuple[float, float]]:
     """Returns RMS errors of the kernels and of plain PyTorch, relative to the literal twin in float64."""
-    checked = CHECKED[type(case)]
+    checked = checked_by(case)
     inputs, options = checked.example(case, device)
     exact = [x.double() if isinstance(x, Tensor) else x for x in inputs]
     truth = outputs_and_gradients(checked.reference, checked.names, exact, options)
     functions = checked.kernels, checked.plain
-    found = [outputs_and_gradients(function, checked.names, inputs, options) for function in functions]
+    with kernels.use("torch"):
+        found = [outputs_and_gradients(function, checked.names, inputs, options) for function in functions]
     return {
         name: tuple(((x[name] - y).square().mean() / y.square().mean()).sqrt().item() for x in found)
         for name, y in truth.items()
@@ -196,8 +253,10 @@ def errors(case: NamedTuple, device: torch.device) -> dict[str, tuple[float, flo
 
 def excess(case: NamedTuple, error: float, plain_error: float) -> float:
     """Returns an error as a multiple of the allowed error."""
-    beyond_plain = 0.0 if case.dtype == torch.float32 else BEYOND_PLAIN * plain_error
-    return error / max(FP32_ERROR, beyond_plain)
+    if case.dtype == torch.float32:
+        return error / FP32_ERROR
+    roundings = ROUNDINGS * torch.finfo(case.dtype).eps if isinstance(case, FeatureCase) else 0.0
+    return error / max(FP32_ERROR, BEYOND_PLAIN * plain_error, roundings)
 
 
 def time_cold(calls: Mapping[str, Call], device: torch.device) -> Times:
@@ -231,7 +290,7 @@ def on_path(path: kernels.Path, q: Tensor, *arguments: Any, **options: Any) -> T
 
 FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "SDPA": lambda q, k, v, *others, windows: F.scaled_dot_product_attention(q, k, v),
-    **{path: partial(on_path, path) for path in ("plain", "auto", "triton")},
+    **{path: partial(on_path, path) for path in ("plain", "torch", "triton")},
     "FlexAttention": flex.joint_softmax,
 }
 """Title of a column -> timed function. SDPA is softmax attention over all tokens, without the bias and landmarks."""
@@ -258,7 +317,7 @@ def timings(case: Case, device: torch.device, bytes_per_second: float) -> list[d
             known = name in calls
             time = quartile_columns("time", Quartiles.of(times.seconds[name]), times) if known else {}
             row[f"{name} (ms)"] = quartiles_text(time, "time", 1e-3, ".3f") if known else missing[name]
-        for name in ("SDPA", "plain", "auto", "FlexAttention"):
+        for name in ("SDPA", "plain", "torch", "FlexAttention"):
             ratio = quartile_columns("ratio", times.speedup("triton", name), times) if name in calls else {}
             row[f"over {name}"] = quartiles_text(ratio, "ratio", 1, ".2f") if ratio else ""
         floor, triton = moved * dy.nbytes / bytes_per_second, Quartiles.of(times.seconds["triton"])

@@ -30,7 +30,8 @@ class Device(NamedTuple):
     Attributes:
         bandwidth: bytes. half, single: operations of matrix products on 16-bit and 32-bit numbers. elements: numbers of
             an elementwise operator, as fast as exponentials. fused: share of `half` or `single` that fused attention
-            reaches. launch: seconds between the starts of two operators. source: of the rates.
+            reaches. launch: seconds between the starts of two operators. source: of the rates. measured: the path
+            "auto" takes Triton's kernels (`attention.kernels.MEASURED`).
     """
 
     bandwidth: float
@@ -40,6 +41,7 @@ class Device(NamedTuple):
     fused: float
     launch: float
     source: str
+    measured: bool = False
 
     def __str__(self) -> str:
         rates = f"{self.half / 1e12:.3g} and {self.single / 1e12:.3g} TFLOP/s on 16 and 32 bits"
@@ -57,8 +59,8 @@ FA3 = "FlashAttention-3 (arXiv:2407.08608): 3.9e12 exponentials a second, and 35
 SFU = "exponentials: 16 a clock and multiprocessor (CUDA C++ Programming Guide)"
 DEVICES = {
     "a100": Device(2.039e12, *_peaks("A100-SXM4-80GB"), 2.44e12, 0.6, 5e-6, f"A100 80GB SXM data sheet; {SFU}; {FA2}"),
-    "h100": Device(3.35e12, *_peaks("H100 80GB HBM3"), 3.9e12, 0.35, 5e-6, f"H100 SXM data sheet; {FA3}"),
-    "h200": Device(4.8e12, *_peaks("H200"), 3.9e12, 0.35, 5e-6, "H200 SXM data sheet; else as H100"),
+    "h100": Device(3.35e12, *_peaks("H100 80GB HBM3"), 3.9e12, 0.35, 5e-6, f"H100 SXM data sheet; {FA3}", True),
+    "h200": Device(4.8e12, *_peaks("H200"), 3.9e12, 0.35, 5e-6, "H200 SXM data sheet; else as H100", True),
     "l4": Device(3e11, *_peaks("L4"), 1.96e12, 0.6, 5e-6, f"L4 data sheet; {SFU}; fused as A100"),
 }
 """Devices by name. Products: `engine.runtime.peaks`. Launches are assumed; they matter for small batches alone."""
@@ -76,14 +78,17 @@ def seconds_of(operator: Operator, device: Device) -> float:
     return max(device.launch, operator.nbytes / device.bandwidth, products, operator.elements / device.elements)
 
 
-def count(subject: Subject, size: Grid, batch: int, mode: str, dtype: str, on_cpu: bool = False) -> OperatorCounter:
+def count(
+    subject: Subject, size: Grid, batch: int, mode: str, dtype: str, on_cpu: bool = False, measured: bool = False
+) -> OperatorCounter:
     """Counts the operators of a call of a layer, and their memory, on fake tensors.
 
     Args:
         mode: forward, forward+backward or inference. on_cpu: counts the path on a CPU, with its chunks one by one.
+        measured: counts the path "auto" as on a device that is `measured`.
     """
     network = subject.build(size).train(mode != "inference")
-    path, amp = nullcontext() if on_cpu else off_cpu(), None if dtype == "fp32" else dtype
+    path, amp = nullcontext() if on_cpu else off_cpu(measured), None if dtype == "fp32" else dtype
     with path, FakeTensorMode(allow_non_fake_inputs=True), torch.set_grad_enabled(mode != "inference"):
         inputs = subject.example(network, size, batch, "cpu")
         with OperatorCounter() as counter, subject.on_path(), autocast(amp, CPU):
@@ -118,6 +123,7 @@ class Roofline:
     def predict(self, candidate: Candidate, shape: Shape) -> tuple[Prediction, Prediction]:
         """Predicts seconds and bytes."""
         subject = attention_layer(candidate.entry, shape.dim, shape.num_heads)
-        counter = count(subject, shape.grid, shape.batch, self.mode, self.dtype)
-        seconds = predict(counter.found, DEVICES[self.name])
+        device = DEVICES[self.name]
+        counter = count(subject, shape.grid, shape.batch, self.mode, self.dtype, measured=device.measured)
+        seconds = predict(counter.found, device)
         return Prediction(seconds, LEAST * seconds, math.inf, 1.0), Prediction(*[float(counter.peak_bytes)] * 3, 1.0)

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import conv_flop_count, flop_registry
 
-from attention.ops import memory, products
+from attention.ops import kernels, memory, products
 from attention.ops.kernels import NAMESPACE
 from attention.parts import tables
 
@@ -145,11 +145,13 @@ def count_operators(call: Callable[[], object]) -> list[Operator]:
 
 
 @contextmanager
-def off_cpu() -> Iterator[None]:
-    """Context in which fast paths work as on a GPU. Fake tensors take its product of bfloat16, and on the path "triton"
-    its kernels; others compute the same value by operators of a CPU.
+def off_cpu(measured: bool = False) -> Iterator[None]:
+    """Context in which fast paths work as on a GPU, for fake tensors with `measured` as on one of `kernels.MEASURED`.
+    They take a GPU's product of bfloat16, and Triton's kernels; others compute the same value by operators of a CPU.
     """
-    of_gpu = products.sum_in_full
+    of_gpu, known = products.sum_in_full, kernels.measured
+    if measured:
+        kernels.import_kernels()
 
     def sum_in_full(a: Tensor, b: Tensor) -> Tensor:
         return of_gpu(a, b) if isinstance(a, FakeTensor) else torch.bmm(a.float(), b.float())
@@ -157,6 +159,7 @@ def off_cpu() -> Iterator[None]:
     with (
         patch.object(memory, "on_cpu", lambda x: False),
         patch.object(memory, "on_gpu", lambda x: x.is_cuda or isinstance(x, FakeTensor)),
+        patch.object(kernels, "measured", lambda x: measured if isinstance(x, FakeTensor) else known(x)),
         patch.object(products, "sum_in_full", sum_in_full),
     ):
         yield

@@ -5,8 +5,8 @@
     python -m bench.roofline --validate                         # predicted and measured times on one core of this CPU
     python -m bench.roofline --compiled --attention eva lara    # bytes of eager layers, and of the same layers compiled
 
-`bench.devices` has the model and the devices. Predicted times are those of eager layers. What compiled layers move is
-counted beside it, from the kernels generated for this CPU.
+`bench.devices` has the model and the devices. Predicted times are those of eager layers, without @PATH on the path
+"torch". What compiled layers move is counted beside it, from the kernels generated for this CPU.
 """
 
 import argparse
@@ -102,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parse_arguments(arguments)
     with refuse_bad_input():
         names = every_mechanism(["softmax", *args.attention])
-        subjects = [attention_layer(name, args.dim, args.num_heads) for name in names]
+        subjects = [attention_layer(name, args.dim, args.num_heads, "torch") for name in names]
         for subject in subjects:
             if args.validate or args.compiled:
                 subject.check_path("compiled" if args.compiled else "eager", CPU)

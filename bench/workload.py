@@ -82,14 +82,14 @@ class Subject:
             raise ConfigError(f"{self.name} at {size[0]}x{size[1]}: {str(error).splitlines()[0]}") from None
 
 
-def attention_layer(text: str, dim: int, num_heads: int) -> Subject:
-    """Parses the layer ``"NAME[@PATH][:OPTION=VALUE,...]"``.
+def attention_layer(text: str, dim: int, num_heads: int, path: kernels.Path = "auto") -> Subject:
+    """Parses the layer ``"NAME[@PATH][:OPTION=VALUE,...]"``, by default on `path`.
 
     Raises:
         OptionError, ConfigError: unknown mechanism, path or option.
     """
     name, _, options = text.partition(":")
-    name, path = _split_path(text, name)
+    name, path = _split_path(text, name, path)
     factory = AttentionFactory.from_options({"name": name, **read_options(text, options)})
 
     def tokens(layer: nn.Module, grid: Grid, batch: int, device: torch.device | str) -> tuple[Any, ...]:
@@ -157,11 +157,11 @@ def whole_model(text: str) -> Subject:
     )
 
 
-def _split_path(text: str, name: str) -> tuple[str, kernels.Path]:
+def _split_path(text: str, name: str, default: kernels.Path = "auto") -> tuple[str, kernels.Path]:
     """Splits ``"NAME[@PATH]"``, a part of the entry `text`, into mechanism and path."""
     name, at, path = name.partition("@")
     try:
-        with kernels.use(path if at else "auto"):
+        with kernels.use(path if at else default):
             return name, kernels.path()
     except ValueError as error:
         raise ConfigError(f"{text!r}: {error}") from None

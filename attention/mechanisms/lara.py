@@ -36,7 +36,7 @@ from ..parts.sampling import Noise, mixture_noise, noise_option, random_seed, sc
 Features = Literal["positive", "hyperbolic"]
 
 
-@with_fast_path(fused.lara, fused.covers_lara)
+@with_fast_path(fused.lara, fused.covers_lara, triton=fused.TRITON)
 @full_precision
 def lara(
     q: Tensor,

@@ -30,7 +30,7 @@ from ..parts.sampling import OmegaSampling, gaussian, omega_sampling_option
 Features = Literal["positive", "hyperbolic", "trigonometric", "relu", "favorp"]
 
 
-@with_fast_path(fused.performer, fused.covers_performer)
+@with_fast_path(fused.performer, fused.covers_performer, triton=fused.TRITON)
 @full_precision
 def performer(
     q: Tensor,

@@ -5,8 +5,11 @@ tests compare the op and its fast paths with the op's literal twin. The decorato
 fast path takes tensors in their own type and upcasts those that need it.
 
 with kernels.use("plain"): ...   # the definitions themselves
-with kernels.use("lean"): ...    # fast paths, by parts of the batch that the backward pass computes again
-with kernels.use("triton"): ...  # experimental: fused kernels on a GPU, fast paths for what they do not cover
+with kernels.use("torch"): ...   # fast paths of PyTorch's operators
+with kernels.use("triton"): ...  # fused kernels on a GPU, fast paths of PyTorch's operators for what they do not cover
+with kernels.use("lean"): ...    # as "auto", by parts of the batch that the backward pass computes again
+
+"auto", the default, is "triton" in half precision on GPUs where the kernels were measured (`MEASURED`), else "torch".
 """
 
 import contextlib
@@ -21,10 +24,16 @@ import torch
 from ..parts import transforms
 from ..parts.features import autocast_off
 from ..parts.transforms import transformed
+from . import memory
 
 Op = TypeVar("Op", bound=Callable[..., Any])
 
-Path = Literal["auto", "lean", "triton", "plain"]
+Path = Literal["auto", "torch", "triton", "lean", "plain"]
+
+MEASURED = {(9, 0)}
+"""Compute capabilities of NVIDIA's GPUs on which Triton's kernels were measured: they are faster in half precision, and
+slower in float32 (docs/gpus.md).
+"""
 
 NAMESPACE = __package__.replace(".", "_")
 """Namespace of Triton's kernels among torch's operators: copies of this folder under other names have others."""
@@ -37,10 +46,39 @@ _triton: dict[str, ModuleType] = {}
 
 
 def path() -> Path:
-    """The path in use: "auto" takes fast paths, "triton" prefers kernels to them, "plain" takes none. "lean" is
-    "auto" with least memory: layers attend by parts of the batch, see `memory.by_parts`.
+    """The path in use: "torch" takes fast paths, "triton" prefers kernels to them, "plain" takes none. "auto" is one of
+    the first two. "lean" is "auto" with least memory: layers attend by parts of the batch, see `memory.by_parts`.
     """
     return _path
+
+
+def measured(x: torch.Tensor) -> bool:
+    """True if the tensor's GPU is one of `MEASURED`: the one place that decides, for counts elsewhere."""
+    return memory.on_gpu(x) and _measured(x.device.index)
+
+
+@torch.compiler.assume_constant_result
+def _measured(gpu: int | None) -> bool:
+    return _measured_gpu(gpu)
+
+
+@functools.cache
+def _measured_gpu(gpu: int | None) -> bool:
+    """True if Triton is installed and the GPU, by its index, is one of `MEASURED`; imports the kernels then."""
+    known = torch.version.hip is None and importlib.util.find_spec("triton") is not None
+    if known := known and torch.cuda.get_device_capability(gpu) in MEASURED:
+        import_kernels()
+    return known
+
+
+def _prefers_kernels(x: torch.Tensor) -> bool:
+    return _path == "triton" or (_path != "torch" and x.element_size() == 2 and measured(x))
+
+
+def import_kernels() -> None:
+    """Imports the modules of `TRITON_MODULES`."""
+    for op, module in TRITON_MODULES.items():
+        _triton[op] = importlib.import_module(module)
 
 
 @contextlib.contextmanager
@@ -54,12 +92,11 @@ def use(path: Path) -> Iterator[None]:
     global _path
     if path not in get_args(Path):
         raise ValueError(f"kernels.use({path!r}): unknown path; one of {', '.join(get_args(Path))}")
-    if path == "triton" and not _triton:
+    if path == "triton":
         try:
-            for op, module in TRITON_MODULES.items():
-                _triton[op] = importlib.import_module(module)
+            import_kernels()
         except ModuleNotFoundError as error:
-            raise ValueError(f"kernels.use('triton'): {error.name} is not installed; use 'auto'") from error
+            raise ValueError(f"kernels.use('triton'): {error.name} is not installed; use 'torch'") from error
     before, _path = _path, path
     transforms.by_definition = path == "plain"
     try:
@@ -72,7 +109,9 @@ def resolved() -> str:
     """The path in use and the ops that it serves, for logs."""
     if _path == "plain":
         return _path
-    on_gpu = f"on a GPU Triton's {', '.join(TRITON_MODULES)}; " if _path == "triton" else ""
+    on_measured = _path in ("auto", "lean") and torch.cuda.is_initialized() and _measured_gpu(None)
+    half = "" if _path == "triton" else " in half precision"
+    on_gpu = f"on a GPU{half} Triton's {', '.join(TRITON_MODULES)}; " if _path == "triton" or on_measured else ""
     return f"{_path}: {on_gpu}fast {', '.join(sorted(_fast))}"
 
 
@@ -102,9 +141,10 @@ def _is_batched(gradient: torch.Tensor | None) -> bool:
 
 
 def with_fast_path(fast: Callable, covers: Callable[..., bool], triton: str | None = None) -> Callable[[Op], Op]:
-    """Decorates an op: calls `fast` in its place if `covers` is true of the arguments, unless the path is "plain". The
-    path "triton" prefers the kernel of the module `triton`, if that covers the arguments. Exported and traced graphs,
-    transforms of torch.func and forward differentiation take the op itself.
+    """Decorates an op, whose first argument is a tensor: calls `fast` in its place if `covers` is true of the arguments
+    and the path is not "plain". The path "triton" prefers the kernel of the module `triton` if that covers them, and so
+    do "auto" and "lean" in half precision on GPUs of `MEASURED`. Exported and traced graphs, transforms of torch.func
+    and forward differentiation take the op itself.
     """
 
     def decorate(op: Op) -> Op:
@@ -116,12 +156,12 @@ def with_fast_path(fast: Callable, covers: Callable[..., bool], triton: str | No
         def run(*args: Any, **kwargs: Any) -> Any:
             kwargs = {name: value for name, value in kwargs.items() if value is not None}
             # exported and traced graphs must consist of torch's own operators; no fast path supports key masks
-            of_torch = torch.compiler.is_exporting() or torch.jit.is_tracing()
+            of_torch = transforms.exporting() or torch.jit.is_tracing()
             if _path == "plain" or of_torch or transformed() or "key_mask" in kwargs:
                 return op(*args, **kwargs)
-            name, module = op.__name__, _triton.get(op.__name__) if _path == "triton" else None
-            if module and getattr(module, f"covers_{name}")(*args, **kwargs):
-                chosen = getattr(module, name)
+            name = op.__name__
+            if triton and _prefers_kernels(args[0]) and getattr(_triton[name], f"covers_{name}")(*args, **kwargs):
+                chosen = getattr(_triton[name], name)
             else:
                 chosen = fast if covers(*args, **kwargs) else op
             return chosen(*args, **kwargs)

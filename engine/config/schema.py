@@ -258,10 +258,10 @@ class Train:
         "torch.compile the blocks, those that are alike as one graph, for full batches; smaller ones run as they are;"
         " it pays on a GPU, and not always on a CPU, see docs/training.md",
     )
-    kernels: Literal["auto", "lean", "triton", "plain"] = option(
+    kernels: Literal["auto", "torch", "triton", "lean", "plain"] = option(
         "auto",
-        "fast paths of attention; lean: least memory; triton: fused kernels on a GPU, see docs/mechanisms.md; plain:"
-        " none",
+        "fast paths of attention, see docs/mechanisms.md; torch: PyTorch's operators; triton: fused kernels on a GPU;"
+        " auto: the faster of these two, where that was measured; lean: auto with least memory; plain: none",
     )
     grad_checkpointing: bool = option(
         False, "recompute block activations in the backward pass; random state is restored"

@@ -329,7 +329,10 @@ def test_models_are_compiled_as_in_training(tmp_path, monkeypatch):
         ("--models timm:vit_tiny_patch16_224:patchsize=8", "unexpected keyword argument 'patchsize'"),
         ("--models absent.yaml", "absent.yaml: No such file"),
         ("--attention eva@", "'eva@': kernels.use(''): unknown path"),
-        ("--attention eva@fast", "'eva@fast': kernels.use('fast'): unknown path; one of auto, lean, triton, plain"),
+        (
+            "--attention eva@fast",
+            "'eva@fast': kernels.use('fast'): unknown path; one of auto, torch, triton, lean, ",
+        ),
         ("--attention eva@triton", "'eva@triton', path triton: Triton's kernels need a GPU; use the path auto"),
         ("--against triton --attention eva", "'eva@triton', path triton: Triton's kernels need a GPU"),
         ("--attention eva --execution cuda-graph", "--execution cuda-graph needs a GPU; use eager"),

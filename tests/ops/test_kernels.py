@@ -138,6 +138,20 @@ def test_what_fast_paths_cover(case, cores, monkeypatch):
         assert taken(case, monkeypatch) == set()
 
 
+def test_compiled_graphs_are_no_exported_ones():
+    """torch.compiler.is_exporting is true in compiled graphs of torch 2.11, which would take no fast path."""
+
+    class Told(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + 1 if transforms.exporting() else x - 1
+
+    x = torch.zeros(3)
+    assert torch.equal(Told()(x), x - 1)
+    assert torch.equal(torch.compile(Told(), fullgraph=True, backend="eager")(x), x - 1)
+    for strict in (False, True):
+        assert torch.equal(torch.export.export(Told(), (x,), strict=strict).module()(x), x + 1)
+
+
 @pytest.mark.parametrize("path", ["auto", "lean"])
 @every_layer
 def test_single_precision_is_close(case, path):
@@ -320,5 +334,5 @@ def test_paths_are_named_and_restored():
         assert kernels.resolved() == kernels.path() == "plain"
     assert kernels.path() == "auto"
     path = kernels.use("fast")
-    with pytest.raises(ValueError, match=r"kernels.use\('fast'\): unknown path; one of auto, lean, triton, plain"):
+    with pytest.raises(ValueError, match=r"kernels.use\('fast'\): unknown path; one of auto, torch, triton, lean, "):
         path.__enter__()

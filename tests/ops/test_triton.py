@@ -16,12 +16,13 @@ import torch
 import triton
 from packaging.version import Version
 
+from attention import create_attention, kernels
 from attention.ops import triton_tokens as tiles
 from attention.ops.group_values import triton_tiles
 from attention.ops.joint_softmax import triton_joint
 from attention.parts.geometry import Windows
 from attention.parts.groups import bins
-from bench.check_kernels import CASES, CHECKED, Case, GroupCase, errors, excess, outputs_and_gradients
+from bench.check_kernels import CASES, Case, FeatureCase, GroupCase, checked_by, errors, excess, outputs_and_gradients
 
 ROOT = Path(__file__).parents[2]
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
@@ -77,7 +78,7 @@ def test_interpreted_kernels_equal_the_literal_twin_in_value_and_all_gradients(c
 
 def test_kernels_under_every_use(interpreted):
     """Twice in a graph, checkpointed, compiled, all kinds of strides, frozen inputs, types that differ."""
-    assert len(interpreted["uses"]) == 12
+    assert len(interpreted["uses"]) == 24
     for use, difference in interpreted["uses"].items():
         assert difference <= 1e-6, use
 
@@ -93,9 +94,23 @@ def test_layers_on_the_path_call_the_kernels_that_cover_them(interpreted):
         "local beyond the grid": ["joint_softmax"],
         "combiner": ["joint_softmax"],
         "transformer_ls": ["joint_softmax"],
-        "lara": [],
-        "performer": [],
+        "lara": ["lara"],
+        "lara of float32": [],
+        "lara of 70 landmarks": [],
+        "lara of balanced weights": ["lara"],
+        "performer": ["performer"],
+        "performer of 129 samples": [],
+        "performer of relu": [],
     }
+
+
+def test_the_default_takes_kernels_where_they_were_measured(interpreted):
+    of_eva = ["group_values", "joint_softmax"]
+    for way, parts in ("eager", of_eva * 2), ("compiled", of_eva):  # a backward pass by parts computes them again
+        assert interpreted["default"][f"(9, 0) {way} auto"] == of_eva
+        assert interpreted["default"][f"(9, 0) {way} lean"] == parts
+        others = "(9, 0) {} torch", "(9, 0) {} auto in float32", "(8, 0) {} auto", "(8, 0) {} lean"
+        assert all(interpreted["default"][each.format(way)] == [] for each in others)
 
 
 @pytest.mark.parametrize(
@@ -165,11 +180,15 @@ def test_kernels_on_a_gpu_equal_the_literal_twin_in_value_and_all_gradients(case
     [
         Case((14, 14), (7, 7), c=49, B=2, h=3),
         GroupCase((28, 28), (7, 7), B=2, h=3),
+        FeatureCase(196, 64, B=2, h=3),
+        FeatureCase(196, 49, "decoupled", B=2, h=3),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("d", [32, 40, 64])
 def test_kernels_on_a_gpu_at_the_papers_sizes(d, case, dtype):
+    if isinstance(case, FeatureCase) and dtype != torch.bfloat16:
+        pytest.skip("layers take these kernels in bfloat16 alone")
     case = case._replace(d=d, dtype=dtype)
     for name, (error, plain_error) in errors(case, torch.device("cuda")).items():
         assert excess(case, error, plain_error) <= 1, (name, error, plain_error)
@@ -178,13 +197,38 @@ def test_kernels_on_a_gpu_at_the_papers_sizes(d, case, dtype):
 @gpu
 @pytest.mark.parametrize(
     "case",
-    [Case((28, 28), (7, 7), c=49), GroupCase((28, 28), (7, 7))],
+    [
+        Case((28, 28), (7, 7), c=49),
+        GroupCase((28, 28), (7, 7)),
+        FeatureCase(784, 64),
+        FeatureCase(784, 49, "decoupled"),
+    ],
     ids=str,
 )
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
 def test_kernels_on_a_gpu_are_deterministic_and_compile(case):
-    checked = CHECKED[type(case)]
+    checked = checked_by(case)
     inputs, options = checked.example(case._replace(d=64, B=8, h=3, dtype=torch.bfloat16), torch.device("cuda"))
     compiled = torch.compile(checked.kernels, fullgraph=True, dynamic=False)
     functions = checked.kernels, checked.kernels, compiled
-    first, *others = (outputs_and_gradients(f, checked.names, inputs, options) for f in functions)
-    assert all(torch.equal(first[name], other[name]) for other in others for name in first)
+    first, again, graph = (outputs_and_gradients(f, checked.names, inputs, options) for f in functions)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    if isinstance(case, FeatureCase):  # samples, and sums of their gradients, come from PyTorch's operators
+        assert all((graph[name] - x).norm() < 0.01 * x.norm() for name, x in first.items())
+    else:
+        assert all(torch.equal(first[name], graph[name]) for name in first)
+
+
+@gpu
+@pytest.mark.parametrize("name", ["eva", "local", "lara", "performer"])
+def test_the_default_path_on_a_gpu(name):
+    measured = torch.cuda.get_device_capability() in kernels.MEASURED
+    attn, x = create_attention(name, dim=128, num_heads=2, grid=(14, 14)).cuda(), torch.randn(2, 196, 128).cuda()
+    found = {}
+    for path in ("auto", "torch", "triton"):
+        torch.manual_seed(0)
+        with kernels.use(path), torch.autocast("cuda", torch.bfloat16):
+            found[path] = attn(x, (14, 14))
+            assert ("Triton's" in kernels.resolved()) == (path == "triton" or (measured and path == "auto"))
+    assert torch.equal(found["auto"], found["triton" if measured else "torch"])
+    assert not torch.equal(found["torch"], found["triton"])

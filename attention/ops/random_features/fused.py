@@ -17,6 +17,9 @@ from ..memory import like_tokens
 from ..products import factor_dtype, full_product, scaled
 from .proposals import MIN_ALPHA, POOLED, Proposal, Weighting, own_ratio, propose
 
+TRITON = f"{__package__}.triton_features"
+"""Module with Triton's kernels of `performer` and `lara`."""
+
 
 def covers_performer(q, k, v, omega, *, features="positive", causal=False):
     """Returns whether the logarithms of the features are linear in queries and the sums run over all keys."""

@@ -1,0 +1,478 @@
+"""Attention by random features that all queries share (`fused`), in Triton kernels. Experimental.
+
+The two softmaxes are two operators. `feature_values` runs over tokens for every sample, and `mix_values` over samples
+for every query. Logits and weights of tokens and samples exist in registers alone; the backward pass computes them
+again from the saved sums.
+
+A program owns some tokens, whose gradients it stores. Gradients of samples are sums over tokens, which a program sums
+in registers over its share of an image's; the shares are added afterwards, so that all gradients are deterministic.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from ...parts.features import upcast
+from ..kernels import NAMESPACE
+from ..memory import like_tokens
+from ..triton_tokens import (
+    PROGRAMS,
+    accumulate,
+    block_length,
+    cast,
+    dense,
+    dot,
+    launch,
+    load,
+    load_numbers,
+    precision,
+    store,
+    supported,
+    view,
+)
+from . import fused
+from .proposals import MIN_ALPHA
+
+MOST = 128
+"""Largest number of samples and landmarks, whose weights for a few tokens registers must hold."""
+BLOCK, BLOCK_OF_GRADIENTS = 64, 32
+"""Tokens of a block, and in the backward pass of `mix_values`, which is short of registers."""
+FLOOR = tl.constexpr(MIN_ALPHA)
+
+
+class Sizes(NamedTuple):
+    """Compile-time constants of a kernel: head width, block lengths of channels, tokens and samples, precision of fp32,
+    warps, stages of loads.
+    """
+
+    d: int
+    block_d: int
+    block_n: int
+    block_s: int
+    precision: str
+    num_warps: int
+    num_stages: int
+
+
+@triton.jit
+def _image(h):
+    """(batch, head) of a program."""
+    return tl.program_id(0) // h, tl.program_id(0) % h
+
+
+@triton.jit
+def _token_logits(tokens, samples, index, N, scale, of_keys: tl.constexpr, S: tl.constexpr):
+    """Logits of tokens at samples, (s, n); those of keys are log features. -inf beyond the last token."""
+    logits = dot(samples, tl.trans(tokens), S) * scale  # (s, d) @ (d, n)
+    if of_keys:
+        scaled = tokens.to(tl.float32) * scale
+        logits -= 0.5 * tl.sum(scaled * scaled, 1)[None, :]
+    return tl.where((index < N)[None, :], logits, float("-inf"))
+
+
+@triton.jit
+def _forward_values(x, v, omega, u, mass, h, N, s, scale, S: tl.constexpr):
+    """Kernel that computes, for a block of samples, the log of the sum over tokens, and the mean of values."""
+    batch, head = _image(h)
+    dtype = x[0].dtype.element_ty
+    sample = tl.program_id(1) * S.block_s + tl.arange(0, S.block_s)
+    samples = load(omega, batch, head, sample, sample < s, dtype, S)
+    largest = tl.full([S.block_s], float("-inf"), tl.float32)
+    state = (largest, tl.zeros_like(largest), tl.full([S.block_s, S.block_d], 0.0, tl.float32))
+    for start in range(0, N, S.block_n):
+        index = start + tl.arange(0, S.block_n)
+        tokens = load(x, batch, head, index, index < N, dtype, S)
+        logits = _token_logits(tokens, samples, index, N, scale, v is not None, S)
+        if v is not None:
+            state = accumulate(state, logits, load(v, batch, head, index, index < N, dtype, S), S)
+        else:
+            largest, total, y = state
+            new = tl.maximum(largest, tl.max(logits, 1))
+            total = total * tl.exp(largest - new) + tl.sum(tl.exp(logits - new[:, None]), 1)
+            state = (new, total, y)
+    largest, total, y = state
+    if v is not None:
+        store(u, batch, head, sample, sample < s, y / total[:, None], S)
+    tl.store(mass + (batch.to(tl.int64) * h + head) * s + sample, largest + tl.log(total), sample < s)
+
+
+@triton.jit
+def _backward_values(x, v, omega, mass, u, du, dmass, dx, dv, domega, h, N, s, scale, S: tl.constexpr):
+    """Kernel that computes dx and dv of every `splits`-th block of tokens, and its share of domega."""
+    batch, head = _image(h)
+    dtype = x[0].dtype.element_ty
+    split, splits, sample = tl.program_id(1), tl.num_programs(1), tl.arange(0, S.block_s)
+    real = sample < s
+    samples = load(omega, batch, head, sample, real, dtype, S)
+    normaliser = load_numbers(mass, batch, head, sample, real, h, s, float("inf"))[:, None]
+    shift = load_numbers(dmass, batch, head, sample, real, h, s, 0.0)
+    if v is not None:
+        gradient = load(du, batch, head, sample, real, tl.float32, S)
+        shift -= tl.sum(gradient * load(u, batch, head, sample, real, tl.float32, S), 1)
+        gradient = cast(gradient, dtype)
+    d_samples = tl.full([S.block_s, S.block_d], 0.0, tl.float32)
+    for start in range(split * S.block_n, N, splits * S.block_n):
+        index = start + tl.arange(0, S.block_n)
+        valid = index < N
+        tokens = load(x, batch, head, index, valid, dtype, S)
+        weight = tl.exp(_token_logits(tokens, samples, index, N, scale, v is not None, S) - normaliser)
+        if v is not None:
+            values = load(v, batch, head, index, valid, dtype, S)
+            # (n, s) @ (s, d)
+            store(dv, batch, head, index, valid, dot(tl.trans(cast(weight, dtype)), gradient, S), S)
+            d_logits = weight * (dot(gradient, tl.trans(values), S) + shift[:, None])  # (s, d) @ (d, n)
+        else:
+            d_logits = weight * shift[:, None]
+        rounded = cast(d_logits, dtype)
+        if domega is not None:
+            d_samples += dot(rounded, tokens, S)  # (s, n) @ (n, d)
+        d_tokens = dot(tl.trans(rounded), samples, S) * scale  # (n, s) @ (s, d)
+        if v is not None:
+            d_tokens -= tokens.to(tl.float32) * (scale * scale * tl.sum(d_logits, 0))[:, None]
+        store(dx, batch, head, index, valid, d_tokens, S)
+    if domega is not None:
+        store(domega, batch, head, split * s + sample, real, d_samples * scale, S)
+
+
+@triton.jit
+def _alpha(queries, landmarks, log_total, balance, real, s, scale, beta, S: tl.constexpr):
+    """r_ns = softmax_n(q_n . q_bar_s), and alpha_ns = b_s + beta (r_ns - mean_s r_ns) before its floor: (n, s)."""
+    r = tl.exp(dot(queries, tl.trans(landmarks), S) * scale - log_total[None, :])  # (n, d) @ (d, s)
+    r = tl.where(real[None, :], r, 0.0)
+    return r, balance[None, :] + beta * (r - tl.sum(r, 1)[:, None] / s)
+
+
+@triton.jit
+def _query_logits(queries, samples, mass, alpha, real, scale, S: tl.constexpr):
+    """Logits of queries on samples, (n, s); -inf beyond the number of samples. alpha: None for 1."""
+    logits = dot(queries, tl.trans(samples), S) * scale + mass[None, :]  # (n, d) @ (d, s)
+    if alpha is not None:
+        logits += tl.log(tl.maximum(alpha, FLOOR))
+    return tl.where(real[None, :], logits, float("-inf"))
+
+
+@triton.jit
+def _forward_mix(q, omega, mass, u, q_bar, log_total, balance, y, lse, h, N, s, scale, beta, S: tl.constexpr):
+    """Kernel that computes the output and the log-sum-exp of a block of queries."""
+    batch, head = _image(h)
+    dtype = q[0].dtype.element_ty
+    sample, index = tl.arange(0, S.block_s), tl.program_id(1) * S.block_n + tl.arange(0, S.block_n)
+    real, valid = sample < s, index < N
+    queries = load(q, batch, head, index, valid, dtype, S)
+    alpha = None
+    if q_bar is not None:
+        landmarks = load(q_bar, batch, head, sample, real, dtype, S)
+        totals = load_numbers(log_total, batch, head, sample, real, h, s, 0.0)
+        shares = load_numbers(balance, batch, head, sample, real, h, s, 1.0)
+        _, alpha = _alpha(queries, landmarks, totals, shares, real, s, scale, beta, S)
+    samples = load(omega, batch, head, sample, real, dtype, S)
+    masses = load_numbers(mass, batch, head, sample, real, h, s, 0.0)
+    logits = _query_logits(queries, samples, masses, alpha, real, scale, S)
+    largest = tl.max(logits, 1)
+    normaliser = largest + tl.log(tl.sum(tl.exp(logits - largest[:, None]), 1))
+    weight = cast(tl.exp(logits - normaliser[:, None]), dtype)
+    values = load(u, batch, head, sample, real, dtype, S)
+    store(y, batch, head, index, valid, dot(weight, values, S), S)  # (n, s) @ (s, d)
+    tl.store(lse + (batch.to(tl.int64) * h + head) * N + index, normaliser, valid)
+
+
+@triton.jit
+def _backward_mix(
+    q, omega, mass, u, q_bar, log_total, balance, lse, dy,
+    dq, domega, dmass, du, dq_bar, dtotal, dbalance, h, N, s, scale, beta, S: tl.constexpr,
+):  # fmt: skip
+    """Kernel that computes dq of every `splits`-th block of queries, and its share of all other gradients."""
+    batch, head = _image(h)
+    dtype = q[0].dtype.element_ty
+    split, splits, sample = tl.program_id(1), tl.num_programs(1), tl.arange(0, S.block_s)
+    real, row = sample < s, split * s + sample
+    samples = load(omega, batch, head, sample, real, dtype, S)
+    values = load(u, batch, head, sample, real, dtype, S)
+    masses = load_numbers(mass, batch, head, sample, real, h, s, 0.0)
+    d_mass = tl.full([S.block_s], 0.0, tl.float32)
+    d_values = tl.full([S.block_s, S.block_d], 0.0, tl.float32)
+    d_samples = tl.full([S.block_s, S.block_d], 0.0, tl.float32)
+    if q_bar is not None:
+        landmarks = load(q_bar, batch, head, sample, real, dtype, S)
+        totals = load_numbers(log_total, batch, head, sample, real, h, s, 0.0)
+        shares = load_numbers(balance, batch, head, sample, real, h, s, 1.0)
+        d_landmarks = tl.full([S.block_s, S.block_d], 0.0, tl.float32)
+        d_total, d_share = tl.zeros_like(d_mass), tl.zeros_like(d_mass)
+    for start in range(split * S.block_n, N, splits * S.block_n):
+        index = start + tl.arange(0, S.block_n)
+        valid = index < N
+        queries = load(q, batch, head, index, valid, dtype, S)
+        gradient = load(dy, batch, head, index, valid, dtype, S)
+        normaliser = load_numbers(lse, batch, head, index, valid, h, N, float("inf"))
+        alpha = None
+        if q_bar is not None:
+            r, alpha = _alpha(queries, landmarks, totals, shares, real, s, scale, beta, S)
+        weight = tl.exp(_query_logits(queries, samples, masses, alpha, real, scale, S) - normaliser[:, None])
+        d_values += dot(tl.trans(cast(weight, dtype)), gradient, S)  # (s, n) @ (n, d)
+        d_weight = dot(gradient, tl.trans(values), S)  # (n, d) @ (d, s)
+        d_logits = weight * (d_weight - tl.sum(weight * d_weight, 1)[:, None])
+        d_mass += tl.sum(d_logits, 0)
+        rounded = cast(d_logits, dtype)
+        if domega is not None:
+            d_samples += dot(tl.trans(rounded), queries, S)  # (s, n) @ (n, d)
+        d_queries = dot(rounded, samples, S)  # (n, s) @ (s, d)
+        if q_bar is not None:
+            d_alpha = tl.where(alpha > FLOOR, d_logits / alpha, 0.0)
+            d_share += tl.sum(d_alpha, 0)
+            d_r = r * (d_alpha - tl.sum(d_alpha, 1)[:, None] / s) * beta
+            d_total -= tl.sum(d_r, 0)
+            rounded = cast(d_r, dtype)
+            d_landmarks += dot(tl.trans(rounded), queries, S)  # (s, n) @ (n, d)
+            d_queries += dot(rounded, landmarks, S)  # (n, s) @ (s, d)
+        store(dq, batch, head, index, valid, d_queries * scale, S)
+    numbers = ((batch.to(tl.int64) * h + head) * splits + split) * s + sample
+    tl.store(dmass + numbers, d_mass, real)
+    store(du, batch, head, row, real, d_values, S)
+    if domega is not None:
+        store(domega, batch, head, row, real, d_samples * scale, S)
+    if q_bar is not None:
+        store(dq_bar, batch, head, row, real, d_landmarks * scale, S)
+        tl.store(dtotal + numbers, d_total, real)
+        tl.store(dbalance + numbers, d_share, real)
+
+
+def _sizes(x: Tensor, omega: Tensor, block_s: int = MOST, block_n: int = BLOCK) -> Sizes:
+    """Sizes of a kernel with at most `block_s` samples and `block_n` tokens in a block."""
+    d = x.shape[3]
+    lengths = block_length(d, 64), block_length(x.shape[2], block_n), block_length(omega.shape[2], block_s)
+    return Sizes(d, *lengths, precision(), num_warps=4, num_stages=2)
+
+
+def _splits(x: Tensor, S: Sizes) -> int:
+    """Number of shares of an image's tokens in a backward pass, enough to keep a GPU busy."""
+    return min(triton.cdiv(x.shape[2], S.block_n), triton.cdiv(PROGRAMS, x.shape[0] * x.shape[1]))
+
+
+def _scalars(x: Tensor, omega: Tensor) -> tuple[int, int, int, float]:
+    """Heads, tokens, samples, and the scale of logits."""
+    return *x.shape[1:3], omega.shape[2], x.shape[3] ** -0.25
+
+
+def _shares(like: Tensor, splits: int, width: int | None = None) -> Tensor:
+    """Empty shares of `splits` programs in a gradient of samples, (B, h, splits s, width) or (B, h, splits s)."""
+    B, h, s = like.shape[:3]
+    return like.new_empty((B, h, splits * s, *([] if width is None else [width])), dtype=torch.float32)
+
+
+def _sum(shares: Tensor, splits: int) -> Tensor:
+    return shares.unflatten(2, (splits, -1)).sum(2)
+
+
+@torch.library.custom_op(f"{NAMESPACE}::feature_values", mutates_args=())
+def _feature_values(x: Tensor, v: Tensor | None, omega: Tensor) -> tuple[Tensor, Tensor]:
+    """With values v (B, h, N, d): their means u (B, h, s, d) under softmax_n g(x'_n, omega_s), and LSE_n g (B, h, s).
+    Without: an empty tensor, and LSE_n[x'_n . omega_s]. In float32.
+    """
+    u, mass = _empty_sums(x, v, omega)
+    S = _sizes(x, omega, 64)
+    programs = x.shape[0] * x.shape[1], triton.cdiv(omega.shape[2], S.block_s)
+    launch(_forward_values, programs, *map(view, (x, v, omega, u)), mass, *_scalars(x, omega), S)
+    return u, mass
+
+
+def _empty_sums(x: Tensor, v: Tensor | None, omega: Tensor) -> tuple[Tensor, Tensor]:
+    (B, h, s, _), width = omega.shape, 0 if v is None else v.shape[3]
+    return tuple(x.new_empty(shape, dtype=torch.float32) for shape in ((B, h, s, width), (B, h, s)))
+
+
+@_feature_values.register_fake
+def _(x, v, omega):
+    return _empty_sums(x, v, omega)
+
+
+@torch.library.custom_op(f"{NAMESPACE}::feature_values_backward", mutates_args=())
+def _feature_values_backward(
+    x: Tensor, v: Tensor | None, omega: Tensor, mass: Tensor, u: Tensor, du: Tensor, dmass: Tensor, of_samples: bool
+) -> list[Tensor]:
+    """Gradients of x, of v if given, and with `of_samples` of omega."""
+    S = _sizes(x, omega)
+    splits = _splits(x, S)
+    dx, dv = (each if each is None else like_tokens(each) for each in (x, v))
+    shares = _shares(mass, splits, x.shape[3]) if of_samples else None
+    tensors = *map(view, (x, v, omega)), mass, *map(view, (u, du)), dmass, *map(view, (dx, dv, shares))
+    launch(_backward_values, (x.shape[0] * x.shape[1], splits), *tensors, *_scalars(x, omega), S)
+    gradients = [dx, dv, _sum(shares, splits).to(omega.dtype) if of_samples else None]
+    return [each for each in gradients if each is not None]
+
+
+@_feature_values_backward.register_fake
+def _(x, v, omega, mass, u, du, dmass, of_samples):
+    tokens = [like_tokens(each) for each in (x, v) if each is not None]
+    return tokens + [omega.new_empty(omega.shape)] * of_samples
+
+
+def _save_values(ctx, inputs, output):
+    u, mass = output
+    ctx.save_for_backward(*inputs, mass, u)
+
+
+def _gradients_of_values(ctx, du, dmass):
+    x, v, omega, *others = ctx.saved_tensors
+    wanted = True, v is not None, ctx.needs_input_grad[2]
+    gradients = iter(_feature_values_backward(x, v, omega, *others, dense(du), dmass.contiguous(), wanted[2]))
+    return tuple(next(gradients) if each else None for each in wanted)
+
+
+_feature_values.register_autograd(_gradients_of_values, setup_context=_save_values)
+
+
+@torch.library.custom_op(f"{NAMESPACE}::mix_values", mutates_args=())
+def _mix_values(
+    q: Tensor,
+    omega: Tensor,
+    mass: Tensor,
+    u: Tensor,
+    q_bar: Tensor | None,
+    log_total: Tensor | None,
+    balance: Tensor | None,
+    beta: float,
+) -> tuple[Tensor, Tensor]:
+    """Means of u under softmax_s[q'_n . omega_s + mass_s + log alpha_ns], (B, h, N, d), and LSE_s, (B, h, N)."""
+    S, (y, lse) = _sizes(q, omega), _empty_outputs(q)
+    programs = q.shape[0] * q.shape[1], triton.cdiv(q.shape[2], S.block_n)
+    tensors = *map(view, (q, omega)), mass, *map(view, (u, q_bar)), log_total, balance, view(y), lse
+    launch(_forward_mix, programs, *tensors, *_scalars(q, omega), beta, S)
+    return y, lse
+
+
+def _empty_outputs(q: Tensor) -> tuple[Tensor, Tensor]:
+    return like_tokens(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@_mix_values.register_fake
+def _(q, omega, mass, u, q_bar, log_total, balance, beta):
+    return _empty_outputs(q)
+
+
+@torch.library.custom_op(f"{NAMESPACE}::mix_values_backward", mutates_args=())
+def _mix_values_backward(
+    q: Tensor,
+    omega: Tensor,
+    mass: Tensor,
+    u: Tensor,
+    q_bar: Tensor | None,
+    log_total: Tensor | None,
+    balance: Tensor | None,
+    beta: float,
+    lse: Tensor,
+    dy: Tensor,
+    of_samples: bool,
+) -> list[Tensor]:
+    """Gradients of q, mass and u, with `of_samples` of omega, and of q_bar, log_total and balance if given."""
+    S, d = _sizes(q, omega, block_n=BLOCK_OF_GRADIENTS), q.shape[3]
+    splits = _splits(q, S)
+    widths = [d if of_samples else None, 0, d] + [None if q_bar is None else width for width in (d, 0, 0)]
+    dq = like_tokens(q)
+    domega, dmass, du, dq_bar, dtotal, dbalance = shares = [
+        None if width is None else _shares(mass, splits, width or None) for width in widths
+    ]
+    tensors = *map(view, (q, omega)), mass, *map(view, (u, q_bar)), log_total, balance, lse, view(dy), view(dq)
+    of_shares = view(domega), dmass, *map(view, (du, dq_bar)), dtotal, dbalance
+    launch(_backward_mix, (q.shape[0] * q.shape[1], splits), *tensors, *of_shares, *_scalars(q, omega), beta, S)
+    like = omega, mass, u, q_bar, log_total, balance
+    sums = [_sum(x, splits).to(other.dtype) for x, other in zip(shares, like, strict=True) if x is not None]
+    return [dq, *sums]
+
+
+@_mix_values_backward.register_fake
+def _(q, omega, mass, u, q_bar, log_total, balance, beta, lse, dy, of_samples):
+    given = [omega if of_samples else None, mass, u, q_bar, log_total, balance]
+    return [like_tokens(q), *(x.new_empty(x.shape) for x in given if x is not None)]
+
+
+def _save_mix(ctx, inputs, output):
+    *tensors, ctx.beta = inputs
+    ctx.save_for_backward(*tensors, output[1])
+
+
+def _gradients_of_mix(ctx, dy, _):
+    *tensors, lse = ctx.saved_tensors
+    of_alpha, of_samples = [tensors[4] is not None] * 3, ctx.needs_input_grad[1]
+    gradients = iter(_mix_values_backward(*tensors, ctx.beta, lse, dense(dy), of_samples))
+    return *(next(gradients) if each else None for each in (True, of_samples, True, True, *of_alpha)), None
+
+
+_mix_values.register_autograd(_gradients_of_mix, setup_context=_save_mix)
+
+
+@register_flop_formula(getattr(torch.ops, NAMESPACE).feature_values, get_raw=True)
+def _flops(x, v, omega, **kwargs) -> int:
+    """Operations of one product for each token and sample, and with values of two."""
+    return 2 * x.numel() * omega.shape[2] * (1 if v is None else 2)
+
+
+@register_flop_formula(getattr(torch.ops, NAMESPACE).feature_values_backward, get_raw=True)
+def _backward_flops(x, v, omega, mass, u, du, dmass, of_samples, **kwargs) -> int:
+    return 2 * x.numel() * omega.shape[2] * ((2 if v is None else 4) + of_samples)
+
+
+@register_flop_formula(getattr(torch.ops, NAMESPACE).mix_values, get_raw=True)
+def _mix_flops(q, omega, mass, u, q_bar, *others, **kwargs) -> int:
+    return 2 * q.numel() * omega.shape[2] * (2 if q_bar is None else 3)
+
+
+@register_flop_formula(getattr(torch.ops, NAMESPACE).mix_values_backward, get_raw=True)
+def _mix_backward_flops(q, omega, mass, u, q_bar, log_total, balance, beta, lse, dy, of_samples, **kwargs) -> int:
+    return 2 * q.numel() * omega.shape[2] * ((4 if q_bar is None else 7) + of_samples)
+
+
+def _supported(q: Tensor, k: Tensor, v: Tensor, held: int) -> bool:
+    """Returns whether kernels take these tensors, and registers this number of samples and landmarks.
+
+    Other types than bfloat16 need weights and gradients in float32, for which registers are too few.
+    """
+    return held <= MOST and supported(q, k, v) and all(x.dtype == torch.bfloat16 for x in (q, k, v))
+
+
+def covers_performer(q, k, v, omega, **options) -> bool:
+    """Returns whether `fused.performer` covers the arguments, in bfloat16 and with at most `MOST` samples."""
+    return fused.covers_performer(q, k, v, omega, **options) and _supported(q, k, v, omega.shape[-2])
+
+
+def performer(q, k, v, omega, **options):
+    """`attention.mechanisms.performer.performer`."""
+    return _attend(q, k, v, upcast(omega).expand(q.shape[0], -1, -1, -1))
+
+
+def covers_lara(q, k, v, q_bar, k_bar, noise, uniform=None, *, weighting="decoupled", **options) -> bool:
+    """Returns whether `fused.lara` covers the arguments, in bfloat16 and with at most `MOST` samples and landmarks."""
+    samples = q_bar.shape[2] * (noise.shape[-2] if noise.dim() > 3 else 1)
+    held = samples + (q_bar.shape[2] if weighting == "decoupled" else 0)
+    options["weighting"] = weighting
+    return fused.covers_lara(q, k, v, q_bar, k_bar, noise, uniform, **options) and _supported(q, k, v, held)
+
+
+def lara(
+    q,
+    k,
+    v,
+    q_bar,
+    k_bar,
+    noise,
+    uniform=None,
+    *,
+    proposal="pool_mixed",
+    weighting="decoupled",
+    beta=2.0,
+    features="positive",
+):
+    """`attention.mechanisms.lara.lara`."""
+    return _attend(q, k, v, *fused.lara_samples(q_bar, k_bar, noise, proposal, weighting, beta))
+
+
+def _attend(q, k, v, omega, prior=None, q_bar=None, balance=None, beta=0.0):
+    q, k, v, omega, q_bar = map(dense, (q, k, v, omega, q_bar))
+    u, mass = _feature_values(k, v, omega)
+    mass = mass if prior is None else mass + prior
+    log_total = None if q_bar is None else _feature_values(q, None, q_bar)[1]
+    balance = balance if balance is None else balance.contiguous()
+    return _mix_values(q, omega, mass, u, q_bar, log_total, balance, beta)[0]
