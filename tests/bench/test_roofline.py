@@ -81,18 +81,39 @@ def test_kernels_of_triton_equal_their_count_by_hand():
     )
 
 
-@pytest.mark.parametrize("name", ["local", "eva"])
+KERNELS = {
+    "local": {"joint_softmax"},
+    "eva": {"joint_softmax", "tile_values"},
+    "performer": {"feature_values", "mix_values"},
+    "lara": {"feature_values", "mix_values"},
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
 def test_kernels_of_triton_have_the_products_of_the_fast_path(name):
     """With windows that fill the grid: other windows have products of padding on the fast path."""
     fast, kernels = (
         count(attention_layer(f"{name}@{path}", 192, 3), (28, 28), 8, "forward", "bf16").found
-        for path in ("auto", "triton")
+        for path in ("torch", "triton")
     )
-    assert {each.name for each in kernels} >= ({"joint_softmax", "tile_values"} if name == "eva" else {"joint_softmax"})
+    assert {each.name for each in kernels} >= KERNELS[name]
     assert len(kernels) < len(fast)
     products = [sum(each.flops for each in found) for found in (kernels, fast)]
-    assert products[0] == pytest.approx(products[1], rel=0.03)  # of group values, which a kernel sums by elements
+    again = 2 * 8 * 784 * 192 * 49 if name == "lara" else 0  # LARA's r, twice
+    assert products[0] - again == pytest.approx(
+        products[1], rel=0.03
+    )  # of group values, which a kernel sums by elements
     assert sum(each.nbytes for each in kernels) < sum(each.nbytes for each in fast)
+
+
+def test_the_default_path_is_counted_as_on_the_device():
+    arguments = attention_layer("performer", 192, 3), (28, 28), 8, "forward+backward"
+    found = {measured: count(*arguments, "bf16", measured=measured).found for measured in (False, True)}
+    layers = [attention_layer(f"performer@{path}", 192, 3) for path in ("torch", "triton")]
+    assert list(found.values()) == [count(layer, *arguments[1:], "bf16").found for layer in layers]
+    assert sum(o.nbytes for o in found[True]) < 0.3 * sum(o.nbytes for o in found[False])
+    assert count(*arguments, "fp32", measured=True).found == count(layers[0], *arguments[1:], "fp32").found
+    assert {name for name, device in DEVICES.items() if device.measured} == {"h100", "h200"}
 
 
 @pytest.mark.parametrize("name", ["longformer", "bigbird", "neighborhood", "rala", "mlla"])

@@ -17,29 +17,29 @@ from tests.support.compiled import compiler
 SHARED = {80: 163 * 2**10, 86: 99 * 2**10, 90: 227 * 2**10}
 """Shared memory of a block in bytes, by compute capability: A100, RTX 30 and 40, H100."""
 WINDOWS = {  # registers, and bytes that spill, stored and loaded
-    "_forward": (168, 0),
-    "_query_gradient": (255, 48),
-    "_key_gradient": (160, 0),
-    "_bias_gradient": (255, 0),
-    "_landmark_gradient": (255, 0),
+    "forward": (168, 0),
+    "query_gradient": (255, 48),
+    "key_gradient": (160, 0),
+    "bias_gradient": (255, 0),
+    "landmark_gradient": (255, 0),
 }
 if Version(triton.__version__) < Version("3.9"):  # those compilers spill more, which costs time on a GPU
     WINDOWS |= {
-        "_forward": (186, 0),
-        "_query_gradient": (255, 600),
-        "_bias_gradient": (255, 164),
-        "_landmark_gradient": (255, 16),
+        "forward": (186, 0),
+        "query_gradient": (255, 600),
+        "bias_gradient": (255, 164),
+        "landmark_gradient": (255, 16),
     }
 if Version(triton.__version__).release[:2] == (3, 8):  # float32 of 64 channels on the A100; 3.6 and 3.7 keep to 164
-    WINDOWS["_bias_gradient"] = (255, 260)
+    WINDOWS["bias_gradient"] = (255, 260)
 TILES = {"_forward": (64, 0), "_gradient": (128, 0)}
 FEATURES = {
-    "_forward_values": (90, 0),
-    "_forward_mix": (255, 0),
-    "_backward_mix": (255, 1000),  # 72 at most for 64 channels on the H100, as measured
-    "_backward_values": (255, 760),
+    "forward_values": (90, 0),
+    "forward_mix": (255, 0),
+    "backward_mix": (255, 1000),  # 72 at most for 64 channels on the H100, as measured
+    "backward_values": (255, 760),
 }
-ONE_BLOCK = WINDOWS.keys() - {"_key_gradient", "_bias_gradient"}
+ONE_BLOCK = WINDOWS.keys() - {"key_gradient", "bias_gradient"}
 BF16, FP32 = torch.bfloat16, torch.float32
 SEVEN = Case((14, 14), (7, 7), c=49, B=2, h=3)
 LARA = FeatureCase(196, 49, "decoupled", B=2, h=3)
