@@ -113,6 +113,11 @@ def test_the_default_takes_kernels_where_they_were_measured(interpreted):
         assert all(interpreted["default"][each.format(way)] == [] for each in others)
 
 
+def test_kernels_refuse_second_derivatives(interpreted):
+    assert len(interpreted["refusals"]) == 4
+    assert all(text.startswith("fast paths have no second derivatives") for text in interpreted["refusals"])
+
+
 @pytest.mark.parametrize(
     ("changed", "of_q"),
     [

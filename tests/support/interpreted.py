@@ -133,6 +133,18 @@ def kernels_by_default() -> dict[str, list[str]]:
     return found
 
 
+def second_derivatives(case) -> str:
+    """What a kernel says if its gradients are to be differentiated."""
+    checked = checked_by(case)
+    (x, *others), options = checked.example(case, CPU)
+    y = checked.kernels(x.requires_grad_(), *others, **options)
+    try:
+        torch.autograd.grad(y[0].sum(), x, create_graph=True)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
 def main() -> None:
     for op, name in kernels.TRITON_MODULES.items():
         module = importlib.import_module(name)
@@ -147,7 +159,8 @@ def main() -> None:
     uses |= {use.__name__: largest_difference(SMALL._replace(**fields), use) for use, fields in of_windows.items()}
     layers = {name: kernels_of_layer(**options) for name, options in LAYERS.items()}
     found = {"errors": {str(case): errors(case, CPU) for case in CASES}, "uses": uses, "layers": layers}
-    print(json.dumps(found | {"default": kernels_by_default()}))
+    refusals = [second_derivatives(case) for case in (SMALL, TILES, FEATURES, PROPOSALS)]
+    print(json.dumps(found | {"default": kernels_by_default(), "refusals": refusals}))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...parts.groups import Groups
-from ..kernels import NAMESPACE
+from ..kernels import NAMESPACE, first_order
 from ..memory import like_tokens
 from ..triton_tokens import block_length, dense, launch, load, load_numbers, store, supported, view
 
@@ -164,6 +164,7 @@ def _save(ctx, inputs, output):
     ctx.save_for_backward(*tensors, output[1])
 
 
+@first_order
 def _backward(ctx, dbeta, dlog_mass):
     gradients = _tile_values_backward(*ctx.saved_tensors, dense(dbeta), dlog_mass.contiguous(), ctx.W, ctx.tile)
     return *gradients, None, None

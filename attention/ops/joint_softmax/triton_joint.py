@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ...parts.geometry import Windows, split_prefix
-from ..kernels import NAMESPACE
+from ..kernels import NAMESPACE, first_order
 from ..memory import like_tokens
 from ..triton_tokens import PROGRAMS, block_length, dense, launch, precision, supported, view
 from .triton_kernels import Sizes, bias_gradient, forward, key_gradient, landmark_gradient, query_gradient
@@ -145,6 +145,7 @@ def _save(ctx, inputs, output):
     ctx.save_for_backward(*output, *tensors)
 
 
+@first_order
 def _backward(ctx, dy, _):
     y, lse, *tensors = ctx.saved_tensors
     wanted = [True] * 3 + [ctx.needs_input_grad[3]] + [any(ctx.needs_input_grad[4:6])] * 2

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ...parts.features import upcast
-from ..kernels import NAMESPACE
+from ..kernels import NAMESPACE, first_order
 from ..memory import like_tokens
 from ..triton_tokens import PROGRAMS, block_length, dense, launch, precision, supported, view
 from . import fused
@@ -98,6 +98,7 @@ def _save_values(ctx, inputs, output):
     ctx.save_for_backward(*inputs, mass, u)
 
 
+@first_order
 def _gradients_of_values(ctx, du, dmass):
     x, v, omega, *others = ctx.saved_tensors
     wanted = True, v is not None, ctx.needs_input_grad[2]
@@ -177,6 +178,7 @@ def _save_mix(ctx, inputs, output):
     ctx.save_for_backward(*tensors, output[1])
 
 
+@first_order
 def _gradients_of_mix(ctx, dy, _):
     *tensors, lse = ctx.saved_tensors
     of_alpha, of_samples = [tensors[4] is not None] * 3, ctx.needs_input_grad[1]
