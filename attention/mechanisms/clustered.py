@@ -6,11 +6,11 @@ mass m_hat_j that its cluster gives to its k likeliest keys T_j by weights of it
 
     y_n = m_hat_j sum_{T_j} softmax_{T_j}(q_n . k_m / sqrt(d)) v_m + sum_{m not in T_j} A_jm v_m,   j = cluster(n)
 
-Cost: 2 N (J + k) C + bits N C multiply-accumulates, the last for the hash; linear in N. The clustering counts bits.
+Cost: 2 N (J + k) C + bits N C multiply-accumulates, the last for the hash; linear in N. The clustering counts bits,
+which is no part of the cost; it does so by products of signs, h bits N J for each iteration.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
@@ -19,8 +19,6 @@ from ..options import Options, fit_option, local_option, option
 from ..parts.features import full_precision, scale
 from ..parts.geometry import Grid, gather_tokens
 from ..parts.sampling import redrawn
-from ..parts.tables import kept_table
-from ..parts.transforms import in_graph, transformed
 
 
 @full_precision
@@ -58,71 +56,48 @@ def clustered_reference(q, k, v, cluster, *, num_clusters, num_top_keys=0):
 def cluster_sum(x: Tensor, cluster: Tensor, num_clusters: int) -> Tensor:
     """Sums of tokens (B, h, N, d) over the members of each cluster, by the `cluster` of every token: (B, h, J, d)."""
     members = cluster[..., None].expand(*cluster.shape, x.shape[-1])
-    return x.new_zeros(*x.shape[:2], num_clusters, x.shape[-1]).scatter_add(2, members, x)
+    sums = torch.zeros(*x.shape[:2], num_clusters, x.shape[-1], dtype=x.dtype, device=x.device)
+    return sums.scatter_add(2, members, x)
 
 
 def cluster_mean(x: Tensor, cluster: Tensor, num_clusters: int) -> Tensor:
     """Means of tokens (B, h, N, d) over each cluster's members, (B, h, J, d); zero for an empty cluster."""
-    count = cluster_sum(torch.ones_like(x[..., :1]), cluster, num_clusters)
+    one = torch.ones((), dtype=x.dtype, device=x.device)
+    count = cluster_sum(one.expand(*cluster.shape, 1), cluster, num_clusters)
     return cluster_sum(x, cluster, num_clusters) / count.clamp(min=1)
 
 
 @torch.no_grad()
 @full_precision
 def hash_bits(q: Tensor, planes: Tensor) -> Tensor:
-    """Side of every plane on which a query lies: q (B, h, N, d), planes [a, b] (h, bits, d + 1) -> a . q' > b."""
-    return scale(q) @ planes[..., :-1].mT > planes[..., -1][:, None]
+    """Side of every plane on which a query lies: q (B, h, N, d), planes [a, b] (h, bits, d + 1) -> a . q' > b.
+
+    Returns:
+        (B, h, N, bits), in memory plane by plane.
+    """
+    return (planes[..., :-1] @ scale(q).mT > planes[..., -1:]).mT
 
 
+@torch.no_grad()
+@full_precision
 def hamming_clusters(bits: Tensor, num_clusters: int, num_iterations: int) -> Tensor:
-    """Lloyd's algorithm in Hamming space: bits (B, h, N, b), b <= 63 -> cluster (B, h, N) int64.
+    """Lloyd's algorithm in Hamming space: bits (B, h, N, b) -> cluster (B, h, N) int64.
 
     Centroids start at tokens spread evenly over the raster order and move to the majority of their members' bits, ties
-    to 0; centroids without members stay.
+    to 0; centroids without members stay. A token's nearest centroid shares the most bits with it, which a product of
+    signs counts exactly. FlopCounterMode leaves the product out, since it is in place, as the mechanism's cost does.
     """
-    N, bits = bits.shape[2], F.pad(bits, (0, -bits.shape[-1] % 16))
+    N, shape, bits = bits.shape[2], bits.shape[:3], bits.mT.flatten(0, 1)
     start = torch.arange(num_clusters, device=bits.device) * N // num_clusters
-    # Bits of centroids are -1 or 0, for their complements. Votes are 2 N + 2 times a sign, less 2, so that n members
+    # Bits of centroids are 0 or -1, for their complements. Votes are 2 N + 2 times a sign, less 2, so that n members
     # tie at -2 n; without votes, a bit stays.
-    others, votes = torch.where(bits, 0, -1), torch.where(bits, 2 * N, -2 * N - 4)
-    codes, centroid = pack(others)[..., None, :], others[:, :, start]
+    signs, votes = torch.where(bits, 1.0, -1.0), torch.where(bits, 2 * N, -2 * N - 4)
+    centroid, shared = votes[..., start] >> 63, signs.new_empty(len(signs), num_clusters, N)
     for iteration in range(num_iterations + 1):
-        cluster = popcount(codes ^ pack(centroid)[:, :, None]).argmin(-1)
+        cluster = shared.baddbmm_(centroid.to(signs.dtype).mT, signs, beta=0).max(1).indices
         if iteration < num_iterations:
-            centroid = centroid.scatter_add(2, cluster[..., None].expand_as(votes), votes) >> 63
-    return cluster
-
-
-def pack(bits: Tensor) -> Tensor:
-    """Packs every 16 bits, -1 or 0, into a number below 2^16: (..., 16 p) int64 -> (..., p) int32."""
-    return (bits.unflatten(-1, (-1, 16)) & places_of_bits(bits.device)).sum(-1, dtype=torch.int32)
-
-
-@kept_table
-def places_of_bits(device: torch.device) -> Tensor:
-    """2^i for 16 bits, (16,) int64."""
-    return 2 ** torch.arange(16, device=device)
-
-
-def popcount(codes: Tensor) -> Tensor:
-    """Number of ones among the bits of `pack`: (..., p) -> (...)."""
-    if in_graph() or transformed():
-        return count_bits(codes).sum(-1)
-    return F.embedding_bag(codes.flatten(0, -2), ones_of_16_bits(codes.device), mode="sum").view(codes.shape[:-1])
-
-
-@kept_table
-def ones_of_16_bits(device: torch.device) -> Tensor:
-    """Number of ones among the bits of 0 to 2^16 - 1, (2^16, 1) float32."""
-    return count_bits(torch.arange(2**16, device=device))[:, None].float()
-
-
-def count_bits(x: Tensor) -> Tensor:
-    """Number of ones among the bits of numbers below 2^16, by sums of 2, 4, 8 and 16 neighbouring bits."""
-    x = x - ((x >> 1) & 0x5555)
-    x = (x & 0x3333) + ((x >> 2) & 0x3333)
-    x = (x + (x >> 4)) & 0x0F0F
-    return (x + (x >> 8)) & 0x1F
+            centroid = centroid.scatter_add(2, cluster[:, None].expand_as(votes), votes) >> 63
+    return cluster.view(shape)
 
 
 class Clustered(Attention):

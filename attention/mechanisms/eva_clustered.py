@@ -3,20 +3,21 @@
 Like `eva` with one sample, but groups follow the keys instead of the grid (section 7): keys are clustered like the
 queries of clustered attention (Vyas et al. 2020), by Lloyd's algorithm on the bits of a hash. A group's landmark and
 proposal come from the means of its keys and of the queries of the same tokens. Queries do not attend to empty clusters.
-Cost: 2 N (|E| + c) C + bits N C multiply-accumulates, the last for the hash. The clustering counts bits.
+Cost: 2 N (|E| + c) C + bits N C multiply-accumulates, the last for the hash; for the clustering see `clustered`.
 Paper: EVA section 7.
 """
 
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
 from ..costs import group_cost, local_cost, num_padded, total, window_cost
 from ..ops.group_values.landmarks import Landmarks, Mean, Transform, landmark_option
-from ..ops.joint_softmax.op import attended_in_window, joint_softmax, mix_reference, summary_logits
+from ..ops.joint_softmax.op import attended_in_window, joint_softmax, mix_reference
+from ..ops.kernels import first_order, with_fast_path
 from ..options import Options, fit_option, local_option, option, released_option
 from ..parts.features import full_precision, scale, upcast, xi
 from ..parts.geometry import Grid, Layout, Windows, split_prefix
@@ -44,20 +45,54 @@ def eva_clustered(
     cluster: cluster of every key of the grid, (B, h, N) int64 below c. k_tilde, omega: landmark and sample of each
     cluster, (B, h, c, d). log_count: see `eva`.
     """
-    N, c = q.shape[2], k_tilde.shape[2]
-    keys, values = scale(split_prefix(k, N)[1]), split_prefix(v, N)[1]
-    own = omega.gather(2, cluster[..., None].expand_as(keys))
-    log_xi = (keys * torch.sub(own, keys, alpha=0.5)).sum(-1)  # (B, h, N)
-    least = torch.full_like(omega[..., 0], -torch.inf)
-    largest = least.scatter_reduce(2, cluster, log_xi.detach(), "amax")
-    features = (log_xi - largest.gather(2, cluster)).exp()[..., None]
-    sums = cluster_sum(torch.cat([features * values, features, torch.ones_like(features)], -1), cluster, c)
-    sums, mass, count = sums.split([values.shape[-1], 1, 1], -1)
-    empty = count == 0
-    beta = sums / mass.masked_fill(empty, 1)
-    prior = count.log() if log_count else torch.zeros_like(count).masked_fill(empty, -torch.inf)
-    logits = summary_logits(windows.partition(q), k_tilde[:, :, None]) + prior.mT[:, :, None]
-    return joint_softmax(q, k, v, bias, values=beta[:, :, None], logits=logits, windows=windows)
+    k_grid, v_grid = (split_prefix(x, q.shape[2])[1] for x in (k, v))
+    y = cluster_values(k_grid, v_grid, omega, cluster)
+    beta, filled = y[..., :-1], y[..., -1:].detach()  # 0 for an empty cluster, otherwise 1
+    count = cluster_sum(torch.ones_like(q[..., :1]), cluster, omega.shape[2]) if log_count else filled
+    logits = count.log().mT[:, :, None]
+    return joint_softmax(q, k, v, bias, k_tilde[:, :, None], beta[:, :, None], logits, windows=windows)
+
+
+def averages(k: Tensor, v: Tensor, omega: Tensor, cluster: Tensor) -> tuple[Tensor, ...]:
+    """`cluster_values`, and what its gradients need.
+
+    The features exp(-|omega - k'|^2 / 2) are xi(k', omega) up to a factor of the cluster, and divided by its largest.
+    """
+    far = torch.sub(omega.gather(2, cluster[..., None].expand_as(k)), k, alpha=k.shape[-1] ** -0.25)
+    log_xi, largest = far.square().sum(-1) * -0.5, omega.new_empty(omega.shape[:-1])  # (B, h, N), (B, h, c)
+    largest = largest.scatter_reduce(2, cluster, log_xi.detach(), "amax", include_self=False)
+    features, v = (log_xi - largest.gather(2, cluster)).exp()[..., None], F.pad(v, (0, 1), value=1.0)
+    sums = cluster_sum(features * v, cluster, omega.shape[2])
+    mass = sums[..., -1:].clamp(min=0.5)  # at least the largest feature, 1; an empty cluster has none
+    return sums / mass, mass, far, features, v
+
+
+class ClusterValues(torch.autograd.Function):
+    """`cluster_values` with gradients by hand."""
+
+    @staticmethod
+    def forward(ctx, k, v, omega, cluster):
+        y, *kept = averages(k, v, omega, cluster)
+        ctx.save_for_backward(cluster, y, *kept)
+        return y
+
+    @staticmethod
+    @first_order
+    def backward(ctx, dy):
+        cluster, y, mass, far, features, v = ctx.saved_tensors
+        dsums, scale = dy / mass, far.shape[-1] ** -0.25
+        dsums[..., -1:].sub_((dsums * y).sum(-1, keepdim=True))
+        of_token = dsums.gather(2, cluster[..., None].expand_as(v)).mul_(features)
+        dk = (of_token * v).sum(-1, keepdim=True).mul_(scale) * far
+        return dk, of_token[..., :-1], cluster_sum(dk, cluster, y.shape[2]).div_(-scale), None
+
+
+@with_fast_path(ClusterValues.apply, lambda *args: True)
+def cluster_values(k: Tensor, v: Tensor, omega: Tensor, cluster: Tensor) -> Tensor:
+    """Random-feature averages of the values (B, h, N, d) of each cluster and of ones, (B, h, c, d + 1); zero for an
+    empty cluster. See `eva_clustered`.
+    """
+    return averages(k, v, omega, cluster)[0]
 
 
 def eva_clustered_reference(q, k, v, cluster, k_tilde, omega, bias=None, *, windows, log_count=False):
@@ -78,7 +113,7 @@ def eva_clustered_reference(q, k, v, cluster, k_tilde, omega, bias=None, *, wind
 
 
 def one_set_of_means(x: Tensor, cluster: Tensor, num_clusters: int) -> Tensor:
-    """`cluster_mean` in the form that `Landmarks` takes, shared by all queries: (B, h, 1, c, d), in the type of x."""
+    """`cluster_mean`, shared by all queries: (B, h, 1, c, d), in the type of x."""
     return cluster_mean(upcast(x), cluster, num_clusters)[:, :, None].to(x.dtype)
 
 
@@ -110,9 +145,7 @@ class EvaClustered(Attention):
         super().__init__(context, config)
         self.refuse_above(context, "num_landmarks")
         self.position_bias = position_bias(self, context)
-        self.landmarks = Landmarks(
-            config, self.num_heads, self.head_dim, partial(one_set_of_means, num_clusters=config.num_landmarks)
-        )
+        self.landmarks = Landmarks(config, self.num_heads, self.head_dim, pool=lambda means, _: means)
         self.register_buffer("eval_planes", torch.randn(self.num_heads, config.num_bits, self.head_dim + 1))
 
     @classmethod
@@ -126,7 +159,8 @@ class EvaClustered(Attention):
         config, k_grid = self.config, split_prefix(k, q.shape[2])[1]
         planes = redrawn(self.training, self.eval_planes, q)
         cluster = hamming_clusters(hash_bits(k_grid, planes), config.num_landmarks, config.num_iterations)
-        k_tilde, _, omega = (x[:, :, 0] for x in self.landmarks(q, k_grid, cluster))
+        q_bar, k_bar = one_set_of_means(torch.cat([q, k_grid], -1), cluster, config.num_landmarks).chunk(2, -1)
+        k_tilde, _, omega = (x.squeeze(2) for x in self.landmarks(q_bar, k_bar, None))
         options: dict[str, Any] = {"windows": windows_on(config, grid), "log_count": config.log_count}
-        y = eva_clustered(q, k, v, cluster, k_tilde, omega[:, :, :, 0], self.position_bias(), **options)
+        y = eva_clustered(q, k, v, cluster, k_tilde, omega.squeeze(3), self.position_bias(), **options)
         return y.to(v.dtype)

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from attention.mechanisms.clustered import clustered, count_bits, hamming_clusters, hash_bits, pack, popcount
+from attention.mechanisms.clustered import clustered, hamming_clusters, hash_bits
 from attention.mechanisms.softmax import softmax
 from tests.support.cases import Case
 from tests.support.comparisons import assert_equal
@@ -61,17 +61,6 @@ def test_clustered_commutes_with_permutations_given_the_assignment(num_top_keys)
     options = {"num_clusters": 4, "num_top_keys": num_top_keys}
     moved = clustered(*(x[:, :, order] for x in (q, k, v, cluster)), **options)
     assert_equal(moved, clustered(q, k, v, cluster, **options)[:, :, order])
-
-
-def test_popcount_of_packed_bits():
-    bits = torch.rand(200, 64, generator=torch.Generator().manual_seed(0)) > torch.linspace(0, 1, 200)[:, None]
-    bits[0], bits[1] = True, False
-    codes = pack(-bits.long())
-    assert codes[0].tolist() == [2**16 - 1] * 4
-    assert (codes >= 0).all()
-    assert torch.equal(count_bits(codes).sum(-1), bits.sum(-1))
-    assert torch.equal(popcount(codes), bits.sum(-1))
-    assert torch.equal(popcount(codes[:, None] ^ codes), (bits[:, None] ^ bits).sum(-1))
 
 
 @pytest.mark.parametrize(("num_bits", "iterations"), [(63, 0), (63, 3), (5, 1), (5, 4), (2, 3)])

@@ -327,8 +327,9 @@ def test_values_of_summary_tokens_alone_are_refused():
 def test_paths_are_named_and_restored():
     assert kernels.path() == "auto"
     assert kernels.resolved() == (
-        "auto: fast approach_inverse, densities, elu_plus_one, focused, group_mean, group_values, joint_softmax, lara,"
-        " linear_attention, log_features, merge_others, performer, powers_by_sign, ra, waves, within"
+        "auto: fast approach_inverse, cluster_values, densities, elu_plus_one, focused, group_mean, group_values,"
+        " joint_softmax, lara, linear_attention, log_features, merge_others, performer, powers_by_sign, ra, waves,"
+        " within"
     )
     with kernels.use("plain"):
         assert kernels.resolved() == kernels.path() == "plain"

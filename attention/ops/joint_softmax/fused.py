@@ -24,9 +24,12 @@ MAX_KEPT = 1.1
 
 
 def covers(q, k, v, bias=None, keys=None, values=None, logits=None, *, windows, attn_drop=0.0):
-    """True unless weights are dropped, windows overlap or are empty, or logits or masks differ among images."""
+    """True unless weights are dropped, windows overlap or are empty, or masks or logits with gradients differ among
+    images.
+    """
     shared = (keys is not None or values is None) and windows.key_mask is None
-    return attn_drop == 0 and not windows.is_empty and windows.overlap == (0, 0) and shared
+    constant = logits is None or logits.dim() < 5 or not logits.requires_grad
+    return attn_drop == 0 and not windows.is_empty and windows.overlap == (0, 0) and shared and constant
 
 
 def joint_softmax(q, k, v, bias=None, keys=None, values=None, logits=None, *, windows, attn_drop=0.0):
@@ -39,9 +42,14 @@ def joint_softmax(q, k, v, bias=None, keys=None, values=None, logits=None, *, wi
             torch.cat([x[:, :, None].expand(-1, -1, summaries.shape[2], -1, -1).to(summaries.dtype), summaries], 3)
             for x, summaries in ((k_prefix, keys), (v_prefix, values))
         )
-    offset = _offset(q, bias, logits, keys.shape[3], windows)
+    if logits is not None and logits.dim() == 5:
+        bias = q.new_zeros(1, windows.num_queries, windows.num_keys) if bias is None else bias
+        offset, num_prefix = _offset(q, bias, None, 0, windows), keys.shape[3] - logits.shape[-1]
+        of_images = F.pad(logits, (num_prefix, 0)) if num_prefix else logits
+    else:
+        offset, of_images = _offset(q, bias, logits, keys.shape[3], windows), None
     with autocast_off(q):
-        return JointSoftmax.apply(q, k, v, keys, values, offset, windows, torch.is_grad_enabled())
+        return JointSoftmax.apply(q, k, v, keys, values, offset, of_images, windows, torch.is_grad_enabled())
 
 
 def _offset(
@@ -57,7 +65,7 @@ def _offset(
     if windows.causal:
         on_window = on_window.masked_fill(windows.later(q.device), -torch.inf)
     if logits is None:
-        return F.pad(on_window, (0, num_summaries)).expand(q.shape[1], -1, -1, -1)
+        return (F.pad(on_window, (0, num_summaries)) if num_summaries else on_window).expand(q.shape[1], -1, -1, -1)
     on_summaries = F.pad(logits.to(on_window.dtype), (num_summaries - logits.shape[-1], 0))  # zeros for prefix tokens
     h, g = on_window.shape[0], max(on_window.shape[1], on_summaries.shape[0])
     offset = torch.cat([on_window.expand(h, g, e, e), on_summaries.expand(h, g, e, -1)], -1)
@@ -66,22 +74,24 @@ def _offset(
 
 class JointSoftmax(torch.autograd.Function):
     """Joint softmax of queries, keys and values (B, h, N, d), keys and values of summary tokens (B, h, G, c, d) and an
-    offset of all logits.
+    offset of all logits; or one of logits on windows, and one without gradient of each image's on summary tokens.
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, keys, values, offset, windows, keep):
+    def forward(ctx, q, k, v, keys, values, offset, of_images, windows, keep):
         y, inputs = like_tokens(q), (q, k, v, keys, values)
         w, e = windows.num_queries, _row_length(q, keys, windows)
         ctx.shape, ctx.spare = (*q.shape[:2], windows.count, w, e), e - windows.num_keys - keys.shape[3]
-        if ctx.spare:
+        if ctx.spare and of_images is not None:
+            of_images = F.pad(of_images, (0, ctx.spare), value=-torch.inf)
+        elif ctx.spare:
             offset = q.new_zeros(q.shape[1], 1, w, e - ctx.spare) if offset is None else offset
             offset = F.pad(offset, (0, ctx.spare), value=-torch.inf)
         weights = q.new_empty(ctx.shape) if keep else None
         keep = keep and windows.count * (w + 2 * e) <= MAX_KEPT * 3 * q.shape[2]
         kept = [q.new_empty(*ctx.shape[:3], n, q.shape[3]) if keep else None for n in (w, e, e)]
         for chunk in _chunks(q, ctx.shape):
-            _attend(*take(chunk, *inputs, y, weights, *kept), _of_heads(offset, chunk), windows, e)
+            _attend(*take(chunk, *inputs, y, weights, *kept), _of_chunk(offset, of_images, chunk), windows, e)
         ctx.save_for_backward(*(kept if keep else inputs), weights, offset)
         ctx.windows, ctx.summaries = windows, [(x.shape, x.dtype) for x in (keys, values)]
         return y
@@ -104,7 +114,9 @@ class JointSoftmax(torch.autograd.Function):
                 partitioned = _partitioned(take(chunk, *saved), buffer, ctx.windows)
                 dlogits = _attend_backward(partitioned, buffer, *tensors, _of_heads(offset, chunk), ctx.windows)
                 if needs[5]:
-                    total = dlogits.sum(0, dtype=offset.dtype).sum_to_size(_of_heads(offset, chunk).shape)
+                    over = (0, 2) if offset.shape[1] == 1 else 0
+                    total = dlogits[..., : offset.shape[-1]].sum(over, dtype=offset.dtype)
+                    total = total.view_as(_of_heads(offset, chunk))
                     first = chunk[1].start
                     of_heads[first] = of_heads[first].add_(total) if first in of_heads else total
                 del dlogits
@@ -113,7 +125,7 @@ class JointSoftmax(torch.autograd.Function):
             first, *others = [*of_heads.values()] or [torch.zeros_like(offset)]
             doffset = torch.cat([first, *others]) if others else first
             doffset = doffset[..., : ctx.shape[4] - ctx.spare]
-        return dq, dk, dv, dkeys, dvalues, doffset, None, None
+        return dq, dk, dv, dkeys, dvalues, doffset, None, None, None
 
 
 def _chunks(q: Tensor, shape: tuple[int, ...]) -> Iterator[Chunk]:
@@ -135,6 +147,15 @@ def _row_length(q: Tensor, keys: Tensor, windows: Windows) -> int:
 
 def _of_heads(x: Tensor | None, chunk: Chunk) -> Tensor | None:
     return x if x is None else x[chunk[1]]
+
+
+def _of_chunk(offset: Tensor | None, of_images: Tensor | None, chunk: Chunk) -> Tensor | None:
+    """Offset of a chunk's logits, (h, 1 or g, w, e + c), or with `of_images` (B, h, 1 or g, w, e + c)."""
+    offset = _of_heads(offset, chunk)
+    if offset is None or of_images is None:
+        return offset
+    shape = len(of_images[chunk]), *offset.shape[:3], -1
+    return torch.cat([offset.expand(shape), of_images[chunk].expand(shape)], -1)
 
 
 def _buffer(x: Tensor, e: int, windows: Windows) -> Tensor:
