@@ -101,7 +101,7 @@ def count(
 
 
 CAUTION = (
-    "An optimistic estimate: on an H200, layers took 2.8 times as long in the median, 0.9 to 16 times (docs/gpus.md)."
+    "An optimistic estimate: on an H200, layers took 2.7 times as long in the median, 0.9 to 11 times (docs/gpus.md)."
 )
 """Ratio of measured times to predicted ones, which every prediction shows."""
 LEAST = 0.9

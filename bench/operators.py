@@ -24,7 +24,7 @@ OVERWRITING = {"copy_", "fill_", "zero_"}
 """In-place operators that do not read what they overwrite."""
 PARTIAL = {"embedding", "gather", "index", "index_select"}
 """Operators that read as many elements of their first argument as they return."""
-SEARCHES = {"argmax", "argmin", "searchsorted", "sort", "topk"}
+SEARCHES = {"argmax", "argmin", "max", "min", "searchsorted", "sort", "topk"}
 """Operators whose work is in comparisons."""
 FUSED = "scaled_dot_product"
 """Part of the name of softmax attention as one operator, and of its backward pass."""

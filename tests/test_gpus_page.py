@@ -80,6 +80,8 @@ def h200_changes() -> str:
 
 CHANGED = ("local", "shifted_window", "hilo", "combiner", "transformer_ls", "eva", "eva_lsh", "lara", "performer")
 """Layers whose operators on a GPU changed between the versions of h200.csv."""
+CLUSTERING = {"clustered", "eva_clustered"}
+"""Layers that compute otherwise since they were measured on the H200."""
 
 
 def test_tables_of_an_h200():
@@ -102,7 +104,7 @@ def test_findings_on_an_h200():
         (predicted[str(tokens), name], float(row["ms"]))
         for tokens, rows in ((784, at_784), (3136, at_3136))
         for name, row in rows.items()
-        if (str(tokens), name) in predicted
+        if (str(tokens), name) in predicted and name not in CLUSTERING
     ]
     factors = sorted(measured / ours for ours, measured in pairs)
     agreement = Agreement.of(*zip(*pairs, strict=True))
