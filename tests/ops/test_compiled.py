@@ -11,7 +11,7 @@ from packaging.version import Version
 from attention.ops.group_values import triton_tiles
 from attention.ops.joint_softmax import triton_joint
 from attention.ops.random_features import triton_features
-from bench.check_kernels import Case, FeatureCase, GroupCase, checked_by, outputs_and_gradients
+from bench.kernel_cases import Case, FeatureCase, GroupCase, checked_by, outputs_and_gradients
 from tests.support.compiled import compiler
 
 SHARED = {80: 163 * 2**10, 86: 99 * 2**10, 90: 227 * 2**10}

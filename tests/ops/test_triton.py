@@ -22,7 +22,7 @@ from attention.ops.group_values import triton_tiles
 from attention.ops.joint_softmax import triton_joint
 from attention.parts.geometry import Windows
 from attention.parts.groups import bins
-from bench.check_kernels import CASES, Case, FeatureCase, GroupCase, checked_by, errors, excess, outputs_and_gradients
+from bench.kernel_cases import CASES, Case, FeatureCase, GroupCase, checked_by, errors, excess, outputs_and_gradients
 
 ROOT = Path(__file__).parents[2]
 every_case = pytest.mark.parametrize("case", CASES, ids=str)

@@ -14,7 +14,7 @@ from attention import create_attention, kernels
 from attention.ops import memory
 from attention.ops.joint_softmax import triton_joint
 from attention.ops.random_features import triton_features
-from bench.check_kernels import CASES, Case, FeatureCase, GroupCase, checked_by, errors, outputs_and_gradients
+from bench.kernel_cases import CASES, Case, FeatureCase, GroupCase, checked_by, errors, outputs_and_gradients
 
 torch.use_deterministic_algorithms(True)  # fills memory with NaN before a kernel writes it
 triton_joint.PROGRAMS = triton_features.PROGRAMS = 2  # sums of several blocks in one program

@@ -76,7 +76,12 @@ def lara(
 
 @full_precision
 def lara_samples(
-    q_bar: Tensor, k_bar: Tensor, noise: Tensor, proposal: Proposal, weighting: Weighting, beta: float
+    q_bar: Tensor,
+    k_bar: Tensor,
+    noise: Tensor,
+    proposal: Proposal = "pool_mixed",
+    weighting: Weighting = "decoupled",
+    beta: float = 2.0,
 ) -> tuple:
     """Samples (B, h, c s, d) and their prior (B, h, c s); with the weighting "decoupled", one sample per proposal, also
     the scaled q_bar, the balance heuristic b (B, h, c) and beta.

@@ -236,22 +236,9 @@ def covers_lara(q, k, v, q_bar, k_bar, noise, uniform=None, *, weighting="decoup
     return fused.covers_lara(q, k, v, q_bar, k_bar, noise, uniform, **options) and _supported(q, k, v, held)
 
 
-def lara(
-    q,
-    k,
-    v,
-    q_bar,
-    k_bar,
-    noise,
-    uniform=None,
-    *,
-    proposal="pool_mixed",
-    weighting="decoupled",
-    beta=2.0,
-    features="positive",
-):
+def lara(q, k, v, q_bar, k_bar, noise, uniform=None, *, features="positive", **options):
     """`attention.mechanisms.lara.lara`."""
-    return _attend(q, k, v, *fused.lara_samples(q_bar, k_bar, noise, proposal, weighting, beta))
+    return _attend(q, k, v, *fused.lara_samples(q_bar, k_bar, noise, **options))
 
 
 def _attend(q, k, v, omega, prior=None, q_bar=None, balance=None, beta=0.0):
