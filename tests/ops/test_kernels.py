@@ -138,20 +138,6 @@ def test_what_fast_paths_cover(case, cores, monkeypatch):
         assert taken(case, monkeypatch) == set()
 
 
-def test_compiled_graphs_are_no_exported_ones():
-    """torch.compiler.is_exporting is true in compiled graphs of torch 2.11, which would take no fast path."""
-
-    class Told(torch.nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x + 1 if transforms.exporting() else x - 1
-
-    x = torch.zeros(3)
-    assert torch.equal(Told()(x), x - 1)
-    assert torch.equal(torch.compile(Told(), fullgraph=True, backend="eager")(x), x - 1)
-    for strict in (False, True):
-        assert torch.equal(torch.export.export(Told(), (x,), strict=strict).module()(x), x + 1)
-
-
 @pytest.mark.parametrize("path", ["auto", "lean"])
 @every_layer
 def test_single_precision_is_close(case, path):
