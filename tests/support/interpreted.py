@@ -114,7 +114,7 @@ def kernels_of_layer(
 
 
 def kernels_by_default() -> dict[str, list[str]]:
-    """Kernels that a layer calls on a GPU of the default path's, by its compute capability, eager and compiled."""
+    """Kernels that a layer calls on several paths, by the GPU's compute capability, eager and compiled."""
     found = {}
     for capability in (9, 0), (8, 0):
         kernels._measured_gpu.cache_clear()
@@ -134,7 +134,7 @@ def kernels_by_default() -> dict[str, list[str]]:
 
 
 def second_derivatives(case) -> str:
-    """What a kernel says if its gradients are to be differentiated."""
+    """The message of the error that a kernel raises when its gradients are differentiated; "" without an error."""
     checked = checked_by(case)
     (x, *others), options = checked.example(case, CPU)
     y = checked.kernels(x.requires_grad_(), *others, **options)
