@@ -1,12 +1,69 @@
-"""Reading of files from strangers: regular files only, of bounded size."""
+"""Reading of files from strangers: regular files only, of bounded size, and any failure of a parser is one line."""
 
+import csv
 import errno
+import io
+import json
 import os
 import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from attention.options import OptionError
 from engine.runtime.errors import UserError
+from engine.runtime.text import describe_error
+
+MAX_TEXT = 2**26
+"""Bytes of a text file (JSON, CSV) that is read whole."""
+
+
+@contextmanager
+def parsing(place: str | Path, remedy: str = "", refuse: Callable[[str], Exception] = UserError) -> Iterator[None]:
+    """Context of a parser, whose failure becomes one line that begins with `place`.
+
+    A parser of damaged input raises what it likes: RecursionError, OverflowError, MemoryError, csv.Error. Errors that
+    are such a line already pass.
+
+    Args:
+        remedy: what the user can do. refuse: class of the error.
+    """
+    try:
+        yield
+    except (UserError, OptionError):
+        raise
+    except Exception as error:
+        if isinstance(refuse, type) and isinstance(error, refuse):
+            raise
+        unread = isinstance(error, OSError) and error.strerror
+        problem = f"cannot be read: {error.strerror}" if unread else f"damaged ({describe_error(error)})"
+        raise refuse(f"{place}: {problem}{'; ' * bool(remedy)}{remedy}") from error
+
+
+def parse_json(content: bytes | str, place: str | Path, remedy: str = "") -> Any:
+    """Parses JSON from a stranger. UserError, beginning with `place`: it is none."""
+    with parsing(place, remedy):
+        return json.loads(content)
+
+
+def read_json(path: Path, limit: int = MAX_TEXT, remedy: str = "") -> Any:
+    """Reads a JSON file of at most `limit` bytes. Errors are those of `read_bounded` and `parse_json`."""
+    return parse_json(read_bounded(path, limit), path, remedy)
+
+
+def read_csv(path: Path, limit: int = MAX_TEXT, remedy: str = "") -> list[dict[str, str]]:
+    """Reads the rows of a CSV file, column -> text; a cell that a short row lacks is "".
+
+    Raises:
+        UserError: it cannot be parsed, or a row has more cells than the header. FileNotFoundError: there is none.
+    """
+    content = read_bounded(path, limit)
+    with parsing(path, remedy):
+        rows = list(csv.DictReader(io.StringIO(content.decode(), newline=""), restval="", strict=True))
+        if long := next((number for number, row in enumerate(rows, 2) if None in row), None):
+            raise ValueError(f"row {long} has more cells than the header")
+        return rows
 
 
 def open_regular(path: str | Path, flags: int = 0, mode: str = "rb") -> Any:
