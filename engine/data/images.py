@@ -50,6 +50,13 @@ class BrokenImage(UserError):
     """An image that cannot be used. The message is one line: the file, where it is known, and the reason."""
 
 
+class DataError(UserError):
+    """A failure of the store or of this machine, or data that has changed: it ends a run, and is no broken image."""
+
+    def __init__(self, message: str):  # torch puts the traceback of a worker in front
+        super().__init__(message.strip().rpartition(f"{type(self).__name__}: ")[2])
+
+
 def decode(file: BinaryIO, mode: Literal["RGB", "L"] = "RGB", levels: Levels | None = None) -> Image.Image:
     """Decodes the picture in an open file to 8-bit RGB or grey levels (L), upright, over white where it is transparent.
 

@@ -12,7 +12,7 @@ import io
 import json
 import struct
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
@@ -24,13 +24,15 @@ from engine.data.images import MAX_BYTES, BrokenImage
 from engine.data.layout import Layout, LayoutError, LayoutReader, Samples, SplitReader
 from engine.data.store import Cache, File, Store, is_url
 from engine.data.table import map_table, write_table
-from engine.runtime.reading import open_regular
-from engine.runtime.text import describe_error, one_line
+from engine.runtime.errors import UserError
+from engine.runtime.ownership import MARKER
+from engine.runtime.reading import MAX_TEXT, open_regular, parsing, read_bounded
+from engine.runtime.text import one_line
 
 INDEX, TABLE = "index.json", "images.safetensors"
 
-LARGEST_INDEX = 2**30
-"""Largest size of an index, bytes: of some two million shards."""
+MOST_BYTES = 2**32
+"""Largest size of a shard, whose format counts bytes in 32 bits, and of the file of names and classes, bytes."""
 
 ENCODINGS = ("bytes", "jpeg", "png")
 """Encodings of the column `image` that are read. Other columns are passed over, and never decoded."""
@@ -58,27 +60,28 @@ class MdsReader(LayoutReader):
     Args:
         data: options of a store: `cache_dir`, `cache_gb`, `shuffle_shards`, `timeout_minutes`.
     Raises:
-        LayoutError: the index, or what it names, is not usable. StoreError, UserError: the store does not send it.
-        OSError: a folder cannot be read.
+        LayoutError: the index, or what it names, is not usable. DataError, UserError: the store does not send it.
+        OSError: a file cannot be read.
     """
 
     blocks: np.ndarray
 
     def __init__(self, path: str, data: Data = OF_FOLDERS):
         self.folder, self.cache = Path(path), None
-        store = Store(path, STORE_SHARE * 60 * data.timeout_minutes) if is_url(path) else None
-        if store:
-            content = store.read(INDEX, opening=True)
+        if is_url(path):
+            store = Store(path, STORE_SHARE * 60 * data.timeout_minutes)
+            content, index = store.read(INDEX, MAX_TEXT, lambda content: (content, parse_index(content)), opening=True)
         else:
-            with open_regular(self.folder / INDEX) as file:
-                content = file.read(LARGEST_INDEX)
-        self.shards, table, self.short_side = parse_index(content)
+            content = read_bounded(self.folder / INDEX, MAX_TEXT)
+            index = parse_index(content)
+        self.shards, table, self.short_side = index
         self.digest = hashlib.sha256(content).hexdigest()
-        if store:
-            self.cache = _open_cache(data, store, self.digest, [shard.file.size for shard in self.shards])
-        samples, classes, arrays, _ = map_table(
-            self.cache.keep(table) if self.cache else self.folder / table.name, checksums="U32", fingerprints="I64"
-        )
+        if is_url(path):
+            self.cache = _open_cache(data, store, self.digest, [shard.file for shard in self.shards], table)
+            place = self.cache.keep(table)
+        elif not table.is_at(place := self.folder / table.name):
+            raise LayoutError(f"{table.name} is missing or damaged: not the file that {INDEX} describes; make it anew")
+        samples, classes, arrays, _ = map_table(place, checksums="U32", fingerprints="I64")
         self.blocks = np.cumsum([0, *(shard.samples for shard in self.shards)])
         if len(samples) != self.blocks[-1]:
             raise LayoutError(f"{INDEX} has {self.blocks[-1]:,} images, but {TABLE} {len(samples):,}; make them anew")
@@ -117,19 +120,20 @@ def is_split(path: Path) -> bool:
     return (path / INDEX).is_file()
 
 
-def _open_cache(data: Data, store: Store, digest: str, sizes: list[int]) -> Cache:
+def _open_cache(data: Data, store: Store, digest: str, shards: Sequence[File], table: File) -> Cache:
     if data.cache_dir is None:
         raise LayoutError(
             "a URL needs data.cache_dir: a folder on a disk of this node, for the shards that are fetched"
         )
+    sizes = [shard.size for shard in shards]
     limit, needed = int(data.cache_gb * 1e9), min(sum(sizes), 2 * data.shuffle_shards * max(sizes))
     if limit < needed:
         problem = f"two blocks of data.shuffle_shards = {data.shuffle_shards} shards take up to {needed / 1e9:.3g} GB"
         raise LayoutError(f"data.cache_gb = {data.cache_gb:g}, but {problem}; raise it, or lower data.shuffle_shards")
     try:
-        return Cache(Path(data.cache_dir), digest[:32], store, limit)
-    except OSError as error:
-        raise LayoutError(f"data.cache_dir = {data.cache_dir!r}: {error.strerror}; name another folder") from None
+        return Cache(Path(data.cache_dir), digest[:32], store, limit, [shard.name for shard in shards], table.name)
+    except UserError as error:
+        raise LayoutError(f"data.cache_dir = {data.cache_dir!r}: {error}") from None
 
 
 def parse_index(content: bytes) -> tuple[list[Shard], File, int]:
@@ -138,7 +142,9 @@ def parse_index(content: bytes) -> tuple[list[Shard], File, int]:
     Raises:
         LayoutError: it is damaged, has columns that are not read, or names no file of names and classes.
     """
-    try:
+    with parsing(INDEX, "make it anew", LayoutError):
+        if len(content) > MAX_TEXT:
+            raise LayoutError(f"{INDEX} is larger than {MAX_TEXT:,} bytes; write larger shards (--shard-mb)")
         index = json.loads(content)
         if index["version"] != 2:
             raise ValueError(f"version {index['version']!r}")
@@ -147,11 +153,9 @@ def parse_index(content: bytes) -> tuple[list[Shard], File, int]:
             raise LayoutError("has no shard")
         if "images" not in index:
             raise LayoutError(f"{INDEX} names no file of labels; python -m engine.data.prepare writes shards with one")
-        return shards, _parse_file(index["images"]), int(index.get("short_side", 0))
-    except LayoutError:
-        raise
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
-        raise LayoutError(f"{INDEX} is damaged ({describe_error(error)}); make it anew") from error
+        if "sha256" not in (table := _parse_file(index["images"])).hashes:
+            raise LayoutError(f"{INDEX} has no SHA-256 of {one_line(table.name, 100)!r}; make it anew")
+        return shards, table, int(index.get("short_side", 0))
 
 
 def _parse_shard(entry: dict[str, Any]) -> Shard:
@@ -169,7 +173,8 @@ def _parse_shard(entry: dict[str, Any]) -> Shard:
 
 def _parse_file(entry: dict[str, Any]) -> File:
     name, size, hashes = str(entry["basename"]), int(entry["bytes"]), entry["hashes"]
-    if PurePosixPath(name).name != name or name.startswith(".") or not 0 < size < 2**40:
+    is_name = name.isprintable() and PurePosixPath(name).name == name and not name.startswith(".") and len(name) <= 200
+    if not is_name or name == MARKER or not 0 < size < MOST_BYTES:
         raise ValueError(f"a file {one_line(name, 100)!r} of {size:,} bytes")
     return File(name, size, {str(kind): str(digest) for kind, digest in hashes.items()})
 

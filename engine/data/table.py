@@ -4,6 +4,7 @@ The file is in the format safetensors, whose arrays may be mapped as they lie; n
 """
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 from safetensors.numpy import save
 
 from engine.data.layout import LayoutError, Samples
+from engine.runtime.reading import open_regular, parsing
 
 LIMIT = 2**27
 """Largest size of a header, bytes; it holds the names of the classes."""
@@ -52,9 +54,9 @@ def map_table(path: Path, **types: str) -> tuple[Samples, dict[str, int], dict[s
     Returns:
         Names and labels, class name -> index, the further arrays, and the texts.
     Raises:
-        LayoutError: the file is damaged, or no such file. OSError: it cannot be read.
+        LayoutError: the file is damaged, no such file, or cannot be read.
     """
-    try:
+    with parsing(path.name, "make it anew", LayoutError):
         arrays, metadata = _map_arrays(path)
         wanted = {"names": "U8", "ends": "I64", "labels": "I32", **types}
         found = {name: arrays[name][0] for name in wanted}
@@ -71,26 +73,24 @@ def map_table(path: Path, **types: str) -> tuple[Samples, dict[str, int], dict[s
             raise ValueError("classes that are equal, or no names")
         if labels.min() < 0 or labels.max() >= len(classes):
             raise ValueError(f"labels from {labels.min()} to {labels.max()}, for {len(classes):,} classes")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise LayoutError(f"{path.name} is damaged ({type(error).__name__}: {error}); make it anew") from error
     return Samples.of(names, ends, labels), class_to_idx, {name: arrays[name][1] for name in types}, metadata
 
 
 def _map_arrays(path: Path) -> tuple[dict[str, tuple[str, np.ndarray]], dict[str, Any]]:
     """Returns type and mapped array of every name in a file of one-dimensional arrays, and its metadata."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
+    with open_regular(path) as file:  # named once: another process may replace it
+        size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
         if length > min(LIMIT, size - 8):
             raise ValueError("no header")
         header = json.loads(file.read(length))
-    metadata, arrays = header.pop("__metadata__", {}), {}
-    for name, entry in header.items():
-        (number,), (begin, end), kind = entry["shape"], entry["data_offsets"], np.dtype(TYPES[entry["dtype"]])
-        if not 0 <= begin <= end <= size - 8 - length or end - begin != number * kind.itemsize:
-            raise ValueError(f"{name}: bytes {begin} to {end}")
-        mapped = np.empty(0, kind)
-        if number:  # an empty array cannot be mapped
-            mapped = np.memmap(path, kind.newbyteorder("<"), "r", 8 + length + begin, (number,)).view(np.ndarray)
-        arrays[name] = entry["dtype"], mapped
+        metadata, arrays = header.pop("__metadata__", {}), {}
+        for name, entry in header.items():
+            (number,), (begin, end), kind = entry["shape"], entry["data_offsets"], np.dtype(TYPES[entry["dtype"]])
+            if not 0 <= begin <= end <= size - 8 - length or end - begin != number * kind.itemsize:
+                raise ValueError(f"{name}: bytes {begin} to {end}")
+            mapped = np.empty(0, kind)
+            if number:  # an empty array cannot be mapped
+                mapped = np.memmap(file, kind.newbyteorder("<"), "r", 8 + length + begin, (number,)).view(np.ndarray)
+            arrays[name] = entry["dtype"], mapped
     return arrays, metadata

@@ -17,11 +17,12 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
+from engine.data.images import BrokenImage, DataError
 from engine.data.layout import Layout, LayoutError, LayoutReader, Samples, is_image, sort_naturally
 from engine.data.table import map_table, write_table
 from engine.data.tar import find_members, read_member
-from engine.runtime.reading import open_regular
-from engine.runtime.text import describe_error, one_line
+from engine.runtime.reading import open_regular, parsing
+from engine.runtime.text import one_line
 
 LABEL_BYTES = 18
 """Largest size of a label in a shard, bytes."""
@@ -29,8 +30,12 @@ LABEL_BYTES = 18
 INDEX = ".index.safetensors"
 """Ending of an index, after the name of the split."""
 
-TYPES = {"shards": "I32", "begins": "I64", "sizes": "I64"}
-"""Array of an index, with a value for each image -> its type: number of the shard, and first byte and size in it."""
+REMEDY = "make it anew (python -m engine.data.prepare ROOT --dataset wds --index)"
+"""Remedy of an index that is damaged or of other shards."""
+
+TYPES = {"shards": "I32", "begins": "I64", "sizes": "I64", "label_begins": "I64", "label_sizes": "U8"}
+"""Array of an index, with a value for each image -> its type: number of the shard; first byte and size of the image in
+it, and of the label."""
 
 
 class Places(NamedTuple):
@@ -38,26 +43,31 @@ class Places(NamedTuple):
 
     Attributes:
         layout: names "SHARD/SAMPLE.jpg" in order, and the classes, whose names are the labels that occur.
-        shards, begins, sizes: see `TYPES`.
+        shards, begins, sizes, label_begins, label_sizes: see `TYPES`.
     """
 
     layout: Layout
     shards: np.ndarray
     begins: np.ndarray
     sizes: np.ndarray
+    label_begins: np.ndarray
+    label_sizes: np.ndarray
 
 
 class Listed(NamedTuple):
-    """Samples of a shard: names of images, first byte and size of each, labels, and files of samples without image."""
+    """Samples of a shard: names of images, first byte and size of each and of its label, labels, and files of samples
+    without image."""
 
     names: list[str]
-    places: list[tuple[int, int]]
+    places: list[tuple[int, int, int, int]]
     labels: list[int]
     ignored: list[str]
 
 
 class WdsReader(LayoutReader):
     """Reads the shards that match the path `pattern`, in natural order. They are not streamed.
+
+    The label of an image is read again with it. One that has changed since the shards were listed raises `DataError`.
 
     Raises:
         LayoutError: a sample has two images, the same member twice, or a label that is no number; or the index is
@@ -70,10 +80,19 @@ class WdsReader(LayoutReader):
             read_index(index, self.paths) if index.is_file() else join(self.paths, map(list_shard, self.paths))
         )
         super().__init__(self.places.layout)
+        self.names = sorted(self.class_to_idx, key=self.class_to_idx.__getitem__)
 
     def __getitem__(self, index: int) -> tuple[BinaryIO, int]:
-        shard, begin, size = (int(values[index]) for values in self.places[1:])
-        return read_member(self.paths[shard], begin, size), int(self.labels[index])
+        shard, begin, size, *place = (int(values[index]) for values in self.places[1:])
+        path, label = self.paths[shard], int(self.labels[index])
+        with read_member(path, *place) as file:
+            text = file.read().strip()
+        if not text.isdigit():
+            raise BrokenImage(f"its .cls holds {text!r}, no number of a class")
+        if int(text) != int(self.names[label]):
+            changed = f"the .cls of {self.filename(index)!r} is {int(text)}, and was {self.names[label]} when listed"
+            raise DataError(f"{path}: {changed}; if the shards are right, make their index anew, and train afresh")
+        return read_member(path, begin, size), label
 
     def fingerprints(self) -> np.ndarray:
         return self.places.sizes
@@ -104,9 +123,12 @@ def list_shard(shard: str) -> Listed:
             continue
         if len(images) > 1:
             raise LayoutError(f"sample {key!r} of {stem!r} has {len(images)} images: {', '.join(images)}")
-        labels.append(_read_label(shard, members.get("cls"), f"sample {key!r} of {stem!r}"))
+        if "cls" not in members:
+            problem = "has no .cls, the number of its class; labels elsewhere are not read"
+            raise LayoutError(f"sample {key!r} of {stem!r} {problem}")
+        labels.append(_read_label(shard, *members["cls"], f"sample {key!r} of {stem!r}"))
         names.append(f"{stem}/{key}.{images[0]}")
-        places.append(members[images[0]])
+        places.append((*members[images[0]], *members["cls"]))
     return listed
 
 
@@ -124,9 +146,10 @@ def join(shards: Sequence[str], lists: Iterable[Listed]) -> Places:
     flat = (name for part in names for name in part)
     samples = Samples((label, [name]) for label, name in zip(classes.tolist(), flat, strict=True))
     class_to_idx = {str(value): label for label, value in enumerate(values.tolist())}
-    begins, sizes = np.concatenate([np.array(part, np.int64).reshape(-1, 2) for part in places]).T
+    *columns, label_sizes = np.concatenate([np.array(part, np.int64).reshape(-1, 4) for part in places]).T
     layout = Layout(samples, class_to_idx, [path for part in ignored for path in part])
-    return Places(layout, np.repeat(np.arange(len(shards), dtype=np.int32), counts), begins, sizes)
+    numbers = np.repeat(np.arange(len(shards), dtype=np.int32), counts)
+    return Places(layout, numbers, *columns, label_sizes.astype(np.uint8))
 
 
 def write_index(pattern: str, workers: int) -> Layout:
@@ -152,21 +175,24 @@ def read_index(path: Path, shards: Sequence[str]) -> Places:
         LayoutError: it is damaged, or its shards have other names or sizes than `shards`. OSError: it cannot be read.
     """
     samples, class_to_idx, arrays, notes = map_table(path, **TYPES)
-    numbers, begins, sizes = (arrays[name] for name in TYPES)
-    try:
+    numbers, *places = (arrays[name] for name in TYPES)
+    with parsing(path.name, REMEDY, LayoutError):
         known, ignored, found = dict(json.loads(notes["shards"])), json.loads(notes["ignored"]), dict(_describe(shards))
         if not all(isinstance(name, str) for name in ignored):
             raise ValueError("files that have no names")
-    except (ValueError, KeyError, TypeError) as error:
-        raise LayoutError(f"{path.name} is damaged ({describe_error(error)}); make it anew") from error
-    if differing := [name for name in {**found, **known} if found.get(name) != known.get(name)]:
-        problem = f"{path.name} is not of the shards beside it, of which {one_line(str(differing[0]), 100)!r} differs"
-        raise LayoutError(f"{problem}; make it anew (python -m engine.data.prepare ROOT --dataset wds --index)")
-    if numbers.min() < 0 or numbers.max() >= len(shards) or begins.min() < 0 or sizes.min() < 0:
-        raise LayoutError(f"{path.name} is damaged (places outside of the shards); make it anew")
-    if (sizes > np.array([*found.values()])[numbers] - begins).any():  # a sum could overflow
-        raise LayoutError(f"{path.name} is damaged (images that end after their shard); make it anew")
-    return Places(Layout(samples, class_to_idx, ignored), numbers, begins, sizes)
+        if differing := [name for name in {**found, **known} if found.get(name) != known.get(name)]:
+            problem = f"is not of the shards beside it, of which {one_line(str(differing[0]), 100)!r} differs"
+            raise LayoutError(f"{path.name} {problem}; {REMEDY}")
+        if numbers.min() < 0 or numbers.max() >= len(shards) or min(values.min() for values in places) < 0:
+            raise ValueError("places outside of the shards")
+        lengths = np.array([*found.values()])[numbers]
+        if any((sizes > lengths - begins).any() for begins, sizes in (places[:2], places[2:])):  # a sum could overflow
+            raise ValueError("images or labels that end after their shard")
+        if places[3].max() > LABEL_BYTES:
+            raise ValueError(f"labels of more than {LABEL_BYTES} bytes")
+        if not all(name.isdecimal() and name.isascii() for name in class_to_idx):
+            raise ValueError("classes that are no numbers")
+    return Places(Layout(samples, class_to_idx, ignored), numbers, *places)
 
 
 def _describe(shards: Sequence[str]) -> list[tuple[str, int]]:
@@ -191,10 +217,7 @@ def _find_samples(shard: str) -> Iterator[tuple[str, dict[str, tuple[int, int]]]
     yield from samples.items()
 
 
-def _read_label(shard: str, place: tuple[int, int] | None, sample: str) -> int:
-    if place is None:
-        raise LayoutError(f"{sample} has no .cls, the number of its class; labels elsewhere are not read")
-    begin, size = place
+def _read_label(shard: str, begin: int, size: int, sample: str) -> int:
     text = read_member(shard, begin, min(size, LABEL_BYTES)).read()
     if size > LABEL_BYTES or not text.strip().isdigit():
         raise LayoutError(f"{sample}: its .cls holds {text!r}, no number of a class")

@@ -1,7 +1,7 @@
 """Ownership of files: a program removes only what it made, in a directory that a marker file proves to be its own."""
 
 import json
-import stat
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -26,7 +26,7 @@ def claim(directory: Path, kind: str, names: Iterable[str]) -> None:
     """
     directory.mkdir(parents=True, exist_ok=True)
     known = _names(directory, kind)
-    if known is None and any(directory.iterdir()):
+    if known is None and any(path.name != f"{MARKER}.tmp" for path in directory.iterdir()):  # left by a killed process
         raise UserError(f"{directory}: holds files that are not of a {kind} of this program; name another directory")
     if not (names := {*names}) <= (known or set()) or known is None:
         content = {"kind": kind, "names": sorted(names | (known or set()))}
@@ -35,14 +35,10 @@ def claim(directory: Path, kind: str, names: Iterable[str]) -> None:
 
 def owned_files(directory: Path, kind: str) -> list[Path]:
     """Returns the regular files in `directory` that a claim of this kind names; none where there is no such claim."""
-    found = []
-    for name in sorted(_names(directory, kind) or ()):
-        try:
-            if Path(name).name == name and stat.S_ISREG((directory / name).lstat().st_mode):
-                found.append(directory / name)
-        except (OSError, ValueError):
-            continue
-    return found
+    if not (names := _names(directory, kind)):
+        return []
+    with os.scandir(directory) as entries:  # the claim may name far more files than there are
+        return sorted(directory / x.name for x in entries if x.name in names and x.is_file(follow_symlinks=False))
 
 
 def _names(directory: Path, kind: str) -> set[str] | None:

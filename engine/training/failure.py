@@ -15,8 +15,7 @@ from contextlib import contextmanager, suppress
 from torch.distributed import distributed_c10d
 
 from engine.config.schema import Train
-from engine.data.images import BrokenImage
-from engine.data.store import StoreError
+from engine.data.images import BrokenImage, DataError
 from engine.data.workers import WorkersLost, WorkersStuck
 from engine.runtime.distributed import World
 from engine.runtime.memory import is_out_of_memory
@@ -34,7 +33,7 @@ def explain_failures(options: Train, world: World) -> Iterator[None]:
     """Context in which such a failure ends the process with one line and status `FAILED`; bugs pass."""
     try:
         yield
-    except (FloatingPointError, BrokenImage, StoreError, WorkersLost, CompilationFailed) as error:
+    except (FloatingPointError, BrokenImage, DataError, WorkersLost, CompilationFailed) as error:
         _end(world, str(error))
     except WorkersStuck as error:
         remedy = "the last checkpoint stands; check the storage of data.root, or raise data.timeout_minutes"

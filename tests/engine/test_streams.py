@@ -20,12 +20,13 @@ from attention.options import OptionError
 from engine.config.schema import Augment, Data, Run, Train
 from engine.data import prepare, store
 from engine.data.identity import identify_split
-from engine.data.images import BrokenImage
+from engine.data.images import BrokenImage, DataError
 from engine.data.loaders import create_loaders, create_val_loader
 from engine.data.mds import MdsReader
 from engine.data.splits import classes_of, open_split
 from engine.runtime.distributed import World
 from engine.runtime.errors import UserError
+from engine.runtime.ownership import MARKER
 from tests.engine.test_formats import LABELS, PIXELS, write_folder
 from tests.engine.test_resume import Runs, choose_kill
 from tests.support.launcher import ROOT, ForkServer
@@ -187,12 +188,16 @@ def test_an_epoch_from_a_store_is_that_of_the_folder_of_shards(server, shards, t
     }
 
 
+def shards_in(cache) -> list[Path]:
+    return [path for path in cache.glob("*/shards/*") if path.name != MARKER]
+
+
 def size_of(cache) -> int:
     """Bytes of all shards, at a moment when none gets room, and a file that is renamed meanwhile counts once."""
     sizes = {}
     with (cache / ".room").open("ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        for path in cache.glob("*/shards/*"):
+        for path in shards_in(cache):
             try:
                 status = path.stat()
             except FileNotFoundError:
@@ -222,25 +227,28 @@ def test_a_shard_that_is_finished_while_shards_are_counted_counts(tmp_path, monk
     counted, arrived, sizes = threading.Event(), threading.Event(), []
 
     class Source:
-        def read(self, name, has, opening):
+        patience = 30.0
+
+        def read(self, name, limit, parse, opening):
             if name == file.name:
                 arrived.set()
                 assert counted.wait(30)
             else:
                 sizes.append(size_of(tmp_path))
-            return bytes(1000)
+            return parse(bytes(1000))
 
     def count(part, is_orphan=store._remove_orphan):
         counted.set()  # the file is in the list of names
         first.join(0.5)  # and is renamed, if it can be
         return is_orphan(part)
 
-    caches = [store.Cache(tmp_path, "key", Source(), limit=1500) for _ in range(2)]
-    first = threading.Thread(target=lambda: caches[0].open(file).close(), daemon=True)
+    caches = [store.Cache(tmp_path, "key", Source(), 1500, [file.name, other.name], "table") for _ in range(2)]
+    first = threading.Thread(target=lambda: caches[0].open(file).__enter__(), daemon=True)
     first.start()
     assert arrived.wait(30)
     monkeypatch.setattr(store, "_remove_orphan", count)
-    caches[1].open(other).close()
+    with caches[1].open(other):
+        pass
     first.join(30)
     assert sizes == [1000]
 
@@ -288,7 +296,7 @@ def test_a_shard_of_wrong_bytes_is_broken_images(server, shards, tmp_path):
 def test_a_store_that_is_gone_ends_the_run_in_a_line(server, shards, tmp_path, workers):
     server.faults = {shard_of(shards, 2): "500"}
     began = time.monotonic()
-    with pytest.raises(store.StoreError) as caught:
+    with pytest.raises(DataError) as caught:
         read_epoch(options_at(server, tmp_path, workers=workers, timeout_minutes=0.03))
     assert time.monotonic() - began < 10
     assert "\n" not in str(caught.value)
@@ -332,7 +340,7 @@ def test_a_fetch_that_was_killed_blocks_nothing(server, shards, tmp_path):
     time.sleep(0.3)
     child.send_signal(signal.SIGKILL)
     child.wait()
-    left = {path.name for path in tmp_path.glob("*/shards/*")}
+    left = {path.name for path in shards_in(tmp_path)}
     assert left == {f".{shard_of(shards, 0)}.part"}
     server.faults = {}
     limit = 4 * max(shard.file.size for shard in MdsReader(str(shards / "train")).shards)
@@ -369,8 +377,8 @@ def test_every_image_comes_once_at_any_number_of_ranks(shards, start):
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"version": 1}, r"index.json is damaged \(ValueError: version 1\)"),
-        ({"short_side": float("inf")}, r"index.json is damaged \(OverflowError"),
+        ({"version": 1}, r"index.json: damaged \(ValueError: version 1\)"),
+        ({"short_side": float("inf")}, r"index.json: damaged \(OverflowError"),
         ({"shards": []}, "has no shard"),
         ({"images": {"basename": "../labels", "bytes": 9, "hashes": {}}}, r"a file '../labels' of 9 bytes"),
         ({"shards": [{"raw_data": {"basename": "/etc/passwd", "bytes": 9, "hashes": {}}}]}, "a file '/etc/passwd'"),
@@ -381,7 +389,7 @@ def test_every_image_comes_once_at_any_number_of_ranks(shards, start):
         ({"shards": [{"compression": "zstd"}]}, "compression 'zstd'; write 'mds' without compression"),
         ({"shards": [{"samples": -1}]}, "sizes that no shard has"),
         ({"shards": [{"samples": 7}]}, "index.json has 7 images, but images.safetensors 200; make them anew"),
-        ({"images": None}, "is damaged"),
+        ({"images": None}, "index.json: damaged"),
     ],
 )
 def test_an_index_from_a_stranger_is_refused_in_a_line(shards, tmp_path, change, problem):
@@ -403,7 +411,9 @@ def test_a_damaged_file_of_names_is_refused(shards, tmp_path, length):
         (tmp_path / "train" / path.name).write_bytes(path.read_bytes())
     path = tmp_path / "train" / "images.safetensors"
     path.write_bytes(path.read_bytes()[:length])
-    with pytest.raises(OptionError, match=r"images.safetensors is damaged \(.*\); make it anew"):
+    with pytest.raises(
+        OptionError, match=r"images.safetensors is missing or damaged: not the file that index.json describes"
+    ):
         open_split(Data(dataset="mds", root=str(tmp_path)), "train_split")
 
 
@@ -461,7 +471,7 @@ def test_a_run_whose_store_is_gone_says_so_and_goes_on_later(server, shards, tmp
     fork = ForkServer()
     try:
         runs = Runs(fork, tmp_path / "runs", [*overrides, "model.num_classes=4", "train.total_batch_size=32"])
-        for path in tmp_path.glob("cache/*/shards/*"):
+        for path in shards_in(tmp_path / "cache"):
             path.unlink()
         names = [shard.file.name for shard in MdsReader(str(shards / "train")).shards]
         server.faults = dict.fromkeys(names[5:], "gone")
