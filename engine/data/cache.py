@@ -19,6 +19,7 @@ from torchvision.transforms.functional import resize
 
 from engine.data.images import BrokenImage
 from engine.data.layout import SplitReader
+from engine.runtime.reading import open_regular
 from engine.runtime.text import describe_error
 
 INDEX = ".npz"
@@ -68,7 +69,7 @@ class CacheReader(SplitReader):
         if begin == end:
             raise BrokenImage("was broken when the cache was made")
         # The file is not mapped into memory, where a disk error would kill the process.
-        with open(self.pixels, "rb", buffering=0) as file:
+        with open_regular(self.pixels) as file:
             content = os.pread(file.fileno(), end - begin, begin)
         if zlib.crc32(content) != self.checksums[index]:
             raise BrokenImage(f"damaged in {self.pixels.name}: the checksum differs; prepare the cache anew")
@@ -89,7 +90,7 @@ def _read_index(path: str) -> dict[str, np.ndarray]:
     stand for them. Its broken images have the class -1, which becomes that of the folder in their name. A damaged file
     raises any error of NumPy.
     """
-    with open(path, "rb") as file, np.load(file) as arrays:
+    with open_regular(path) as file, np.load(file) as arrays:
         if any(member.compress_type for member in arrays.zip.infolist()):
             raise ValueError("its arrays are compressed, and may be of any size")
         index = {name: arrays[name] for name in KINDS if name in arrays}

@@ -9,6 +9,7 @@ import numpy as np
 
 from engine.config.schema import Data
 from engine.data.splits import Images, classes_of
+from engine.data.subset import SubsetReader
 from engine.runtime.errors import UserError
 
 
@@ -27,13 +28,15 @@ def is_one_split(identity: Mapping[str, Any]) -> bool:
 def identify_split(name: Literal["train", "val"], images: Images) -> dict[str, str]:
     """Returns the digest of the files of a split, see `digest_files`, and that of their content.
 
-    The latter is `SplitReader.digest`, or else the SHA-256 of `SplitReader.fingerprints`. Files are not read for that:
-    of two images of one name and one size in bytes it knows no difference.
+    The latter is `SplitReader.digest`, which covers names and labels too, so that it is both digests of a whole split;
+    or else the SHA-256 of `SplitReader.fingerprints`. Files are not read for that: of two images of one name and one
+    size in bytes it knows no difference.
     """
-    if images.reader.digest is not None:
-        return {f"{name}_files": images.reader.digest, f"{name}_content": images.reader.digest}
-    content = np.ascontiguousarray(images.reader.fingerprints(), "<i8")
-    return {f"{name}_files": digest_files(images), f"{name}_content": hashlib.sha256(content.data).hexdigest()}
+    reader = images.reader
+    if (content := reader.digest) is None:
+        content = hashlib.sha256(np.ascontiguousarray(reader.fingerprints(), "<i8").data).hexdigest()
+    is_whole = reader.digest is not None and not isinstance(reader, SubsetReader)
+    return {f"{name}_files": content if is_whole else digest_files(images), f"{name}_content": content}
 
 
 def check_held_out(data: Data, checkpoint: Mapping[str, Any], identity: Mapping[str, str]) -> str:

@@ -42,6 +42,9 @@ PASSING = (408, 425, 429)
 KIND = "cache of shards"
 """Kind of the folders that a cache claims."""
 
+ALGORITHMS: tuple[str, ...] = ("sha256", "sha1", "blake2b", "md5")
+"""Digests of an index that are compared, the strongest first."""
+
 SHARDS, ROOM = "shards", ".room"
 """Names of the folder of shards in a cache, and of the file whose lock allows to count those of all caches."""
 
@@ -74,7 +77,7 @@ class File(NamedTuple):
             return False
 
     def _known(self) -> list[str]:
-        return [name for name in ("sha256", "sha1", "blake2b", "md5") if name in self.hashes][:1]
+        return next(([name] for name in ALGORITHMS if name in self.hashes), [])
 
 
 def is_url(root: str) -> bool:

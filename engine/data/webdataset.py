@@ -146,10 +146,10 @@ def join(shards: Sequence[str], lists: Iterable[Listed]) -> Places:
     flat = (name for part in names for name in part)
     samples = Samples((label, [name]) for label, name in zip(classes.tolist(), flat, strict=True))
     class_to_idx = {str(value): label for label, value in enumerate(values.tolist())}
-    *columns, label_sizes = np.concatenate([np.array(part, np.int64).reshape(-1, 4) for part in places]).T
+    begins, sizes, label_begins, label_sizes = np.concatenate([np.array(x, np.int64).reshape(-1, 4) for x in places]).T
     layout = Layout(samples, class_to_idx, [path for part in ignored for path in part])
     numbers = np.repeat(np.arange(len(shards), dtype=np.int32), counts)
-    return Places(layout, numbers, *columns, label_sizes.astype(np.uint8))
+    return Places(layout, numbers, begins, sizes, label_begins, label_sizes.astype(np.uint8))
 
 
 def write_index(pattern: str, workers: int) -> Layout:

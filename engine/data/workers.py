@@ -2,6 +2,7 @@
 they hang."""
 
 import copy
+import math
 import multiprocessing
 import os
 import signal
@@ -35,7 +36,7 @@ class WorkersLost(RuntimeError):
 
 
 class WorkersStuck(UserError):
-    """Loader workers have sent no batch for too long.
+    """Loader workers have sent no batch for too long, or a stop signal came while this process waited for one.
 
     Attributes:
         stopped: whether a stop signal ended the wait, and not its limit.
@@ -44,6 +45,10 @@ class WorkersStuck(UserError):
     def __init__(self, message: str, stopped: bool):
         super().__init__(message)
         self.stopped = stopped
+
+
+class Overdue(BaseException):
+    """The end of a wait, which no handler of damaged images must take for one: so it is no `Exception`."""
 
 
 class RestartingLoader(DataLoader):
@@ -57,7 +62,7 @@ class RestartingLoader(DataLoader):
         patience: time (s) within which the workers must send a batch.
     Attributes:
         num_deaths: number of times that workers were killed in the current pass, or else in the last one.
-        stop_requested: asked while the workers are waited for; if true, they have `STOP_AFTER` seconds.
+        stop_requested: asked while a batch is waited for; if true, it has `STOP_AFTER` seconds. None: waits go on.
     Raises:
         WorkersStuck: no batch came in time. The workers are killed.
     """
@@ -67,7 +72,7 @@ class RestartingLoader(DataLoader):
     def __init__(self, dataset: Dataset[Any], batch_size: int, patience: float = 300.0, **options: Any):
         super().__init__(dataset, batch_size, worker_init_fn=shield_worker, **options)
         self.patience = patience
-        self.stop_requested: Callable[[], bool] = lambda: False
+        self.stop_requested: Callable[[], bool] | None = None
         self.remaining = Remaining(self.batch_sampler)
         self.reader: DataLoader | None = None
         self.num_deaths = 0
@@ -108,30 +113,36 @@ class RestartingLoader(DataLoader):
 
     @contextmanager
     def _watch(self) -> Iterator[None]:
-        """Context of a wait for the workers, which ends if it is too long.
+        """Context of a wait for a batch, which ends if it is too long: of workers, or after a stop signal.
 
         A worker that hangs may have sent half of a batch, so that a timeout of torch's queue would not be enough.
         """
-        if not self.num_workers or self.has_lost_workers or threading.current_thread() is not threading.main_thread():
+        has_workers, stop_requested = self.num_workers and not self.has_lost_workers, self.stop_requested
+        if not (has_workers or stop_requested) or threading.current_thread() is not threading.main_thread():
             yield
             return
-        began = time.monotonic()
+        began, limit = time.monotonic(), self.patience if has_workers else math.inf
 
         def check(number: int, frame: FrameType | None) -> None:
             waited = time.monotonic() - began
-            stopped = waited > STOP_AFTER and self.stop_requested()
-            if stopped or waited > self.patience:
-                reason = "a stop signal ended the wait" if stopped else f"the limit is {self.patience:g} s"
-                raise WorkersStuck(f"loader workers sent no batch for {waited:.0f} s; {reason}", stopped)
+            if waited > limit or (stop_requested and waited > STOP_AFTER and stop_requested()):
+                raise Overdue
 
         before = signal.signal(signal.SIGALRM, check)
         signal.setitimer(signal.ITIMER_REAL, POLL, POLL)
         try:
             yield
-        except (WorkersStuck, KeyboardInterrupt):  # at its end, this process would wait for them again
+        except (Overdue, KeyboardInterrupt) as error:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            # At its end, this process would wait for the workers again.
             for worker in getattr(getattr(self.reader, "_iterator", None), "_workers", []):
                 worker.kill()
-            raise
+            if isinstance(error, KeyboardInterrupt):
+                raise
+            waited = time.monotonic() - began
+            reason = f"the limit is {limit:g} s" if waited > limit else "a stop signal ended the wait"
+            who = "loader workers sent" if has_workers else "this process has read"
+            raise WorkersStuck(f"{who} no batch for {waited:.0f} s; {reason}", waited <= limit) from None
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)

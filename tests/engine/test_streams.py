@@ -1,14 +1,17 @@
 """Mosaic data shards, in a folder and in a store that fails: the same images, in an order of seed and epoch alone."""
 
+import errno
 import fcntl
 import http.server
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 import threading
 import time
+import zlib
 from collections import Counter
 from pathlib import Path
 
@@ -27,11 +30,17 @@ from engine.data.splits import classes_of, open_split
 from engine.runtime.distributed import World
 from engine.runtime.errors import UserError
 from engine.runtime.ownership import MARKER
-from tests.engine.test_formats import LABELS, PIXELS, write_folder
+from tests.engine.test_formats import LABELS, PIXELS, ends_within, swap_labels_of_table, write_folder
 from tests.engine.test_resume import Runs, choose_kill
 from tests.support.launcher import ROOT, ForkServer
 
 CPU = torch.device("cpu")
+
+
+ZEROS = bytes(2**20)
+PACKER = zlib.compressobj(1, wbits=31)
+BOMB = b"".join([*(PACKER.compress(ZEROS) for _ in range(2**8)), PACKER.flush()])
+"""256 MB in 1 MB of gzip."""
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -47,11 +56,22 @@ class Handler(http.server.BaseHTTPRequestHandler):
         path = Path(server.root + self.path)
         if fault == "gone" or not path.is_file():
             return self.send_error(404)
-        if fault == "500":
-            return self.send_error(500)
+        if fault.isdecimal():
+            return self.send_error(int(fault))
+        if fault in ("later", "moved"):
+            self.send_response(429 if fault == "later" else 302)
+            self.send_header(*(("Retry-After", "1") if fault == "later" else ("Location", "http://[")))
+            self.send_header("Content-Length", "0")
+            return self.end_headers()
         content = path.read_bytes()
+        if fault == "short":  # a whole answer, of half a file
+            content = content[: len(content) // 2]
+        if fault == "bomb":
+            content = BOMB
         self.send_response(200)
-        self.send_header("Content-Length", str(len(content)))
+        if fault == "bomb":
+            self.send_header("Content-Encoding", "gzip")
+        self.send_header("Content-Length", str(2**26 if fault == "endless" else len(content)))
         self.end_headers()
         if fault == "cut":
             content = content[: len(content) // 2]
@@ -61,6 +81,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.wfile.write(content[:1000])
             self.wfile.flush()
             time.sleep(30)
+        for part in (ZEROS for _ in range(2**6)) if fault == "endless" else ():
+            server.sent[name] += self.wfile.write(part)
         for begin in range(0, len(content), 1000):
             self.wfile.write(content[begin : begin + 1000])
             time.sleep(0.002 if fault == "slow" else 0)
@@ -71,12 +93,13 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server(shards):
-    """A store on loopback. Attributes: requests, faults (name -> list of those to come, or one for ever), url."""
+    """A store on loopback. Attributes: requests, bytes sent, faults (name -> those to come, or one for ever), url."""
     pytest.importorskip("aiohttp", reason="an optional package")
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = server.block_on_close = False
     server.daemon_threads = True
     server.root, server.requests, server.faults, server.watch = str(shards), Counter(), {}, lambda: None
+    server.sent = Counter()
     server.url = f"http://127.0.0.1:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
     thread.start()
@@ -156,15 +179,22 @@ def test_prepared_pixels_go_into_shards_too_and_subsets_come_from_them(folder, t
 def test_the_identity_is_the_digest_of_the_index(folder, shards, tmp_path):
     def identity(root, output):
         prepare.main(f"{root} {output} --splits train --format mds --original --shard-mb 0.05 --workers 0".split())
-        return identify_split("train", open_split(Data(dataset="mds", root=str(output)), "train_split"))
+        return identify(output)
 
-    expected = identify_split("train", open_split(Data(dataset="mds", root=str(shards)), "train_split"))
+    def identify(output, **part):
+        return identify_split("train", open_split(Data(dataset="mds", root=str(output), **part), "train_split"))
+
+    expected, part = identify(shards), identify(shards, val_fraction=0.1)
     assert identity(folder, tmp_path / "again") == expected
+    assert identify(tmp_path / "again", val_fraction=0.1) == part != identify(shards, val_fraction=0.2)
     write_folder(tmp_path / "other")
     content = bytearray((tmp_path / "other" / "train" / "2" / "117.png").read_bytes())
     content[-20] ^= 1
     (tmp_path / "other" / "train" / "2" / "117.png").write_bytes(content)  # of the same size
     assert identity(tmp_path / "other", tmp_path / "changed")["train_content"] != expected["train_content"]
+    changed = identify(tmp_path / "changed", val_fraction=0.1)
+    assert changed["train_files"] == part["train_files"]
+    assert changed["train_content"] != part["train_content"], "a part of them is identified by content too"
 
 
 def test_another_library_reads_the_shards(shards):
@@ -351,6 +381,152 @@ def test_a_fetch_that_was_killed_blocks_nothing(server, shards, tmp_path):
     assert size_of(tmp_path) <= limit
 
 
+def write_tree(root, files) -> dict[str, bytes]:
+    """Writes `files`, name -> content, all of them older than any shard."""
+    for name, content in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(content)
+        os.utime(root / name, (0, 0))
+    return files
+
+
+def test_a_cache_removes_and_counts_nothing_that_it_has_not_made(server, shards, tmp_path):
+    """Whatever the names of other files in its folder are."""
+    shard, other = shard_of(shards, 0), "0123456789abcdef" * 2
+    files = {f"imagenet/shards/{name}": bytes(10**6) for name in ("a.tar", shard, f".{shard}.part", "x.part")}
+    files |= {f"{other}/shards/{shard}": b"x", f"{other}/images.safetensors": b"y", "shards/a.tar": b"z", "a.part": b""}
+    files |= {
+        f"runs/shards/{MARKER}": json.dumps({"kind": "run", "names": [shard]}).encode(),
+        f"runs/shards/{shard}": b"x",
+    }
+    write_tree(tmp_path, files)
+    (tmp_path / "link").symlink_to(tmp_path / "imagenet")
+    limit = 4 * max(shard.file.size for shard in MdsReader(str(shards / "train")).shards)
+    for _ in range(2):
+        assert len(read_epoch(options_at(server, tmp_path, cache_gb=limit / 1e9))[0]) == 200
+    (own,) = {path.name for path in tmp_path.iterdir()} - {
+        "imagenet",
+        other,
+        "runs",
+        "shards",
+        "a.part",
+        "link",
+        ".room",
+    }
+    assert {name: (tmp_path / name).read_bytes() for name in files} == files
+    assert sum(path.stat().st_size for path in (tmp_path / own / "shards").glob("*.mds")) <= limit
+
+
+def test_a_folder_with_the_name_of_the_cache_that_it_has_not_made_is_refused(server, shards, tmp_path):
+    key = MdsReader(str(shards / "train")).digest[:32]
+    files = write_tree(tmp_path, {f"{key}/shards/{shard_of(shards, 0)}": b"x"})
+    with pytest.raises(OptionError, match=r"data.cache_dir = '.*holds files that are not of a cache of shards.*; name"):
+        open_split(options_at(server, tmp_path), "train_split")
+    assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()} == {*files, ".room"}
+
+
+class Failing:
+    """An open file of which a method fails."""
+
+    def __init__(self, file, method, error):
+        self.file, self.method, self.error = file, method, error
+
+    def __getattr__(self, name):
+        if name == self.method:
+            raise self.error
+        return getattr(self.file, name)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.file.close()
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EIO, errno.ENOLCK])
+@pytest.mark.parametrize(
+    "call",
+    ["open_regular", "fcntl.flock", "os.utime", "os.scandir", "Path.replace", "truncate", "write", "read", "seek"],
+)
+def test_an_error_of_this_machine_ends_the_run_and_is_no_broken_image(server, tmp_path, monkeypatch, number, call):
+    images = open_split(options_at(server, tmp_path, broken_val="skip"), "train_split")
+    error = OSError(number, os.strerror(number))
+
+    def fail(*args, **options):
+        raise error
+
+    module, _, name = call.rpartition(".")
+    if module or call == "open_regular":
+        monkeypatch.setattr({"fcntl": fcntl, "os": os, "Path": Path}.get(module, store), name, fail)
+    else:
+        opened = store.open_regular
+        monkeypatch.setattr(store, "open_regular", lambda *args: Failing(opened(*args), name, error))
+    with pytest.raises(DataError, match=rf"{os.strerror(number)}; .*name another data.cache_dir") as caught:
+        images[0]
+    assert "\n" not in str(caught.value)
+    assert ("lower data.cache_gb" in str(caught.value)) == (number == errno.ENOSPC)
+    monkeypatch.undo()
+    assert not isinstance(images[0], BrokenImage)
+
+
+def test_a_lock_that_another_process_holds_is_not_waited_for_without_end(server, shards, tmp_path):
+    images = open_split(options_at(server, tmp_path, timeout_minutes=0.02), "train_split")
+    (folder,) = tmp_path.glob("*/shards")
+    for path in (folder / f".{shard_of(shards, 0)}.part", tmp_path / ".room"):
+        with path.open("ab") as file, ends_within(20):
+            fcntl.flock(file, fcntl.LOCK_EX)
+            with pytest.raises(DataError, match="another process holds its lock"):
+                images[0]
+    assert not isinstance(images[0], BrokenImage)
+
+
+@pytest.mark.parametrize("fault", ["408", "425", "429", "later", "short"])
+def test_a_start_waits_for_a_fault_that_passes(server, tmp_path, fault):
+    server.faults = {name: [fault] for name in ("index.json", "images.safetensors")}
+    began = time.monotonic()
+    assert len(open_split(options_at(server, tmp_path), "train_split")) == 200
+    assert fault != "later" or time.monotonic() - began > 2
+
+
+@pytest.mark.parametrize("fault", ["400", "403", "404", "410", "moved", "bomb"])
+def test_a_start_does_not_wait_for_a_refusal(server, tmp_path, fault):
+    server.faults = {"index.json": fault}
+    with pytest.raises(UserError, match=r"index.json: \w+: .*; see data.root and the name of the split") as caught:
+        open_split(options_at(server, tmp_path), "train_split")
+    assert "pip install" not in str(caught.value)
+    assert server.requests["index.json"] == 1
+
+
+@pytest.mark.parametrize("name", ["index.json", "images.safetensors", "shard"])
+@pytest.mark.parametrize("fault", ["endless", "bomb"])
+def test_a_server_that_sends_more_than_it_should_is_not_listened_to(server, shards, tmp_path, name, fault, monkeypatch):
+    """Nor is what it packs unpacked: 64 MB that are sent, or 256 MB that are packed, stay out of memory."""
+    monkeypatch.setattr("engine.data.mds.MAX_TEXT", 2**16)
+    images = open_split(options_at(server, tmp_path / "first", timeout_minutes=0.02), "train_split")
+    name = shard_of(shards, 0) if name == "shard" else name
+    server.faults, server.sent = {name: fault}, Counter()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if name.endswith(".mds") and fault == "endless":
+        assert str(images[0]).endswith("its bytes are not those of the index")
+    else:
+        with pytest.raises((UserError, OptionError), match=r"larger than|bytes are not|Content-Encoding: gzip"):
+            images[0] if name.endswith(".mds") else open_split(options_at(server, tmp_path / "second"), "train_split")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**16, "64 MB"
+    assert server.sent[name] < 2**25
+
+
+@pytest.mark.parametrize("damage", ["cut", "labels"])
+def test_a_copy_in_the_cache_that_has_changed_is_fetched_again(server, shards, tmp_path, damage):
+    expected = open_split(options_at(server, tmp_path), "train_split").reader.labels.copy()
+    (path,) = tmp_path.glob("*/images.safetensors")
+    if damage == "cut":
+        path.write_bytes(path.read_bytes()[:2000])
+    else:
+        swap_labels_of_table(path)
+    assert np.array_equal(open_split(options_at(server, tmp_path), "train_split").reader.labels, expected)
+    assert server.requests["images.safetensors"] == 2
+
+
 @pytest.mark.parametrize("start", [0, 60])
 def test_every_image_comes_once_at_any_number_of_ranks(shards, start):
     data = Data(dataset="mds", root=str(shards), val_split="train", shuffle_shards=2, workers=0)
@@ -390,6 +566,12 @@ def test_every_image_comes_once_at_any_number_of_ranks(shards, start):
         ({"shards": [{"samples": -1}]}, "sizes that no shard has"),
         ({"shards": [{"samples": 7}]}, "index.json has 7 images, but images.safetensors 200; make them anew"),
         ({"images": None}, "index.json: damaged"),
+        ({"images": {"basename": "x", "bytes": 9, "hashes": {"md5": "0"}}}, "has no SHA-256 of 'x'"),
+        *(
+            ({"shards": [{"raw_data": {"basename": name, "bytes": 9, "hashes": {}}}]}, r"a file '.*' of 9 bytes")
+            for name in ("a\0b", "a\ud800b", "a\ndb", ".x", "x" * 201, MARKER)
+        ),
+        ({"shards": [{"raw_data": {"basename": "x", "bytes": 2**32, "hashes": {}}}]}, "a file 'x' of 4,294,967,296"),
     ],
 )
 def test_an_index_from_a_stranger_is_refused_in_a_line(shards, tmp_path, change, problem):
@@ -431,46 +613,29 @@ def test_damage_within_a_shard_is_one_broken_image(shards, tmp_path):
     assert broken[0].endswith(f"damaged in {path.name}: the checksum differs")
 
 
+def overrides_at(server, cache, **more) -> list[str]:
+    options = {"dataset": "mds", "root": server.url, "cache_dir": cache, "val_split": "train", "shuffle_shards": 2}
+    overrides = [f"data.{name}={value}" for name, value in (options | more).items()]
+    return [*overrides, "model.num_classes=4", "train.total_batch_size=32"]
+
+
 @pytest.mark.parametrize(("ranks", "workers"), [(1, 2), pytest.param(2, 1, marks=pytest.mark.stress)])
 def test_a_killed_run_on_a_store_ends_in_the_same_bits(server, tmp_path, ranks, workers):
     import random
 
-    overrides = [
-        f"data.{name}={value}"
-        for name, value in {
-            "dataset": "mds",
-            "root": server.url,
-            "cache_dir": tmp_path / "cache",
-            "val_split": "train",
-            "shuffle_shards": 2,
-            "workers": workers,
-        }.items()
-    ]
     fork, rng = ForkServer(), random.Random(ranks)
     try:
-        runs = Runs(fork, tmp_path / "runs", [*overrides, "model.num_classes=4", "train.total_batch_size=32"], ranks)
+        runs = Runs(fork, tmp_path / "runs", overrides_at(server, tmp_path / "cache", workers=workers), ranks)
         for place in ("step", "step", "write"):
             assert -9 in runs.survives(choose_kill(rng, place))
     finally:
         fork.close()
 
 
-def test_a_run_whose_store_is_gone_says_so_and_goes_on_later(server, shards, tmp_path):
-    overrides = [
-        f"data.{name}={value}"
-        for name, value in {
-            "dataset": "mds",
-            "root": server.url,
-            "cache_dir": tmp_path / "cache",
-            "val_split": "train",
-            "shuffle_shards": 2,
-            "workers": 2,
-            "timeout_minutes": 0.05,
-        }.items()
-    ]
+def test_a_run_whose_store_is_gone_or_locked_says_so_and_goes_on_later(server, shards, tmp_path):
     fork = ForkServer()
     try:
-        runs = Runs(fork, tmp_path / "runs", [*overrides, "model.num_classes=4", "train.total_batch_size=32"])
+        runs = Runs(fork, tmp_path / "runs", overrides_at(server, tmp_path / "cache", workers=2, timeout_minutes=0.05))
         for path in shards_in(tmp_path / "cache"):
             path.unlink()
         names = [shard.file.name for shard in MdsReader(str(shards / "train")).shards]
@@ -483,5 +648,22 @@ def test_a_run_whose_store_is_gone_says_so_and_goes_on_later(server, shards, tmp
         assert "Traceback" not in job.text
         server.faults = {}
         assert runs.launch(output=output)[0] == [0]
+
+        (part,) = (
+            path.with_name(f".{path.name}.part") for path in shards_in(tmp_path / "cache") if path.name == names[0]
+        )
+        part.with_name(names[0]).unlink()
+        command = [*runs.command, "data.workers=0", "data.timeout_minutes=5", "--output", str(tmp_path / "locked")]
+        with part.open("ab") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            job = fork.start(command, tmp_path / "locked.log")
+            deadline = time.monotonic() + 60
+            while not (tmp_path / "locked" / "metrics.jsonl").exists() and time.monotonic() < deadline:
+                time.sleep(0.1)
+            time.sleep(0.5)
+            job.signal("SIGTERM")
+            assert job.wait(60) == [75]
+        assert "this process has read no batch for" in job.text
+        assert "Traceback" not in job.text
     finally:
         fork.close()

@@ -5,7 +5,9 @@ import multiprocessing
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 import torch
@@ -213,6 +215,26 @@ def test_a_worker_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch):
         assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
         for worker in set(multiprocessing.active_children()) - others:
             worker.join()  # would not end if it only had a signal that a stopped process cannot hear
+
+
+class Endless(Noise):
+    """Items of which one waits for ever, and takes any error for that of a damaged file."""
+
+    def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
+        while index == 4:
+            with suppress(Exception):
+                time.sleep(600)
+        return super().__getitem__(index)
+
+
+def test_a_stopped_run_without_workers_does_not_wait_for_its_own_reading(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(engine.data.workers, "STOP_AFTER", 0.1)
+    loader = RestartingLoader(Endless(), 2, sampler=range(8), num_workers=0)
+    loader.stop_requested = lambda: True
+    with pytest.raises(WorkersStuck, match=r"this process has read no batch for \d+ s; a stop signal") as caught:
+        list(loader)
+    assert caught.value.stopped
+    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
 
 
 def test_a_worker_that_stops_between_two_batches_is_not_waited_for():
