@@ -4,6 +4,7 @@ Files are not trusted: pixels, frames and formats are bounded, and an image with
 Colour profiles are ignored, as in the published recipes.
 """
 
+import errno
 import math
 import os
 import warnings
@@ -57,6 +58,20 @@ class DataError(UserError):
         super().__init__(message.strip().rpartition(f"{type(self).__name__}: ")[2])
 
 
+MACHINE = {
+    *(errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENODEV),
+    *(errno.ENOTCONN, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.ESTALE),
+}
+"""Errors of a machine and its storage. EIO (a bad sector), ENOENT and EACCES concern the file alone."""
+
+
+def pass_on(error: Exception) -> None:
+    """Raises DataError for an error, in reading an image, that is of the machine; the image is then not broken."""
+    if isinstance(error, OSError) and error.errno in MACHINE:
+        of_machine = "an error of this machine or its storage, and no broken image; the last checkpoint stands"
+        raise DataError(f"{error.filename or 'data'}: {error.strerror}: {of_machine}") from error
+
+
 def decode(file: BinaryIO, mode: Literal["RGB", "L"] = "RGB", levels: Levels | None = None) -> Image.Image:
     """Decodes the picture in an open file to 8-bit RGB or grey levels (L), upright, over white where it is transparent.
 
@@ -68,7 +83,7 @@ def decode(file: BinaryIO, mode: Literal["RGB", "L"] = "RGB", levels: Levels | N
     `MAX_BYTES`, a header of more than `MAX_HEADER_READS`, and anything that Pillow cannot decode completely.
 
     Raises:
-        BrokenImage: the image is refused; the message says why.
+        BrokenImage: the image is refused; the message says why. DataError: the machine failed.
     """
     try:
         with warnings.catch_warnings(action="ignore"):  # about metadata that does not affect the pixels
@@ -90,6 +105,7 @@ def decode(file: BinaryIO, mode: Literal["RGB", "L"] = "RGB", levels: Levels | N
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
         raise BrokenImage(f"more than {Image.MAX_IMAGE_PIXELS:,} pixels, perhaps a decompression bomb") from None
     except Exception as error:  # decoders may raise anything on a damaged file
+        pass_on(error)
         raise BrokenImage(describe_error(error)) from error
 
 

@@ -36,7 +36,7 @@ from attention.options import OptionError
 from engine.config.schema import Data
 from engine.data import folders, webdataset
 from engine.data.cache import INDEX, CacheReader, encode, pixels_of, write_cache
-from engine.data.images import BrokenImage
+from engine.data.images import BrokenImage, pass_on
 from engine.data.layout import LayoutError
 from engine.data.mds import MdsReader, write_mds
 from engine.data.splits import Images, describe_ignored, find_split
@@ -145,6 +145,7 @@ class Originals(Images):
             with file:
                 return (file.read(), False), label
         except (OSError, tarfile.TarError, BrokenImage) as error:
+            pass_on(error)
             return BrokenImage(f"{self.filename(index)}: {error}")
 
 

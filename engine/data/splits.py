@@ -24,7 +24,7 @@ from engine.data.csv_file import open_csv
 from engine.data.datasets import TORCH, HfdsReader, TorchReader
 from engine.data.folders import open_class_folders
 from engine.data.idx import ENDINGS, IdxReader
-from engine.data.images import BrokenImage, Levels, decode
+from engine.data.images import BrokenImage, Levels, decode, pass_on
 from engine.data.layout import LOOSE, LayoutError, SplitReader, is_image, suffix_of
 from engine.data.mds import MdsReader, is_split
 from engine.data.store import is_url
@@ -83,13 +83,14 @@ class Images(Dataset):
         """The decoded image and its class index.
 
         Raises:
-            BrokenImage: its file cannot be read.
+            BrokenImage: its file cannot be read. DataError: the machine failed.
         """
         try:
             file, label = self.reader[index]
             with file:
                 return decode(file, self.mode, self.levels), int(label)
         except (OSError, tarfile.TarError) as error:
+            pass_on(error)
             raise BrokenImage(str(error)) from error
 
 

@@ -40,8 +40,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--statistics", action="store_true", help="also images per class, sizes, mean and std")
     args = parser.parse_args(arguments)
     with refuse_bad_input():
-        splits = open_splits(args)
-    num_broken = 0
+        sys.exit(verify(args) > 0)
+
+
+def verify(args: argparse.Namespace) -> int:
+    """Reads all images, prints what is found, and returns the number of broken ones.
+
+    Raises:
+        OptionError: a split cannot be opened. UserError: the machine or the store fails.
+    """
+    splits, num_broken = open_splits(args), 0
     for name, images in splits.items():
         read = replace(images, transform=measure if args.statistics else discard)
         broken, rows = [], array("q")
@@ -60,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     names = [classes_of(images) for images in splits.values()]
     if len(names) == 2 and names[0] != names[1]:
         print(f"classes differ: {describe_difference(*names)}")
-    sys.exit(num_broken > 0)
+    return num_broken
 
 
 def add_source(parser: argparse.ArgumentParser) -> None:

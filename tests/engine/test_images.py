@@ -1,5 +1,6 @@
 """Image files of every kind are shown as a viewer shows them or refused; broken ones are skipped and counted."""
 
+import errno
 import io
 import math
 import os
@@ -17,10 +18,11 @@ from attention.options import OptionError
 from bench.loading import write_jpegs
 from engine.config.checks import check_run
 from engine.config.schema import Augment, Data, Run, Train
+from engine.data import verify
 from engine.data.check import count_skipped
-from engine.data.images import BrokenImage, decode
+from engine.data.images import BrokenImage, DataError, decode
 from engine.data.loaders import count_broken, create_loaders, create_val_loader
-from engine.data.splits import classes_of
+from engine.data.splits import classes_of, open_split
 from engine.runtime.distributed import World, seed_everything
 from engine.runtime.reading import open_regular
 from tests.support.image_files import IMAGE_FILES, WHITE
@@ -342,6 +344,34 @@ def scan_of(content: bytes) -> range:
 
 def flip(content: bytes, place: int) -> bytes:
     return content[:place] + bytes([content[place] ^ 1 << place % 8]) + content[place + 1 :]
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOMEM, errno.ENOTCONN, errno.ESTALE, errno.ETIMEDOUT])
+@pytest.mark.parametrize("call", ["open", "read"])
+def test_an_error_of_this_machine_is_no_broken_image(tmp_path, monkeypatch, capsys, number, call):
+    """In a folder; it ends the commands with a line, too."""
+    for name in ("a", "b"):
+        (tmp_path / "train" / name).mkdir(parents=True)
+        Image.new("RGB", (8, 8)).save(tmp_path / "train" / name / "1.png")
+    images = open_split(Data(root=str(tmp_path)), "train_split")
+
+    class Failing(io.BytesIO):
+        def read(self, *args):
+            raise OSError(number, os.strerror(number))
+
+    def fail(path):
+        if call == "read":
+            return Failing()
+        raise OSError(number, os.strerror(number), path)
+
+    monkeypatch.setattr("engine.data.folders.open_regular", fail)
+    with pytest.raises(DataError, match=f"{os.strerror(number)}: an error of this machine"):
+        images[0]
+    with pytest.raises(SystemExit) as ended:
+        verify.main([str(tmp_path), "--splits", "train", "--workers", "0"])
+    assert ended.value.code == 2
+    assert (lines := capsys.readouterr().err.strip().splitlines())[-1].startswith("error: ")
+    assert "Traceback" not in "".join(lines)
 
 
 DAMAGE = {  # what happens at a byte of the compressed pixels -> the share that decodes without an error
