@@ -79,7 +79,7 @@ class CacheReader(SplitReader):
         return os.fsdecode(self.names[index])
 
     def fingerprints(self) -> np.ndarray:
-        """Fingerprints of the original images, (number,) int64; the checksum of an image that was made smaller."""
+        """Fingerprints of the original images, (number,) int64; the checksum of an image that was changed."""
         return self.originals
 
 
@@ -121,15 +121,18 @@ def pixels_of(path: Path) -> Path:
     return path.with_suffix(".pixels")
 
 
-def encode(image: Image.Image, short_side: int | None) -> tuple[bytes, bool]:
-    """Encodes an RGB image as a PPM file, and returns whether it was made smaller.
+def encode(image: Image.Image, short_side: int | None, is_mapped: bool = False) -> tuple[bytes, bool]:
+    """Encodes an RGB image as a PPM file, and returns whether it is another than that of the file.
 
     A short side above `short_side` pixels is reduced to it, bicubic as in validation by default; None keeps the size.
+
+    Args:
+        is_mapped: whether its levels were mapped by `--levels`.
     """
     is_reduced = short_side is not None and min(image.size) > short_side
     if is_reduced:
         image = resize(image, short_side, InterpolationMode.BICUBIC)
-    return b"P6 %d %d 255\n" % image.size + image.tobytes(), is_reduced
+    return b"P6 %d %d 255\n" % image.size + image.tobytes(), is_reduced or is_mapped
 
 
 def write_cache(
@@ -149,11 +152,11 @@ def write_cache(
     begins, checksums, fingerprints = [0], [], source.fingerprints().tolist()
     with pixels_of(path).open("wb") as file:
         for number, sample in enumerate(samples):
-            content, is_reduced = (b"", False) if isinstance(sample, BrokenImage) else sample[0]
+            content, is_changed = (b"", False) if isinstance(sample, BrokenImage) else sample[0]
             file.write(content)
             begins.append(begins[-1] + len(content))
             checksums.append(zlib.crc32(content))
-            if is_reduced:
+            if is_changed:
                 fingerprints[number] = checksums[-1]
         _flush(file)
     classes = source.class_to_idx

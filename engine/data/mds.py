@@ -111,7 +111,7 @@ class MdsReader(LayoutReader):
             return cut_image(file.read(end - begin), shard.columns)
 
     def fingerprints(self) -> np.ndarray:
-        """Fingerprints of the original images, (number,) int64; the checksum of an image that was made smaller."""
+        """Fingerprints of the original images, (number,) int64; the checksum of an image that was changed."""
         return self.originals
 
 
@@ -200,7 +200,7 @@ def write_mds(
     """Writes a split: shards of about `shard_bytes`, the file of names and classes, and, last, the index.
 
     Args:
-        contents: the bytes of every image of `source` in order, none of a broken one, and whether it was made smaller.
+        contents: the bytes of every image of `source` in order, none of a broken one, and whether it was changed.
         short_side: see `SplitReader`.
     Returns:
         Number of images without bytes.
@@ -211,10 +211,10 @@ def write_mds(
     checksums, fingerprints, num_empty = [], np.array(source.fingerprints(), np.int64), 0
     waiting: list[bytes] = []
     waiting_bytes = 0
-    for number, (content, is_reduced) in enumerate(contents):
+    for number, (content, is_changed) in enumerate(contents):
         checksums.append(zlib.crc32(content))
         num_empty += not content
-        if is_reduced:
+        if is_changed:
             fingerprints[number] = checksums[-1]
         waiting.append(struct.pack("<I", len(content)) + content + struct.pack("<q", int(source.labels[number])))
         waiting_bytes += len(waiting[-1])

@@ -133,7 +133,7 @@ def prepare(name: str, images: Images, output: Path, short_side: int | None, wor
 
 
 def _encoded(images: Images, short_side: int | None) -> Images:
-    return replace(images, transform=partial(encode, short_side=short_side))
+    return replace(images, transform=partial(encode, short_side=short_side, is_mapped=images.levels is not None))
 
 
 class Originals(Images):

@@ -164,6 +164,16 @@ def test_folder_and_cache_of_one_data_set_have_one_identity(root, prepared, tmp_
         assert different == (set() if prepared[0] == 0 else {"train_content", "val_content"})
 
 
+def test_images_prepared_with_other_levels_are_other_data(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / "train" / name).mkdir(parents=True)
+        Image.fromarray(np.arange(256, dtype=np.uint16).reshape(16, 16)).save(tmp_path / "train" / name / "1.png")
+    for levels in ("0 65535", "0 100", "0 200"):
+        arguments = f"{tmp_path} {tmp_path / levels[2:]} --splits train --short-side 0 --workers 0 --levels {levels}"
+        prepare.main(arguments.split())
+    assert len({identify_train(tmp_path / name) for name in ("65535", "100", "200")}) == 3
+
+
 def test_a_broken_image_keeps_its_class(prepared, tmp_path):
     """Options that choose images by class find it, also in an index of an earlier version, which has -1 for it."""
     with np.load(prepared[1] / "val.npz") as index:
@@ -295,7 +305,7 @@ def test_bad_input_is_one_line(root, prepared, capsys, main, arguments, problem)
 
 
 def test_an_interrupted_preparation_leaves_nothing(root, tmp_path, monkeypatch):
-    def full(image, short_side):
+    def full(image, **options):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(prepare, "encode", full)
