@@ -161,10 +161,11 @@ async def _get(system: Any, url: str, limit: int) -> bytes:
     """Reads a file as `_read_once` from an HTTP server, which may send more than was asked for, or pack it."""
     content = bytearray()
     session = await system.set_session()
-    options = {"headers": {"Accept-Encoding": "identity"}, "auto_decompress": False}
+    headers = system.kwargs.get("headers", {}) | {"Accept-Encoding": "identity"}
+    options = system.kwargs | {"headers": headers, "auto_decompress": False}
     async with session.get(system.encode_url(url), **options) as answer:
         system._raise_not_found_for_status(answer, url)
-        if (encoding := answer.headers.get("Content-Encoding", "identity")) != "identity":
+        if (encoding := answer.headers.get("Content-Encoding", "")) not in ("", "identity"):
             raise ValueError(f"sent as Content-Encoding: {encoding}; the server must send files as they are")
         async for part in answer.content.iter_any():
             content += part
@@ -234,7 +235,7 @@ class Cache:
         with self._on_disk():
             while True:
                 try:
-                    opened = open_regular(path)
+                    opened = open_regular(path, os.O_NOFOLLOW)
                     break
                 except FileNotFoundError:
                     try:
@@ -337,7 +338,7 @@ def _is_unfinished(path: Path) -> bool:
 
 def _remove_orphan(part: Path) -> bool:
     """Removes an unfinished file whose process was killed, and returns whether it was one."""
-    with open_regular(part) as file:
+    with open_regular(part, os.O_NOFOLLOW) as file:
         if is_orphan := _try_lock(file):
             part.unlink(missing_ok=True)
         return is_orphan
@@ -359,7 +360,7 @@ def _locked(path: Path, deadline: float) -> Iterator[BinaryIO]:
         DataError: another process holds the lock until `deadline` (`time.monotonic`). OSError: it cannot be locked.
     """
     while True:
-        with open_regular(path, os.O_RDWR | os.O_CREAT, "r+b") as file:
+        with open_regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, "r+b") as file:
             while not _try_lock(file):
                 if time.monotonic() > deadline:
                     problem = "another process holds its lock, and has not fetched the file in time"

@@ -411,6 +411,10 @@ def test_an_index_opens_the_same_data_set_without_reading_a_shard(tmp_path, caps
         assert (one[0].tobytes(), one[1]) == (other[0].tobytes(), other[1])
 
 
+NESTED = (10**5).to_bytes(8, "little") + b"[" * 10**5
+"""A file of the format safetensors, whose header no parser can hold."""
+
+
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
@@ -431,6 +435,7 @@ def test_an_index_opens_the_same_data_set_without_reading_a_shard(tmp_path, caps
         (lambda root: rewrite(root, {"shards": "7"}), r"damaged \(TypeError"),
         (lambda root: rewrite(root, {"ignored": "[7]"}), r"damaged \(ValueError: files that have no names\)"),
         (lambda root: (root / "train.index.safetensors").write_bytes(b"no index"), "damaged"),
+        (lambda root: (root / "train.index.safetensors").write_bytes(NESTED), r"damaged \(RecursionError"),
     ],
 )
 def test_an_index_of_other_shards_is_refused(tmp_path, change, problem):
