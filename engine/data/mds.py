@@ -32,7 +32,7 @@ from engine.runtime.text import one_line
 INDEX, TABLE = "index.json", "images.safetensors"
 
 MOST_BYTES = 2**32
-"""Largest size of a shard, whose format counts bytes in 32 bits, and of the file of names and classes, bytes."""
+"""Largest size of a shard, whose format counts bytes in 32 bits, and of any file of a store, which is read whole."""
 
 ENCODINGS = ("bytes", "jpeg", "png")
 """Encodings of the column `image` that are read. Other columns are passed over, and never decoded."""
@@ -130,6 +130,10 @@ def _open_cache(data: Data, store: Store, digest: str, shards: Sequence[File], t
     if limit < needed:
         problem = f"two blocks of data.shuffle_shards = {data.shuffle_shards} shards take up to {needed / 1e9:.3g} GB"
         raise LayoutError(f"data.cache_gb = {data.cache_gb:g}, but {problem}; raise it, or lower data.shuffle_shards")
+    if table.size > MOST_BYTES:
+        raise LayoutError(
+            f"{table.name} of {table.size:,} bytes; from a URL at most {MOST_BYTES:,}; copy the shards here"
+        )
     try:
         return Cache(Path(data.cache_dir), digest[:32], store, limit, [shard.name for shard in shards], table.name)
     except UserError as error:
@@ -153,7 +157,7 @@ def parse_index(content: bytes) -> tuple[list[Shard], File, int]:
             raise LayoutError("has no shard")
         if "images" not in index:
             raise LayoutError(f"{INDEX} names no file of labels; python -m engine.data.prepare writes shards with one")
-        if "sha256" not in (table := _parse_file(index["images"])).hashes:
+        if "sha256" not in (table := _parse_file(index["images"], 2**40)).hashes:
             raise LayoutError(f"{INDEX} has no SHA-256 of {one_line(table.name, 100)!r}; make it anew")
         return shards, table, int(index.get("short_side", 0))
 
@@ -171,10 +175,10 @@ def _parse_shard(entry: dict[str, Any]) -> Shard:
     return Shard(_parse_file(entry["raw_data"]), int(entry["samples"]), dict(zip(names, sizes, strict=True)))
 
 
-def _parse_file(entry: dict[str, Any]) -> File:
+def _parse_file(entry: dict[str, Any], limit: int = MOST_BYTES) -> File:
     name, size, hashes = str(entry["basename"]), int(entry["bytes"]), entry["hashes"]
     is_name = name.isprintable() and PurePosixPath(name).name == name and not name.startswith(".") and len(name) <= 200
-    if not is_name or name == MARKER or not 0 < size < MOST_BYTES:
+    if not is_name or name == MARKER or not 0 < size < limit:
         raise ValueError(f"a file {one_line(name, 100)!r} of {size:,} bytes")
     return File(name, size, {str(kind): str(digest) for kind, digest in hashes.items()})
 

@@ -338,7 +338,7 @@ def _is_unfinished(path: Path) -> bool:
 
 def _remove_orphan(part: Path) -> bool:
     """Removes an unfinished file whose process was killed, and returns whether it was one."""
-    with open_regular(part, os.O_NOFOLLOW) as file:
+    with open_regular(part, os.O_RDWR | os.O_NOFOLLOW, "r+b") as file:  # locks of NFS need the right to write
         if is_orphan := _try_lock(file):
             part.unlink(missing_ok=True)
         return is_orphan

@@ -91,7 +91,8 @@ class WdsReader(LayoutReader):
             raise BrokenImage(f"its .cls holds {text!r}, no number of a class")
         if int(text) != int(self.names[label]):
             changed = f"the .cls of {self.filename(index)!r} is {int(text)}, and was {self.names[label]} when listed"
-            raise DataError(f"{path}: {changed}; if the shards are right, make their index anew, and train afresh")
+            remedy = "restore the shard; if it is right, remove the index, and begin a new run"
+            raise DataError(f"{path}: {changed}; {remedy}")
         return read_member(path, begin, size), label
 
     def fingerprints(self) -> np.ndarray:
