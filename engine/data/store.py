@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from io import BufferedReader, BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
@@ -42,7 +43,7 @@ PASSING = (408, 425, 429)
 KIND = "cache of shards"
 """Kind of the folders that a cache claims."""
 
-ALGORITHMS: tuple[str, ...] = ("sha256", "sha1", "blake2b", "md5")
+ALGORITHMS = ("sha256", "sha1", "blake2b", "md5")
 """Digests of an index that are compared, the strongest first."""
 
 SHARDS, ROOM = "shards", ".room"
@@ -59,25 +60,24 @@ class File(NamedTuple):
     hashes: dict[str, str]
 
     def has(self, content: bytes) -> bool:
-        """Whether `content` has the size, and the strongest digest that hashlib knows, of the file."""
-        return len(content) == self.size and all(
-            hashlib.new(name, content, usedforsecurity=False).hexdigest() == self.hashes[name] for name in self._known()
-        )
+        """Whether `content` is that of the file, by its size and the strongest digest that hashlib knows."""
+        return self._is(BytesIO(content))
 
     def is_at(self, path: Path) -> bool:
-        """Whether the regular file `path`, read in parts, has this content; False if there is none."""
+        """Whether the regular file `path` has this content; False if there is none."""
         try:
             with open_regular(path) as file:
-                return os.fstat(file.fileno()).st_size == self.size and all(
-                    hashlib.file_digest(file, partial(hashlib.new, name, usedforsecurity=False)).hexdigest()
-                    == self.hashes[name]
-                    for name in self._known()
-                )
+                return self._is(file)
         except FileNotFoundError:
             return False
 
-    def _known(self) -> list[str]:
-        return next(([name] for name in ALGORITHMS if name in self.hashes), [])
+    def _is(self, file: BytesIO | BufferedReader) -> bool:
+        if file.seek(0, os.SEEK_END) != self.size:
+            return False
+        file.seek(0)
+        name = next(filter(self.hashes.__contains__, ALGORITHMS), None)
+        create = partial(hashlib.new, name or "md5", usedforsecurity=False)
+        return name is None or hashlib.file_digest(file, create).hexdigest() == self.hashes[name]
 
 
 def is_url(root: str) -> bool:
