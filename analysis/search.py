@@ -181,7 +181,7 @@ def measure(
         def evaluate(choices: Choices) -> tuple[Score, float]:
             score, found = hybrids.score(choices, is_aligned=True), cost.measure(choices)
             bar.update()
-            return score._replace(loss=math.inf) if math.isnan(score.loss) else score, found
+            return score, found
 
         try:
             return assignments.search(hybrids.own, prices, budgets, limit, evaluate, args.strategy, args.seed)

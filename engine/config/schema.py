@@ -236,9 +236,10 @@ class Train:
     )
     class_weights: Literal["balanced"] | tuple[float, ...] | None = option(
         None,
-        "weights of the classes, in their order: the whole cross-entropy of an image with its label counts by the weight"
-        " of its class, of a mixed image by the mix of their weights, and the loss is the mean over images; balanced:"
-        " images / (classes x images of the class), as in scikit-learn, whose mean over the images is 1; null: 1",
+        "weights of the classes, in their order: the whole cross-entropy of an image with its label counts by the"
+        " weight of its class, of a mixed image by the mix of their weights, and the loss is the mean over images;"
+        " balanced: images / (classes x images of the class), as in scikit-learn, whose mean over the images is 1;"
+        " null: 1",
         above=0,
         high=1e6,
     )
