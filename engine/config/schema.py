@@ -276,7 +276,13 @@ class Train:
         "parameters that are not trained: backbone (all but the classifier), or patterns of the names of parameters or"
         " modules (blocks.[0-5], pos_embed); null: none",
     )
-    ema_decay: float | None = option(None, "decay of the weight average per step; null: none", above=0, below=1)
+    ema_decay: float | None = option(
+        None,
+        "largest decay of the weight average per step: after n steps it is n / (n + 9), until that is larger; null: no"
+        " average",
+        above=0,
+        below=1,
+    )
     eval_every: int = option(1, "epochs between evaluations; the last epoch is always evaluated", low=1)
     best_by: Literal["top1", "balanced_accuracy", "loss"] | None = option(
         None,
