@@ -23,7 +23,7 @@ from attention import kernels
 from engine.checkpoints.initial_weights import create_initial_model
 from engine.config.checks import check_profile
 from engine.config.load import load_run
-from engine.config.micro_batches import share_batch
+from engine.config.micro_batches import describe_batch_norm, share_batch
 from engine.config.schema import Run
 from engine.data.check import check_images
 from engine.data.identity import identify_data, is_one_split
@@ -163,6 +163,8 @@ class Trainer:
         dump = partial(dump_step, self.checkpoints, self.train_loader, self.stateful, progress)
         self.guard = FiniteGuard(run.train, progress, dump)
         self.exchange = UpdateExchange(run, self.world, progress, self.guard.check)
+        if self.world.is_primary and (line := describe_batch_norm(self.model, run, self.world.size)):
+            print(line, flush=True)
         directory = self.output if self.world.is_primary else None
         self.recorder = self.cleanup.enter_context(Recorder(directory, run, progress, self.total_steps, self.world))
         self.signals = self.cleanup.enter_context(SignalHandler())
