@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -24,7 +23,7 @@ from attention import kernels
 from engine.checkpoints.initial_weights import create_initial_model
 from engine.config.checks import check_profile
 from engine.config.load import load_run
-from engine.config.micro_batches import share_batch
+from engine.config.micro_batches import describe_batch_norm, share_batch
 from engine.config.schema import Run
 from engine.data.check import check_images
 from engine.data.identity import identify_data, is_one_split
@@ -46,7 +45,13 @@ from engine.training.exchange import UpdateExchange
 from engine.training.failure import explain_failures
 from engine.training.nonfinite import FiniteGuard, dump_step
 from engine.training.objective import create_objective
-from engine.training.optim import check_optimizer, create_optimizer, create_schedule, keep_weights_finite
+from engine.training.optim import (
+    check_optimizer,
+    create_average,
+    create_optimizer,
+    create_schedule,
+    keep_weights_finite,
+)
 from engine.training.plan import print_plan
 from engine.training.resume import Checkpoints
 from models.costs import count_costs
@@ -109,7 +114,7 @@ class Trainer:
         self.optimizer = create_optimizer(self.model, run.optim, self.options.total_batch_size, self.objective.own)
         self.schedule = create_schedule(self.optimizer, run.schedule, self.sampler.updates_per_epoch)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=self.options.amp == "fp16")
-        self.ema = ModelEmaV3(self.model, decay=self.options.ema_decay) if self.options.ema_decay else None
+        self.ema = create_average(self.model, self.options.ema_decay) if self.options.ema_decay else None
         others = {**self.objective.own} | ({"model_ema": self.ema.module} if self.ema else {})
         self.stateful = {"model": self.model, "optimizer": self.optimizer, "scaler": self.scaler, **others}
         cleanup.enter_context(lock_directory(output, world))
@@ -158,6 +163,8 @@ class Trainer:
         dump = partial(dump_step, self.checkpoints, self.train_loader, self.stateful, progress)
         self.guard = FiniteGuard(run.train, progress, dump)
         self.exchange = UpdateExchange(run, self.world, progress, self.guard.check)
+        if self.world.is_primary and (line := describe_batch_norm(self.model, run, self.world.size)):
+            print(line, flush=True)
         directory = self.output if self.world.is_primary else None
         self.recorder = self.cleanup.enter_context(Recorder(directory, run, progress, self.total_steps, self.world))
         self.signals = self.cleanup.enter_context(SignalHandler())

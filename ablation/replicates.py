@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from statistics import fmean, pstdev
 from typing import Any
 
+from engine.checkpoints.progress import is_score
 from engine.reporting.tables import Spread, spread
 
 MEASURED_COSTS = (("step_seconds", "step", "step time (s)"), ("memory_mb", "peak memory", "peak memory (MB)"))
@@ -32,10 +33,11 @@ class Measured:
 def measure(results: Sequence[Mapping[int, Mapping[str, Any]]], name: str) -> list[Measured]:
     """Returns the measurement `name` of every setting, whose `results` are seed -> final record of train.py.
 
-    A record may lack it: the run keeps no averaged weights, or was resumed after its last step and has timed none.
+    A record may lack it: the run keeps no averaged weights, or was resumed after its last step and has timed none. A
+    value that is no score, see `is_score`, counts as lacking.
     Steps of an accuracy (`top1` and its kin, in percent) are those of one of the evaluated `images`.
     """
-    values = [{seed: record[name] for seed, record in runs.items() if record.get(name) is not None} for runs in results]
+    values = [{seed: record[name] for seed, record in runs.items() if is_score(record.get(name))} for runs in results]
     images = [record.get("images", math.inf) for runs in results for record in runs.values() if name.endswith("top1")]
     first, step = values[0], 100 / min(images, default=math.inf)
     pairs = [[own[seed] - first[seed] for seed in own if seed in first] for own in values[1:]]

@@ -1,11 +1,13 @@
 """The learning rate of a setting, chosen on held-out training images, by the same rule for every setting."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ablation.cases import Case
 from attention.options import OptionError
+from engine.checkpoints.progress import is_score
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,8 @@ class Tuning:
     _chosen: list[float] = field(default_factory=list, compare=False)
 
     def choose(self) -> float | None:
-        """Returns the learning rate with the best top-1; of equal ones the one with the lower loss, then the smaller.
+        """Returns the learning rate with the best top-1; of equal ones the one with the lower loss, then the smaller. A
+        loss that is not finite is the highest.
 
         Runs that have diverged take no part. None: a run is not finished yet, or all have diverged.
         """
@@ -28,7 +31,8 @@ class Tuning:
             results = self.results()
             if len(results) + len(self.diverged()) < len(self.cases) or not results:
                 return None
-            self._chosen.append(min(results, key=lambda lr: (-results[lr]["top1"], results[lr]["loss"], lr)))
+            losses = {lr: loss if is_score(loss := result["loss"]) else math.inf for lr, result in results.items()}
+            self._chosen.append(min(results, key=lambda lr: (-results[lr]["top1"], losses[lr], lr)))
         return self._chosen[0]
 
     def results(self) -> dict[float, dict[str, Any]]:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from analysis.costs import Prices
 from analysis.hybrids import Choices
 from analysis.laboratory import Score
+from engine.checkpoints.progress import is_score
 
 MOST_CANDIDATES = 100_000
 """Largest number of assignments that are all predicted; of more, those of a beam are."""
@@ -139,7 +140,7 @@ def is_best(point: Point, points: Iterable[Point]) -> bool:
         return one.score.loss, one.cost, one.number
 
     beaten = any(other.cost <= point.cost and rank(other) < rank(point) for other in points)
-    return not beaten and math.isfinite(point.score.loss)
+    return not beaten and is_score(point.score.loss)
 
 
 def choose(points: Iterable[Point], budget: float) -> Point:

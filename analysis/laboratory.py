@@ -1,5 +1,6 @@
 """Measurements of a trained model with other attention: replaced, and aligned with its own."""
 
+import math
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -20,7 +21,7 @@ from analysis.trained import Sample, Trained
 from attention import Grid
 from engine.checkpoints.export import export_checkpoint
 from engine.checkpoints.files import load_checkpoint
-from engine.checkpoints.progress import Progress
+from engine.checkpoints.progress import Progress, is_score
 from engine.checkpoints.weights import build_model
 from engine.config.load import dump_run
 from engine.config.schema import Init
@@ -28,6 +29,7 @@ from engine.data.identity import identify_split
 from engine.data.loaders import choose_batch_size
 from engine.evaluation.label_matching import ClassSubset
 from engine.objectives.distillation import digest_weights
+from engine.runtime.errors import UserError
 from engine.runtime.files import check_directory
 from engine.runtime.memory import peak_bytes
 from engine.runtime.provenance import digest_code, provenance
@@ -41,7 +43,7 @@ MEASUREMENTS_FILE = "measurements.jsonl"
 
 
 class Score(NamedTuple):
-    """Top-1 in percent, and mean cross-entropy in nats, of a sample."""
+    """Top-1 in percent, and mean cross-entropy in nats, of a sample; see `score` for logits that are not finite."""
 
     top1: float
     loss: float
@@ -194,22 +196,34 @@ class Laboratory:
 
 
 def measure_own(trained: Trained, sample: Sample) -> Own:
+    """Measures the trained model.
+
+    Raises:
+        UserError: its loss is not finite, so that no other can be compared with it.
+    """
     count = min(NUM_COMPARED, len(sample.images))
     images = sample.images[torch.arange(count) * len(sample.images) // count].to(trained.device)
     inputs = layer_inputs(trained, images)
     layers = [(layer, *given) for layer, given in zip(attention_layers(trained.model), inputs, strict=True)]
     found = [[compute(*layer) for layer in layers] for compute in (attended, outputs)]
-    return Own(score(trained.model, trained, sample), images, inputs, *found)
+    own = score(trained.model, trained, sample)
+    if not is_score(own.loss):
+        raise UserError(f"{trained.path}: its own loss is not finite; choose another checkpoint, or other weights")
+    return Own(own, images, inputs, *found)
 
 
 @torch.no_grad()
 def score(model: nn.Module, trained: Trained, sample: Sample) -> Score:
-    """Classifies the sample by logits of its classes."""
+    """Classifies the sample by logits of its classes.
+
+    An image whose logits are not all finite is wrong, and the mean loss with it is infinite.
+    """
     model = ClassSubset(model, sample.columns).to(trained.device)
     parts = sample.images.split(choose_batch_size(tuple(sample.images.shape[2:])))
     logits = torch.cat([model(part.to(trained.device)).float().cpu() for part in parts])
-    top1 = 100 * (logits.argmax(1) == sample.classes).double().mean().item()
-    return Score(top1, F.cross_entropy(logits.double(), sample.classes).item())
+    is_right = (logits.argmax(1) == sample.classes) & logits.isfinite().all(1)
+    loss = F.cross_entropy(logits.double(), sample.classes).item()
+    return Score(100 * is_right.double().mean().item(), loss if is_score(loss) else math.inf)
 
 
 def export_model(path: Path, trained: Trained, model: nn.Module, attention: Any, steps: int) -> None:

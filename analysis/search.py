@@ -28,6 +28,7 @@ from analysis.laboratory import MEASUREMENTS_FILE, Laboratory, Score
 from analysis.trained import load_trained, read_sample
 from attention import OptionError
 from bench.budgets import parse_budget
+from engine.checkpoints.progress import is_score
 from engine.config.load import dump_run
 from engine.config.schema import Init
 from engine.config.yaml_files import dump_yaml
@@ -181,7 +182,7 @@ def measure(
         def evaluate(choices: Choices) -> tuple[Score, float]:
             score, found = hybrids.score(choices, is_aligned=True), cost.measure(choices)
             bar.update()
-            return score._replace(loss=math.inf) if math.isnan(score.loss) else score, found
+            return score, found
 
         try:
             return assignments.search(hybrids.own, prices, budgets, limit, evaluate, args.strategy, args.seed)
@@ -218,6 +219,8 @@ def report(
     if cost.columns:
         deviation = max(abs(point.candidate.cost / point.cost - 1) for point in points)
         print(f"{cost.name} as predicted from single layers: at most {deviation:.1%} from the measured")
+    if lost := sum(not is_score(point.score.loss) for point in points):
+        print(f"warning: the loss of {lost} of {len(points)} assignments is not finite; they are not on the front")
     if noisy := [point for point in points if point.candidate.choices in cost.noisy]:
         remedy = "repeat the search in another directory on an idle machine, or with OMP_NUM_THREADS=1"
         print(f"warning: {len(noisy)} of {len(points)} times are noisy; {remedy}")

@@ -3,6 +3,7 @@
 python -m analysis.stage_figures docs/data/transfer.csv docs/figures/transfer.png --images 10000   # of 10,000 images
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,8 @@ def draw(title: str, rows: Sequence[Row], own: float, differences: Mapping[Row, 
     accuracy.axvline(own, color="black", linestyle="--", label=f"its own attention: {own:.2f} %")
     error.set_xlabel(f"normalised mean squared error\nof {'outputs of attention' if is_aligned else 'attended values'}")
     error.set_xscale("symlog", linthresh=0.01)  # softmax has an error of zero
-    error.set_xlim(-0.001, 2 * max([0.01, *(x.get_xdata().max() for x in error.lines)]))
+    values = (value for line in error.lines for value in line.get_xdata() if math.isfinite(value))
+    error.set_xlim(-0.001, 2 * max([0.01, *values]))
     for axes in rest:
         found = [(i, x) for i, row in enumerate(rows) if (x := differences.get(row)) is not None]
         for i, x in found:

@@ -63,6 +63,13 @@ def describe_freeze(model: nn.Module, frozen: Sequence[str]) -> str:
 def set_train_mode(model: nn.Module) -> None:
     """Sets training mode, except for BatchNorm layers whose parameters are all frozen, which keep their statistics."""
     model.train()
-    for module in model.modules():
-        if isinstance(module, _BatchNorm) and module.affine and not any(p.requires_grad for p in module.parameters()):
+    trained = trained_batch_norms(model)
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm) and name not in trained:
             module.eval()
+
+
+def trained_batch_norms(model: nn.Module) -> list[str]:
+    """Returns the names of the BatchNorm layers that normalise by the statistics of a batch in training."""
+    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
+    return [name for name, x in layers if not x.affine or any(weight.requires_grad for weight in x.parameters())]

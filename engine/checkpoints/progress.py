@@ -1,5 +1,6 @@
 """Progress of a run, and the ranking of its epochs."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,6 +56,12 @@ class Progress:
         averaged = self.metrics.get(f"ema_{name}")
         self.ema_ranking = [] if averaged is None else rank_epoch(self.ema_ranking, epoch, sign * averaged, keep)
 
+    def unranked(self) -> dict[str, float]:
+        """Returns the metrics by which the last evaluation has no rank, because they are no scores, see `is_score`."""
+        name = self.ranked_by or default_ranking(self.metrics)
+        found = {key: self.metrics[key] for key in (name, f"ema_{name}") if key in self.metrics}
+        return {key: value for key, value in found.items() if not is_score(value)}
+
     def best(self) -> dict[str, float]:
         """Returns the best metric of each kind of weights, under the names of a record."""
         name = self.ranked_by or default_ranking(self.metrics)
@@ -101,9 +108,20 @@ class Resumption(NamedTuple):
         return "\n".join([f"{self.checkpoint}  {where}; {end}", *lines])
 
 
+def is_score(value: float | None) -> bool:
+    """Returns whether a metric can be compared: NaN, infinity and None, which stands for both in records, are never
+    the best.
+    """
+    return value is not None and math.isfinite(value)
+
+
 def rank_epoch(ranking: list[list], epoch: int, score: float, keep: int) -> list[list]:
-    """Returns the `keep` best [score, epoch] of `ranking` and the new epoch, best first; ties go to the earlier one."""
-    return sorted([*ranking, [score, epoch]], key=lambda entry: (-entry[0], entry[1]))[:keep]
+    """Returns the `keep` best [score, epoch] of `ranking` and the new epoch, best first; ties go to the earlier one.
+
+    An epoch has no rank if its score is none, see `is_score`.
+    """
+    entries = [entry for entry in [*ranking, [score, epoch]] if is_score(entry[0])]
+    return sorted(entries, key=lambda entry: (-entry[0], entry[1]))[:keep]
 
 
 def check_progress(progress: Any) -> None:

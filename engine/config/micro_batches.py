@@ -3,15 +3,19 @@
 With `train.elastic` the number of ranks may change at every start, and the total batch stays. The order of images,
 their random numbers, the learning rates and the position within an epoch depend on the total batch alone
 (`engine.data.sampler`), so that a checkpoint of any number of ranks continues at any other. Only the numbers that a
-rank draws for a whole micro-batch (drop path, mixup) and the order of sums depend on the ranks.
+rank draws for a whole micro-batch (drop path, mixup), the statistics of BatchNorm and the order of sums depend on the
+ranks.
 """
 
 import math
 import os
 from dataclasses import replace
 
+from torch import nn
+
 from engine.config.schema import Run
 from engine.runtime.distributed import World
+from models.freeze import trained_batch_norms
 
 
 def pairs_images(run: Run) -> bool:
@@ -53,6 +57,17 @@ def share_batch(run: Run, world: World, most: int | None) -> Run:
     share = run.train.total_batch_size // world.size
     number = fewest_micro_batches(share, min(own, int(first)), pairs_images(run))
     return replace(run, train=replace(run.train, grad_accum_steps=number))
+
+
+def describe_batch_norm(model: nn.Module, run: Run, ranks: int) -> str:
+    """Returns the line on BatchNorm layers that do not see the total batch at once; "" if there are none."""
+    images, total, names = micro_batch_size(run, ranks), run.train.total_batch_size, trained_batch_norms(model)
+    if not names or images == total:
+        return ""
+    return (
+        f"BatchNorm ({', '.join(names)}): statistics of the {images} images of a pass, not of train.total_batch_size ="
+        f" {total}; another number of ranks, or train.grad_accum_steps, gives other results"
+    )
 
 
 def describe_ranks(run: Run, ranks: int, before: int) -> str:

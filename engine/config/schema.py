@@ -236,8 +236,10 @@ class Train:
     )
     class_weights: Literal["balanced"] | tuple[float, ...] | None = option(
         None,
-        "factors of the cross-entropy of every class's images, in the order of the classes; balanced: images / (classes"
-        " x images of the class), as in scikit-learn, whose mean over the images is 1; null: 1",
+        "weights of the classes, in their order: the whole cross-entropy of an image with its label counts by the"
+        " weight of its class, of a mixed image by the mix of their weights, and the loss is the mean over images;"
+        " balanced: images / (classes x images of the class), as in scikit-learn, whose mean over the images is 1;"
+        " null: 1",
         above=0,
         high=1e6,
     )
@@ -274,7 +276,13 @@ class Train:
         "parameters that are not trained: backbone (all but the classifier), or patterns of the names of parameters or"
         " modules (blocks.[0-5], pos_embed); null: none",
     )
-    ema_decay: float | None = option(None, "decay of the weight average per step; null: none", above=0, below=1)
+    ema_decay: float | None = option(
+        None,
+        "largest decay of the weight average per step: after n steps it is n / (n + 9), until that is larger; null: no"
+        " average",
+        above=0,
+        below=1,
+    )
     eval_every: int = option(1, "epochs between evaluations; the last epoch is always evaluated", low=1)
     best_by: Literal["top1", "balanced_accuracy", "loss"] | None = option(
         None,

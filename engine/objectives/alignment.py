@@ -47,11 +47,23 @@ def last_call(layer: Attention) -> LayerCall:
     return cast(LayerCall, layer.last_call)
 
 
-def relative_error(y: Tensor, expected: Tensor) -> Tensor:
-    """Mean squared error over the mean square of `expected`, a scalar in fp32 or wider: 0 if equal, 1 for zeros."""
+def relative_error(y: Tensor, expected: Tensor, dim: int | None = None) -> Tensor:
+    """Mean squared error over the mean square of `expected`, in fp32 or wider: 0 if equal, 1 for zeros.
+
+    Args:
+        dim: dimension of the means; None: all, which gives a scalar.
+    """
     dtype = torch.promote_types(y.dtype, torch.float32)
     y, expected = y.to(dtype), expected.to(dtype)
-    return (y - expected).square().mean() / expected.square().mean()
+    return (y - expected).square().mean(dim) / expected.square().mean(dim)
+
+
+def mean_relative_error(y: Tensor, expected: Tensor) -> Tensor:
+    """Mean over the images of a batch of their `relative_error`, a scalar, for outputs (B, ...).
+
+    It is the mean of those of the batch's parts, which the ratio of means over all images is not.
+    """
+    return relative_error(y.flatten(1), expected.flatten(1), dim=1).mean()
 
 
 class FittedLayers(nn.Module):
@@ -75,9 +87,9 @@ class FittedLayers(nn.Module):
 class Alignment(Objective):
     """The objective of a run whose attention layers are fitted to a teacher's, `distill.type: attention`.
 
-    The loss is that of `combine_losses`, with the mean over layers of `relative_error`. Layers that are the teacher's
-    own, with the same mechanism and options, are not fitted. With alpha = 1, the fitted layers alone are trained. The
-    teacher makes one forward pass for each batch.
+    The loss is that of `combine_losses`, with the mean over layers of `mean_relative_error`. Layers that are the
+    teacher's own, with the same mechanism and options, are not fitted. With alpha = 1, the fitted layers alone are
+    trained. The teacher makes one forward pass for each batch.
 
     Args:
         loss: function of logits and targets. model: what is trained. teacher: see `engine.objectives.distillation`.
@@ -129,7 +141,7 @@ class Alignment(Objective):
         taught = self.teacher(images)
         calls = [last_call(layer) for layer in self.taught]
         found, outputs = network(images, calls)
-        errors = [relative_error(y, call.output) for y, call in zip(found, calls, strict=True)]
+        errors = [mean_relative_error(y, call.output) for y, call in zip(found, calls, strict=True)]
         numbered = zip(self.fitted.layers, errors, strict=True)
         self.values = {f"error_{number}": error.detach() for number, error in numbered}
         return combine_losses(self.distill, torch.stack(errors).mean(), self.loss, outputs, targets, taught)

@@ -39,30 +39,44 @@ CLASSES = Measure(("top1", "top5", "loss"), rate_classes, by_class=True)
 are fewer than five). loss: mean cross-entropy, nats."""
 
 
-class WeightedCrossEntropy(nn.CrossEntropyLoss):
-    """torch's cross-entropy with class weights, whose mean is over images for class indices too, as for soft targets.
+class WeightedCrossEntropy(nn.Module):
+    """Cross-entropy with class weights: the mean over images of the weight of an image times its cross-entropy.
 
-    torch divides the loss of class indices by the weights of a batch. The gradients of ranks and micro-batches would
-    then not add up to those of the whole batch, and mixup would have another scale.
+    The weight of an image is that of its class, and of a mixed image the same mix of the weights of its classes. The
+    best prediction is thus the smoothed target, as without weights. torch's own weights are factors of the terms of the
+    sum over classes: with label smoothing, the best prediction for an image of a common class can be a rare class
+    (pytorch issue 104776). For class indices torch also divides by the weights of the batch, so that the gradients of
+    ranks and micro-batches would not add up to those of the whole batch.
+
+    Args:
+        weight: (classes,). smoothing: label smoothing; soft targets have it already, as those of timm's mixup.
     """
 
-    def __init__(self, weight: Tensor, label_smoothing: float):
-        super().__init__(weight, reduction="none", label_smoothing=label_smoothing)
+    weight: Tensor
 
-    def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        return super().forward(input, target).mean()
+    def __init__(self, weight: Tensor, smoothing: float):
+        super().__init__()
+        self.register_buffer("weight", weight)
+        self.smoothing = smoothing
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        if not targets.is_floating_point():
+            losses = F.cross_entropy(logits, targets, reduction="none", label_smoothing=self.smoothing)
+            return (self.weight[targets] * losses).mean()
+        mixed = (targets * self.weight).sum(1)
+        weights = (mixed - self.smoothing * self.weight.mean()) / (1 - self.smoothing)  # without the smoothed share
+        return (weights * F.cross_entropy(logits, targets, reduction="none")).mean()
 
 
 def create_loss(augment: Any, class_weights: Sequence[float] | None = None) -> nn.Module:
     """Creates the cross-entropy with class indices, or with the soft targets of mixup, which does the smoothing itself.
 
     Args:
-        augment: section `augment` of a run. class_weights: factor of every class; None: 1.
+        augment: section `augment` of a run. class_weights: weight of every class; None: 1.
     """
-    smoothing = 0.0 if augment.mixup or augment.cutmix else augment.smoothing
-    if class_weights is None:
-        return nn.CrossEntropyLoss(label_smoothing=smoothing)
-    return WeightedCrossEntropy(torch.tensor(class_weights), smoothing)
+    if class_weights is not None:
+        return WeightedCrossEntropy(torch.tensor(class_weights), augment.smoothing)
+    return nn.CrossEntropyLoss(label_smoothing=0.0 if augment.mixup or augment.cutmix else augment.smoothing)
 
 
 def label_loss(run: Run, model: nn.Module) -> nn.Module:

@@ -16,7 +16,7 @@ from timm.layers import to_2tuple
 from torch import Tensor, nn
 
 from attention.options import OptionError
-from engine.objectives.alignment import relative_error
+from engine.objectives.alignment import mean_relative_error
 from engine.objectives.classification import CLASSES, label_loss
 from engine.objectives.distillation import Distill, Teacher, combine_losses, digest_weights, train_fitted
 from engine.objectives.objective import Objective, Run
@@ -32,7 +32,7 @@ def cosine_error(y: Tensor, expected: Tensor) -> Tensor:
     return 1 - F.cosine_similarity(y.to(dtype), expected.to(dtype), dim=-1).mean()
 
 
-ERRORS = {"squared": relative_error, "cosine": cosine_error}
+ERRORS = {"squared": mean_relative_error, "cosine": cosine_error}
 """Value of `distill.distance` -> function of features and those of the teacher."""
 
 

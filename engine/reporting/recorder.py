@@ -17,6 +17,7 @@ import json
 import math
 import os
 import platform
+import sys
 import time
 import uuid
 from collections.abc import Mapping
@@ -206,6 +207,9 @@ class Recorder:
         """Records an evaluation after `epoch` epochs, and shows its `pictures`: name -> (B, C, H, W), normalised."""
         self._record("eval", epoch, metrics)
         if self.directory is not None:
+            for name, value in self.progress.unranked().items():
+                problem = f"{name} = {value:g} of epoch {epoch} is no score: by it, the epoch is not among the best"
+                print(f"warning: {problem}", file=sys.stderr, flush=True)
             for name, images in pictures.items():
                 self.charts.show_images(f"eval/{name}", images, self.run.data, self.step)
 

@@ -38,14 +38,20 @@ class Spread(NamedTuple):
 
     @property
     def is_noise(self) -> bool:
-        """Whether that interval contains 0."""
-        return abs(self.mean) <= self.half_width
+        """Whether that interval contains 0, or is not known because a value is not finite."""
+        return not self.half_width < abs(self.mean) < math.inf
 
 
 def spread(values: Iterable[float], step: float = 0.0) -> Spread | None:
-    """Returns mean and standard deviation of `values`, whose least difference is `step`; None if there are none."""
+    """Returns mean and standard deviation of `values`, whose least difference is `step`; None if there are none.
+
+    The standard deviation is NaN if a value is not finite.
+    """
     values = list(values)
-    return Spread(mean(values), stdev(values) if len(values) > 1 else None, len(values), step) if values else None
+    if not values:
+        return None
+    std = None if len(values) == 1 else stdev(values) if all(map(math.isfinite, values)) else math.nan
+    return Spread(mean(values), std, len(values), step)
 
 
 def mean_and_std(spread: Spread | None) -> tuple[float | None, float | None]:

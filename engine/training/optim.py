@@ -1,4 +1,4 @@
-"""Optimiser and learning rate schedule of a run, both by timm."""
+"""Optimiser, learning rate schedule and weight average of a run, all by timm."""
 
 import inspect
 import io
@@ -10,6 +10,7 @@ import torch
 from timm.optim import create_optimizer_v2, get_optimizer_info, param_groups_weight_decay
 from timm.scheduler import create_scheduler_v2
 from timm.scheduler.scheduler import Scheduler
+from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -167,3 +168,13 @@ def create_schedule(optimizer: Optimizer, schedule: Schedule, updates_per_epoch:
         step_on_epochs=False,
         updates_per_epoch=updates_per_epoch,
     )[0]
+
+
+def create_average(model: nn.Module, decay: float) -> ModelEmaV3:
+    """Creates timm's moving average of the weights: call ``update(model, finished updates)`` after each update.
+
+    The average becomes d x average + (1 - d) x weights. After n earlier updates d is n / (n + 9), but at most `decay`:
+    the warm-up of TensorFlow's ExponentialMovingAverage. The average of a young run thus covers about the last ninth of
+    its updates, and forgets the initial weights at the first.
+    """
+    return ModelEmaV3(model, decay, use_warmup=True, warmup_gamma=9.0, warmup_power=1.0)

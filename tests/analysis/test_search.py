@@ -169,6 +169,18 @@ def test_files_of_the_front_are_runs_of_train(checkpoint, tmp_path, monkeypatch,
     assert "--budget macs=0.97: " in out
 
 
+def test_assignments_whose_loss_is_not_finite_are_said_and_not_on_the_front(checkpoint, tmp_path, monkeypatch, capsys):
+    """All but the model's own."""
+    monkeypatch.setattr(search, "encode", lambda figure: b"")
+    scores = lambda hybrids, choices, is_aligned: Score(50.0, math.inf if "linear" in choices else 1.0)  # noqa: E731
+    monkeypatch.setattr(search.Hybrids, "score", scores)
+    options = "--images", "20", "--align", "2", "--output", str(tmp_path)
+    analyze.main(["search", str(checkpoint), *options, "--attention", "linear", "--budget", "macs=1"])
+    assert "warning: the loss of 3 of 4 assignments is not finite; they are not" in capsys.readouterr().out
+    with (tmp_path / "front.csv").open(newline="") as file:
+        assert [(row["layer 0"], row["layer 1"]) for row in csv.DictReader(file)] == [(OWN, OWN)]
+
+
 def test_a_budget_within_which_nothing_was_measured_is_named(checkpoint, tmp_path, monkeypatch, capsys):
     """What `random` has not predicted is blank, and other files in front/ stay."""
     monkeypatch.setattr(search, "encode", lambda figure: b"")

@@ -1,6 +1,7 @@
 """analyze.py sensitivity: hybrids with one replaced layer, whose layers are aligned once for each mechanism."""
 
 import csv
+import math
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from analysis.hybrids import OWN, Hybrids
 from analysis.laboratory import Laboratory, Score, score
 from analysis.trained import read_sample
 from attention import OptionError
+from engine.runtime.errors import UserError
 from models import create_model
 from models.base import attention_layers
 from tests.analysis.models import load_model, save_model
@@ -62,6 +64,25 @@ def test_a_hybrid_has_the_layers_that_are_chosen(checkpoint, tmp_path):
     assert hybrids.score(choices, is_aligned=True) == score(model, lab.trained, lab.sample)
     assert hybrids.macs(hybrids.own) == hybrids.own_macs
     assert hybrids.score(hybrids.own, is_aligned=True) == lab.own.score
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_logits_that_are_not_finite_are_wrong_and_their_loss_is_infinite(checkpoint, tmp_path, monkeypatch, bad):
+    """Also where another logit of the image is the highest. A model with such a loss is compared with nothing."""
+    trained = load_model(checkpoint)
+    sample = read_sample(trained, 20)
+
+    class Spoilt(torch.nn.Module):
+        def forward(self, images):
+            logits = 9.0 * torch.nn.functional.one_hot(sample.classes, 10)
+            logits[3, sample.classes[3]], logits[5, (sample.classes[5] + 1) % 10] = bad, bad
+            return logits
+
+    monkeypatch.setattr(laboratory, "choose_batch_size", lambda shape: 20)
+    assert score(Spoilt(), trained, sample) == Score(90.0, math.inf)
+    monkeypatch.setattr(laboratory, "score", lambda *given: Score(90.0, math.inf))
+    with pytest.raises(UserError, match=r"its own loss is not finite; choose another checkpoint"):
+        create_laboratory(checkpoint, tmp_path)
 
 
 def test_costs_of_layers_add_up(checkpoint, tmp_path):

@@ -1,5 +1,6 @@
 """The figure of a trained model with other attention, from rows and from the CSV file of their draws."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -104,3 +105,10 @@ def test_a_file_that_is_not_of_draws_is_refused(change, message, tmp_path):
     path.write_text(path.read_text().replace(*change, 1))
     with pytest.raises(UserError, match=rf"draws\.csv: {message}"):
         draw_again(path, 100)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_an_error_that_is_not_finite_is_drawn_nowhere(bad: float):
+    rows = [Row(name, "", "any", draws=(Draw(Stage(80.0, 0.0, x, 0.0)),)) for name, x in (("bad", bad), ("good", 0.5))]
+    _, error = draw("", rows, 90.0, {}).axes
+    assert error.get_xlim() == (-0.001, 1.0)

@@ -46,7 +46,7 @@ from engine.checkpoints.files import find_checkpoint, save_checkpoint
 from engine.config.load import dump_run
 from engine.data.idx import IMAGES, LABELS, write_idx
 from engine.reporting.plots import in_style
-from engine.reporting.tables import T_975, Spread
+from engine.reporting.tables import T_975, Spread, spread
 from engine.runtime import files
 from engine.runtime.errors import ConfigError
 from engine.runtime.processes import run_to_end
@@ -1263,6 +1263,16 @@ def test_one_difference_is_never_clear():
     assert second.difference.n == 1
     assert second.difference.is_noise
     assert not Spread(mean=0.5, std=0.0, n=2).is_noise
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_value_that_is_not_finite_has_no_deviation_and_is_no_difference(bad):
+    found = spread([bad, 1.0])
+    assert (repr(found.mean), math.isnan(found.std), found.n) == (repr(bad), True, 2)
+    assert found.is_noise
+    results = [{0: {"loss": 1.0}, 1: {"loss": 2.0}}, {0: {"loss": bad}, 1: {"loss": 2.5}}]
+    first, second = measure(results, "loss")
+    assert (first.values, second.values, second.difference.mean) == ({0: 1.0, 1: 2.0}, {1: 2.5}, 0.5)
 
 
 def test_an_accuracy_is_rounded_to_images():

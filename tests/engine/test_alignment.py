@@ -62,7 +62,7 @@ def objective_of(run: Run, model: nn.Module) -> Alignment:
 
 
 def on_paper(teacher: nn.Module, student: nn.Module, images: Tensor, layers: list[int]) -> list[Tensor]:
-    """Errors of the student's layers, block by block of the teacher."""
+    """Errors of the student's layers, block by block of the teacher: means over images."""
     x, grid = teacher.embed(images)
     errors = []
     for number, (block, own) in enumerate(zip(teacher.blocks, student.blocks, strict=True)):
@@ -70,7 +70,10 @@ def on_paper(teacher: nn.Module, student: nn.Module, images: Tensor, layers: lis
         expected = block.attn(tokens, grid)
         if number in layers:
             y = own.attn(tokens.detach(), grid)
-            errors.append(((y - expected.detach()) ** 2).sum() / (expected.detach() ** 2).sum())
+            squares = [(x.detach() ** 2).sum() for x in expected]
+            errors.append(
+                sum((a - b.detach()).square().sum() / c for a, b, c in zip(y, expected, squares, strict=True)) / len(y)
+            )
         x = x + expected
         x = x + block.mlp(block.norm2(x), grid, None)
     return errors

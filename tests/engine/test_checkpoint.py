@@ -286,6 +286,38 @@ def test_ranking_keeps_the_best_and_of_equals_the_earlier():
     assert ranking == [[70.0, 2], [70.0, 3], [60.0, 4]]
 
 
+NOT_FINITE = (math.nan, math.inf, -math.inf)
+
+
+@pytest.mark.parametrize("bad", NOT_FINITE)
+@pytest.mark.parametrize("place", range(4))
+def test_an_epoch_whose_score_is_not_finite_has_no_rank(place: int, bad: float):
+    """Wherever it comes; a ranking that has one loses it."""
+    scores = [0.9, 0.5, 0.4]
+    scores.insert(place, bad)
+    ranking = []
+    for epoch, score in enumerate(scores):
+        ranking = rank_epoch(ranking, epoch, score, keep=3)
+    assert [score for score, _ in ranking] == [0.9, 0.5, 0.4]
+    assert rank_epoch([[bad, 0], [0.5, 1]], 2, 0.7, keep=3) == [[0.7, 2], [0.5, 1]]
+
+
+@pytest.mark.parametrize("bad", NOT_FINITE)
+def test_the_best_epoch_is_kept_beside_one_whose_loss_is_not_finite(bad: float, checkpoints, tmp_path: Path):
+    """By the loss, of plain and of averaged weights."""
+    progress = Progress()
+    for epoch, loss in enumerate([bad, 0.2, 0.4, bad, 0.6], 1):
+        progress.metrics = {"top1": 50.0, "loss": loss, "ema_top1": 50.0, "ema_loss": loss}
+        progress.rank(epoch, keep=1, best_by="loss")
+        assert progress.unranked() == ({} if epoch in (2, 3, 5) else {"loss": loss, "ema_loss": loss})
+        assert progress.best() == ({} if epoch == 1 else {"best_loss": 0.2, "best_ema_loss": 0.2})
+        progress.epoch = progress.step = epoch
+        checkpoints.save(progress, {"model": Weight(epoch), "model_ema": Weight(-epoch)})
+    assert names(tmp_path) == [f"step_{epoch}_epoch_{epoch}.pt" for epoch in (5, 4, 2)]
+    for weights in ("plain", "ema"):
+        assert find_checkpoint(tmp_path, "best", weights=weights)[1]["progress"]["epoch"] == 2
+
+
 def save_epochs(checkpoints: Checkpoints, *top1s: float) -> None:
     """A run with these results, and one checkpoint within each epoch."""
     progress = Progress()

@@ -53,7 +53,7 @@ def features_on_paper(model: nn.Module, images: Tensor, layers: list[int]) -> li
 
 def distance_on_paper(distance: str, y: Tensor, expected: Tensor) -> Tensor:
     if distance == "squared":
-        return ((y - expected) ** 2).sum() / (expected**2).sum()
+        return (((y - expected) ** 2).sum((1, 2)) / (expected**2).sum((1, 2))).sum() / len(y)
     cosines = (y * expected).sum(2) / ((y**2).sum(2) * (expected**2).sum(2)).sqrt()
     return (1 - cosines).sum() / cosines.numel()
 

@@ -10,7 +10,8 @@ from engine.checkpoints.files import find_checkpoint
 from engine.checkpoints.initial_weights import create_initial_model
 from engine.checkpoints.progress import Progress
 from engine.config.load import load_run
-from engine.config.schema import Run
+from engine.config.micro_batches import describe_batch_norm
+from engine.config.schema import Run, Train
 from engine.runtime.distributed import World, seed_everything
 from engine.runtime.errors import ConfigError
 from engine.training.optim import create_optimizer
@@ -121,6 +122,26 @@ def test_statistics_of_frozen_layers_do_not_move(patterns: str, moves: bool):
     model(torch.randn(4, 3, 16, 16) + 1).sum().backward()
     assert all(torch.equal(model.get_buffer(name), before[name]) is not moves for name in STEM)
     assert (model.patch_embed.proj[1].weight.grad is not None) is moves
+
+
+@pytest.mark.parametrize(
+    ("options", "ranks", "passes", "images"),
+    [
+        ({}, 1, 1, None),  # the total batch, 24
+        ({}, 2, 3, 4),
+        ({}, 1, 3, 8),
+        ({"stem": "linear"}, 2, 3, None),
+        ({"freeze": "patch_embed"}, 2, 3, None),
+    ],
+)
+def test_statistics_of_a_part_of_the_batch_are_said(options: dict, ranks: int, passes: int, images: int | None):
+    model = deit(stem=options.get("stem", "conv"))
+    freeze(model, options.get("freeze"))
+    run = Run(model={}, attention="softmax", train=Train(total_batch_size=24, grad_accum_steps=passes))
+    line = describe_batch_norm(model, run, ranks)
+    layer = "BatchNorm (patch_embed.proj.1, patch_embed.proj.4)"
+    expected = f"{layer}: statistics of the {images} images of a pass, not of train.total_batch_size = 24; another"
+    assert line.startswith(expected) if images else line == ""
 
 
 def test_a_run_trains_the_rest(tmp_path: Path):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from timm.data.mixup import mixup_target
 from torch import nn
 from torch.utils.data import default_collate
 
@@ -31,25 +32,72 @@ UNCHANGED = Augment(**NO_AUGMENTATION)
 RUN = Run(model={}, attention="softmax", train=Train(class_weights="balanced"))
 
 
-def test_class_weights_are_torchs():
-    """The loss is a mean over images, for class indices and soft targets, so that the parts of a batch add up to it."""
-    generator = torch.Generator().manual_seed(1)
-    logits, labels = torch.randn(12, 4, generator=generator), torch.arange(12) % 4
-    weights = torch.tensor([0.5, 1.0, 2.0, 4.0])
-    for smoothing in (0.0, 0.1):
-        loss = create_loss(dataclasses.replace(UNCHANGED, smoothing=smoothing), weights.tolist())
-        expected = F.cross_entropy(logits, F.one_hot(labels).float(), weights, label_smoothing=smoothing)
-        torch.testing.assert_close(loss(logits, labels), expected)
-        parts = [loss(*part) for part in zip(logits.split(3), labels.split(3), strict=True)]
-        torch.testing.assert_close(torch.stack(parts).mean(), expected)
-    loss = create_loss(UNCHANGED, weights.tolist())
-    torch.testing.assert_close(loss(logits, labels), F.cross_entropy(logits, labels, weights) * weights.mean())
-    mixed, soft = create_loss(Augment(), weights.tolist()), torch.softmax(logits.flip(0), 1)
-    torch.testing.assert_close(mixed(logits, soft), F.cross_entropy(logits, soft, weights))
-    ones = create_loss(UNCHANGED, [1.0] * 4)
-    torch.testing.assert_close(ones(logits, labels), create_loss(UNCHANGED)(logits, labels))
+LABELS, PARTNERS, SHARE = torch.arange(12) % 4, torch.arange(11, -1, -1) % 4, 0.7
+WEIGHTS = torch.tensor([0.5, 1.0, 2.0, 7.0], dtype=torch.float64)
+
+
+def smooth(targets: torch.Tensor, smoothing: float) -> torch.Tensor:
+    return (1 - smoothing) * targets + smoothing / targets.shape[1]
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.9])
+@pytest.mark.parametrize("kind", ["indices", "mixed"])
+def test_a_class_weight_is_the_factor_of_the_whole_loss_of_an_image(kind: str, smoothing: float):
+    """So that the best prediction is the smoothed target: with other factors, the gradient is not zero there.
+
+    The gradient of a mean of weighted cross-entropies is weight x (prediction - target) / images. timm makes the mixed
+    targets: a share of each image, and of the last image first.
+    """
+    logits = torch.randn(12, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64, requires_grad=True)
+    own, other = (F.one_hot(labels).double() for labels in (LABELS, PARTNERS))
+    if kind == "indices":
+        augment, given, plain = UNCHANGED, LABELS, own
+    else:
+        augment, plain = Augment(), SHARE * own + (1 - SHARE) * other
+        given = mixup_target(LABELS, 4, SHARE, smoothing).double()
+    loss = create_loss(dataclasses.replace(augment, smoothing=smoothing), WEIGHTS.tolist()).double()
+    weights, target = plain @ WEIGHTS, smooth(plain, smoothing)
+    found, log_p = loss(logits, given), logits.log_softmax(1)
+    torch.testing.assert_close(found, -(weights * (target * log_p).sum(1)).mean(), rtol=1e-6, atol=0)  # targets: fp32
+    (gradient,) = torch.autograd.grad(found, logits)
+    torch.testing.assert_close(gradient, weights[:, None] * (log_p.exp() - target) / 12, rtol=1e-5, atol=1e-7)
+    parts = [loss(*part) for part in zip(logits.split(3), given.split(3), strict=True)]
+    torch.testing.assert_close(torch.stack(parts).mean(), found)
+    plainly = create_loss(dataclasses.replace(augment, smoothing=smoothing), [1.0] * 4).double()(logits, given)
+    torch.testing.assert_close(
+        plainly, create_loss(dataclasses.replace(augment, smoothing=smoothing))(logits, given), rtol=1e-6, atol=0
+    )
+
+
+def test_class_weights_on_paper():
+    """Two classes, an image of each, weights 1 and 19, smoothing 0.1: targets (0.95, 0.05) and (0.05, 0.95).
+
+    Equal logits cost ln 2 each, in the mean (1 + 19) / 2 ln 2. torch's own weights make these logits the best for the
+    first image: 0.95 x 1 = 0.05 x 19.
+    """
+    loss = create_loss(dataclasses.replace(UNCHANGED, smoothing=0.1), [1.0, 19.0])
+    assert loss(torch.zeros(2, 2), torch.tensor([0, 1])).item() == pytest.approx(10 * np.log(2))
+    logits = torch.tensor([[np.log(19.0), 0.0]], dtype=torch.float32, requires_grad=True)  # (0.95, 0.05)
+    loss(logits, torch.tensor([0])).backward()
+    torch.testing.assert_close(logits.grad, torch.zeros(1, 2))
     with torch.autocast("cpu", torch.bfloat16):
-        assert loss(logits.bfloat16(), labels).dtype == torch.float32
+        assert loss(logits.bfloat16(), torch.tensor([0])).dtype == torch.float32
+
+
+def test_of_33_to_1_images_both_classes_are_learned():
+    """By balanced weights and the default smoothing: torch's own weights end at the rare class for every image."""
+    labels = np.repeat(range(2), [66, 2])
+    images = Images(ArrayReader(np.zeros((68, 4, 4), np.uint8), labels, "ab"))
+    run = weigh_classes(RUN, images, CPU)
+    loss = create_loss(dataclasses.replace(UNCHANGED, smoothing=Augment().smoothing), run.train.class_weights)
+    targets, model = torch.from_numpy(labels), nn.Linear(2, 2)
+    pixels = F.one_hot(targets).float()
+    optimizer = torch.optim.SGD(model.parameters(), 0.3)
+    for _ in range(300):
+        optimizer.zero_grad()
+        loss(model(pixels), targets).backward()
+        optimizer.step()
+    assert model(pixels).softmax(1).gather(1, targets[:, None]).min().item() == pytest.approx(0.95, abs=0.02)
 
 
 def test_balanced_class_weights_are_scikit_learns():

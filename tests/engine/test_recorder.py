@@ -99,6 +99,19 @@ def test_records(tmp_path: Path):
     assert "memory_mb" not in final  # on a CPU it would be that of the process
 
 
+def test_a_metric_that_is_no_score_is_said(tmp_path: Path, capsys: pytest.CaptureFixture):
+    """Only where it ranks epochs, and by the primary rank."""
+    progress = Progress(metrics={"top1": 50.0, "loss": math.nan, "ema_top1": 50.0, "ema_loss": math.inf})
+    for directory, best_by, lines in ((tmp_path, "loss", 2), (tmp_path, "top1", 0), (None, "loss", 0)):
+        progress.rank(7, 3, best_by)
+        Recorder(directory, RUN, progress, total_steps=1, world=WORLD).eval(7, progress.metrics)
+        err = capsys.readouterr().err
+        assert err.count("warning: ") == lines
+        if lines:
+            assert "warning: loss = nan of epoch 7 is no score: by it, the epoch is not among the best\n" in err
+            assert "warning: ema_loss = inf of epoch 7 is no score" in err
+
+
 class Clock:
     """Takes the place of `time.monotonic` in reports."""
 

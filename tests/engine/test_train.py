@@ -11,13 +11,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
-from timm.utils import ModelEmaV3
 from torch import nn
 from torch._dynamo.utils import counters
 
 import train
 from attention import ATTENTION
-from engine.checkpoints.files import find_checkpoint
+from engine.checkpoints.files import find_checkpoint, load_checkpoint
 from engine.checkpoints.progress import Progress
 from engine.config.schema import Data, Optim, Schedule, Train
 from engine.objectives.classification import Classification
@@ -25,7 +24,7 @@ from engine.runtime.distributed import World
 from engine.training.compilation import CompilationFailed, compiled_blocks
 from engine.training.exchange import UpdateExchange
 from engine.training.nonfinite import FiniteGuard
-from engine.training.optim import create_optimizer, create_schedule
+from engine.training.optim import create_average, create_optimizer, create_schedule
 from models import create_model
 from tests.support.launches import Launches
 
@@ -219,12 +218,37 @@ def test_weight_average(tmp_path: Path):
     assert 1e-4 < relative_rms(last["model_ema"], last["model"]) < 1
 
 
+@pytest.mark.parametrize(("decay", "last"), [(0.9999, 4 / 13), (0.25, 0.25)])
+def test_every_update_is_averaged(decay: float, last: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The fifth update has the decay 4 / (4 + 9), unless `train.ema_decay` is smaller; float32."""
+    monkeypatch.setattr("engine.training.resume.NUM_LAST", 9)
+    new = start(tmp_path, f"train.ema_decay={decay}", "train.checkpoint_steps=1")
+    assert new["progress"]["step"] == 5
+    old = load_checkpoint(tmp_path / "run" / "step_4.pt")
+    for name, average in new["model_ema"].items():
+        torch.testing.assert_close(average, last * old["model_ema"][name] + (1 - last) * new["model"][name])
+    assert relative_rms(new["model_ema"], old["model_ema"]) > 1e-3
+
+
+def test_the_decay_of_the_weight_average_on_paper():
+    """Weights 0, then 1, 2, 3, 4: d = 0, 1 / 10, 2 / 11, and 0.2 instead of 3 / 12."""
+    weight = nn.Linear(1, 1, bias=False).double()
+    nn.init.zeros_(weight.weight)
+    average = create_average(weight, 0.2)
+    for update, expected in enumerate((1.0, 1.9, (2 * 1.9 + 9 * 3) / 11, 0.2 * (2 * 1.9 + 9 * 3) / 11 + 0.8 * 4), 1):
+        nn.init.constant_(weight.weight, update)
+        average.update(weight, update)
+        assert average.module.weight.item() == pytest.approx(expected, rel=1e-12)
+    long = create_average(weight, 0.9999)
+    assert [round(long.get_decay(step), 6) for step in (9002, 89_992, 10**6)] == [0.999001, 0.9999, 0.9999]
+
+
 @pytest.mark.parametrize("name", ATTENTION)
 def test_weight_average_leaves_fixed_buffers_exact(name: str):
     """Integer buffers and fixed random draws are equal to the model's after any number of updates."""
     torch.manual_seed(0)
     model = create_model("deit", attention=name, img_size=56, patch_size=4, embed_dim=12, depth=1, stem="conv")
-    ema = ModelEmaV3(model, decay=0.9999)
+    ema = create_average(model, 0.9999)
     for step in range(1, 20):
         with torch.no_grad():
             for parameter in model.parameters():
@@ -294,7 +318,7 @@ def meta_trainer(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Everything that `Trainer.update` needs, on the device meta."""
     attention = {"name": "eva", "window_size": 3, "num_landmarks": 4}
     model = create_model(**RUN["model"] | {"depth": 1}, attention=attention)
-    ema = ModelEmaV3(model, decay=0.9).to("meta")
+    ema = create_average(model, 0.9).to("meta")
     model, world, progress = model.to("meta").train(), MetaWorld(torch.device("meta")), Progress()
     object.__setattr__(world, "rows", [[[1.0, 1.0, 0.0, 0.0, 0.0]], [[2.0, math.nan, 0.0, 0.0, 0.0]]])
     monkeypatch.setattr(train, "autocast", lambda amp, device: nullcontext())  # meta has none

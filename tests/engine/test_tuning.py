@@ -57,7 +57,7 @@ def write_record(case: Case, **record: object) -> None:
     (case.directory / "metrics.jsonl").write_text(json.dumps({"epoch": 1, "step": 9, **record}) + "\n")
 
 
-def finish(case: Case, top1: float, loss: float = 1.0) -> None:
+def finish(case: Case, top1: float, loss: float | None = 1.0) -> None:
     write_record(case, kind="final", top1=top1, loss=loss, step_seconds=0.1)
 
 
@@ -85,6 +85,8 @@ def test_every_setting_has_a_run_for_each_rate_and_then_its_seeds(config):
         ([(90, 1.0), (91, 1.0), (92, 1.0)], 2e-3, "highest"),
         ([(91, 1.0), (91, 0.9), (90, 0.1)], 1e-3, ""),
         ([(91, 1.0), (91, 1.0), (91, 1.0)], 5e-4, "lowest"),
+        ([(90, 1.0), (91, None), (91, 9.0)], 2e-3, "highest"),
+        ([(91, None), (91, None), (90, 1.0)], 5e-4, "lowest"),
         ([(90, 1.0), (91, 1.0), None], None, ""),
         ([(90, 1.0), (91, 1.0), "the loss is not finite on rank 0"], 1e-3, ""),
         ([(90, 1.0), (91, 1.0), "No space left on device"], None, ""),
@@ -92,7 +94,9 @@ def test_every_setting_has_a_run_for_each_rate_and_then_its_seeds(config):
     ],
 )
 def test_the_best_of_the_finished_runs_is_chosen(config, finals, chosen, edge):
-    """By top-1, then loss, then the smaller. A run that has diverged takes no part, one that failed otherwise does."""
+    """By top-1, then loss (null: not finite, the highest), then the smaller. A run that has diverged takes no part, one
+    that failed otherwise does.
+    """
     _, (setting, _), _ = read(config)
     for case, final in zip(setting.tuning.cases.values(), finals, strict=True):
         if isinstance(final, str):
