@@ -37,7 +37,7 @@ LARGEST = 10.0
 
 AXES = {
     "macs": "cost: multiply-accumulates of the attention layers for an image, with projections (M)",
-    "memory": f"cost: peak memory of the first layer for {CHUNK} images (MiB)",
+    "memory": f"cost: highest peak memory of a layer for {CHUNK} images (MiB)",
     "entropy": "entropy of softmax's weights (nats), at {temperatures} and a budget of {middle}",
     "layer": "layer, at a budget of {middle}",
 }

@@ -27,7 +27,7 @@ from engine.reporting.plots import encode
 from engine.reporting.tables import Spread, compact_table, mean_and_std, over_draws, plus_minus, verdict
 from engine.runtime.errors import UserError
 from engine.runtime.files import dicts_to_csv, make_output, write_file
-from models.assignment import assign, mechanisms_of
+from models.assignment import assign, mechanisms_of, single_layers
 from models.assignment import replace as replace_entry
 from models.costs import count_costs
 
@@ -84,15 +84,14 @@ def assignment(trained: Trained, place: Mapping[str, Any], mechanism: Mapping[st
     """
     name, depths = trained.run.model["name"], trained.model.config.depths
     if not place and len(depths) == 1:
-        return mechanism, range(*depths)
+        return mechanism, single_layers(depths)
     entries = assign(name, trained.run.attention, depths)
     if place:
         entries = replace_entry(entries, depths, place, mechanism, "--")
         return [entry.options for entry in entries], entries[-1].layers
     for stage in range(len(depths) - 1):  # the last stage of a pyramid keeps its own
         entries = replace_entry(entries, depths, {"stage": stage}, mechanism, "--")
-    layers = [n for entry in entries if entry.options["name"] == mechanism["name"] for n in entry.layers]
-    return [entry.options for entry in sorted(entries, key=lambda entry: entry.layers)], sorted(layers)
+    return [entry.options for entry in sorted(entries, key=lambda entry: entry.layers)], single_layers(depths)
 
 
 def measure(
