@@ -98,7 +98,8 @@ def main(args: argparse.Namespace) -> None:
     stages = "without training" if fit is None else f"as they are and aligned in {args.align} steps"
     title = f"{args.checkpoint}: error against {of}; {count} images; {stages}, {over_draws(args.draws)}"
     print(f"{title}\n\n{compact_table([readable(row) for row in rows])}")
-    lines = [line for row in rows for line in values(row, count, args.draws)]
+    tokens = [math.prod(grid) for _, grid in inputs]
+    lines = [line for row in rows for line in values(row, tokens, count, args.draws)]
     write_file(args.output / "error.csv", dicts_to_csv(lines))
     for against in figures:
         figure = draw(title, rows, against, budgets, softmax.macs)
@@ -139,13 +140,13 @@ def readable(row: Row) -> dict[str, str]:
     }
 
 
-def values(row: Row, images: int, draws: int) -> Iterator[dict[str, Any]]:
-    """Yields the rows of the CSV file, column -> value: one for each layer, counted from 1."""
+def values(row: Row, tokens: Sequence[int], images: int, draws: int) -> Iterator[dict[str, Any]]:
+    """Yields the rows of the CSV file, column -> value: one for each layer, counted from 1, with its grid's `tokens`."""
     for layer, nats in enumerate(row.entropies):
         error, std = mean_and_std(row.spread(layer))
         line = {"attention": row.name, "options": row.options, "mode": row.mode, "aligned_steps": row.steps}
         line |= {"images": images, "draws": draws, "budget": row.budget, "temperature": row.temperature}
-        line |= {"layer": layer + 1, "entropy": nats}
+        line |= {"layer": layer + 1, "tokens": tokens[layer], "entropy": nats}
         bias = (row.spread_of_squared_bias(layer) or [None])[0]
         line |= {"error": error, "error_std": std, "squared_bias": bias, "untrained_parameters": row.untrained}
         yield line | {"macs": row.macs or None, "peak_bytes": row.peak, "problem": row.problem}
