@@ -182,7 +182,8 @@ def measure(
         except (OptionError, FloatingPointError) as error:
             yield row(options_text(options), problem=str(error))
             continue
-        macs, given = layer_macs(trained, options, softmax.inputs), zip(attention_layers(model), softmax.inputs, strict=True)
+        macs, built = layer_macs(trained, options, softmax.inputs), attention_layers(model)
+        given = zip(built, softmax.inputs, strict=True)
         calls = [partial(attended, layer, x[:CHUNK], grid) for layer, (x, grid) in given]
         peak = max(peak_bytes(call, trained.device) for call in calls)
         row = partial(row, options_text(options), untrained=untrained, macs=macs, peak=peak, layers=layers)

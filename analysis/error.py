@@ -141,7 +141,7 @@ def readable(row: Row) -> dict[str, str]:
 
 
 def values(row: Row, tokens: Sequence[int], images: int, draws: int) -> Iterator[dict[str, Any]]:
-    """Yields the rows of the CSV file, column -> value: one for each layer, counted from 1, with its grid's `tokens`."""
+    """Yields the rows of the CSV file, column -> value: one for each layer, counted from 1, which has `tokens`."""
     for layer, nats in enumerate(row.entropies):
         error, std = mean_and_std(row.spread(layer))
         line = {"attention": row.name, "options": row.options, "mode": row.mode, "aligned_steps": row.steps}

@@ -400,7 +400,7 @@ def test_errors_of_a_pyramid_are_means_over_the_layers_of_the_mechanism(tmp_path
     assert row.spread_of_squared_bias().mean == pytest.approx((sum(errors[:3]) - sum(variances[:3])) / 3)
     assert row.spread(3).mean == 0
     assert row.entropy == pytest.approx(sum(softmax.entropies[:3]) / 3)
-    assert {name: list(row.layers) for name, row in found.items()} == dict.fromkeys(found, [0, 1, 2])
+    assert all(list(row.layers) == [0, 1, 2] for row in found.values())
     assert found["softmax"].entropy == row.entropy
     assert error.readable(row)["entropy (nats)"] == f"{row.entropy:.2f}"
     for name in found:
@@ -435,7 +435,8 @@ def test_layers_that_differ_have_their_own_memory(checkpoint, trained, inputs):
     args = argparse.Namespace(draws=1, modes=["evaluation"], decompose=None, align=None)
     (row,) = measure(trained, softmax, "", {"name": "transnormer", "window_size": 2}, [4], args)
     layers = attention_layers(drop_in(trained, {"name": "transnormer", "window_size": 2}, 0)[0])
-    first, second = (peak_bytes(partial(attended, *each), trained.device) for each in zip(layers, *zip(*inputs)))
+    calls = [partial(attended, layer, *given) for layer, given in zip(layers, inputs, strict=True)]
+    first, second = (peak_bytes(call, trained.device) for call in calls)
     assert row.peak == second > first
 
 

@@ -196,7 +196,9 @@ def test_a_padded_image_is_itself_alone_but_for_the_mechanisms_that_the_page_nam
         attn = Case(name, (14, 14)).build(layer=layer, depth=2).eval()
         images = [torch.randn(1, *size, attn.num_heads * attn.head_dim, dtype=torch.float64) for size in SIZES]
         x = torch.cat([F.pad(image, (0, 0, 0, 14 - W, 0, 14 - H)) for image, (H, W) in zip(images, SIZES, strict=True)])
-        mask = torch.cat([F.pad(torch.ones(1, *size, dtype=bool), (0, 14 - size[1], 0, 14 - size[0])) for size in SIZES])
+        mask = torch.cat(
+            [F.pad(torch.ones(1, *size, dtype=bool), (0, 14 - size[1], 0, 14 - size[0])) for size in SIZES]
+        )
         y = attn(x.flatten(1, 2), (14, 14), mask.flatten(1)).view_as(x)
         for b, (H, W) in enumerate(SIZES):
             errors.append((y[b, :H, :W].flatten(0, 1) - attn(images[b].flatten(1, 2), (H, W))[0]).abs().max().item())
