@@ -194,11 +194,10 @@ def test_a_padded_image_is_itself_alone_but_for_the_mechanisms_that_the_page_nam
     assert named <= ATTENTION.keys()
     for layer in range(2):
         attn = Case(name, (14, 14)).build(layer=layer, depth=2).eval()
-        images = [torch.randn(1, *size, attn.num_heads * attn.head_dim, dtype=torch.float64) for size in SIZES]
-        x = torch.cat([F.pad(image, (0, 0, 0, 14 - W, 0, 14 - H)) for image, (H, W) in zip(images, SIZES, strict=True)])
-        mask = torch.cat(
-            [F.pad(torch.ones(1, *size, dtype=bool), (0, 14 - size[1], 0, 14 - size[0])) for size in SIZES]
-        )
+        images = [torch.randn(1, *size, 12, dtype=torch.float64) for size in SIZES]
+        x, mask = torch.zeros(len(SIZES), 14, 14, 12, dtype=torch.float64), torch.zeros(len(SIZES), 14, 14, dtype=bool)
+        for b, (H, W) in enumerate(SIZES):
+            x[b, :H, :W], mask[b, :H, :W] = images[b], True
         y = attn(x.flatten(1, 2), (14, 14), mask.flatten(1)).view_as(x)
         for b, (H, W) in enumerate(SIZES):
             errors.append((y[b, :H, :W].flatten(0, 1) - attn(images[b].flatten(1, 2), (H, W))[0]).abs().max().item())
