@@ -25,6 +25,7 @@ from analysis.drop_in import CHUNK, attended, layer_inputs, outputs
 from analysis.trained import Sample, Trained, load_trained, read_sample
 from engine.reporting.plots import encode, in_style, label_ends, label_points, line_style, new_figure
 from engine.reporting.tables import compact_table, mean_and_std, over_draws, plus_minus
+from engine.runtime.arguments import Count
 from engine.runtime.errors import UserError
 from engine.runtime.files import dicts_to_csv, make_output, write_file
 from models.assignment import mechanisms_of
@@ -56,26 +57,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     command_line.add_run(parser)
     command_line.add_drop_in(parser, NUM_IMAGES, command_line.MODES)
     sizes = "sizes of a mechanism: landmarks, samples, tokens of a window, ..., at temperature 1 (16 49 196)"
-    parser.add_argument("--budgets", type=int, nargs="+", default=[16, 49, 196], help=sizes)
+    parser.add_argument("--budgets", type=Count(), nargs="+", default=[16, 49, 196], help=sizes)
     divisors = "divisors of the logits, at the middle budget (0.25 1 4)"
     passes = "split the error with samples into squared bias and variance, over so many passes"
-    parser.add_argument("--decompose", type=int, metavar="PASSES", help=passes)
+    parser.add_argument("--decompose", type=Count(2), metavar="PASSES", help=passes)
     parser.add_argument("--temperatures", type=float, nargs="+", help=f"{divisors[:-1]}; 1 with --align)")
     command_line.add_align(parser, BATCH_SIZE)
 
 
 def main(args: argparse.Namespace) -> None:
-    command_line.check_positive(args, "draws", "images", *(["align"] if args.align is not None else []))
-    if args.decompose is not None and (args.decompose < 2 or "sampled" not in args.modes):
-        remedy = "give 2 passes or more" if args.decompose < 2 else "leave --modes out, or add sampled"
-        raise UserError(f"--decompose {args.decompose}: there is no variance over them; {remedy}")
+    if args.decompose is not None and "sampled" not in args.modes:
+        raise UserError(
+            f"--decompose {args.decompose}: there is no variance over them; leave --modes out, or add sampled"
+        )
     if args.temperatures is None:
         args.temperatures = [0.25, 1.0, 4.0] if args.align is None else [1.0]
     if args.align is not None and args.temperatures != [1.0]:
         raise UserError("--align fits to the run's own attention, which has temperature 1; leave --temperatures out")
-    for name in ("budgets", "temperatures"):
-        if not all(0 < value < math.inf for value in getattr(args, name)):
-            raise UserError(f"--{name} {' '.join(f'{x:g}' for x in getattr(args, name))}: give numbers above 0")
+    if not all(0 < value < math.inf for value in args.temperatures):
+        raise UserError(f"--temperatures {' '.join(f'{x:g}' for x in args.temperatures)}: give numbers above 0")
     budgets, temperatures = sorted(set(args.budgets)), sorted({1.0, *args.temperatures})
     figures = [against for against in AXES if against != "entropy" or len(temperatures) > 1]
     make_output(args.output, ["error.csv", *(f"error_{against}.png" for against in figures)])

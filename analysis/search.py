@@ -34,6 +34,7 @@ from engine.config.yaml_files import dump_yaml
 from engine.objectives.distillation import Distill
 from engine.reporting.plots import BLUE, GREY, ORANGE, encode, in_style, new_figure
 from engine.reporting.tables import compact_table
+from engine.runtime.arguments import SEED, Count
 from engine.runtime.errors import UserError
 from engine.runtime.files import check_directory, dicts_to_csv, make_output, write_file
 from engine.runtime.memory import is_out_of_memory, limit_memory
@@ -43,9 +44,6 @@ NUM_IMAGES = 1000
 
 STEPS = 150
 """Default number of steps of alignment."""
-
-MAX_SEED = 2**63 - 1
-"""Largest seed that torch takes from a signed number."""
 
 PER_BUDGET = 8
 """Default number of assignments that are measured for each budget, after the layers alone."""
@@ -60,24 +58,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     command_line.add_run(parser)
     command_line.add_mechanisms(parser, "all of that file")
     text = f"steps of {BATCH_SIZE} training images in which mechanisms are aligned ({STEPS})"
-    parser.add_argument("--align", type=int, default=STEPS, metavar="STEPS", help=text)
+    parser.add_argument("--align", type=Count(), default=STEPS, metavar="STEPS", help=text)
     meanings = "; ".join(f"{kind}: {meaning}" for kind, meaning in BUDGETS.items())
     text = f"largest costs of the model, all of one kind. {meanings}"
     parser.add_argument("--budget", nargs="+", required=True, metavar="KIND=LIMIT", help=text)
     text = "images of the forward pass that ms= and memory= limit (1)"
-    parser.add_argument("--batch-size", type=int, metavar="N", help=text)
+    parser.add_argument("--batch-size", type=Count(), metavar="N", help=text)
     text = "assignments to measure, those with at most one replaced layer included"
     text += f" (default: these, and {PER_BUDGET} for each budget)"
-    parser.add_argument("--evaluations", type=int, metavar="N", help=text)
+    parser.add_argument("--evaluations", type=Count(), metavar="N", help=text)
     strategies = "which assignments are measured: of the lowest predictions, at random, or all (sensitivity)"
     parser.add_argument("--strategy", choices=("sensitivity", "random", "all"), default="sensitivity", help=strategies)
-    parser.add_argument("--seed", type=int, default=0, help="seed of alignment and of the random strategy (0)")
+    parser.add_argument("--seed", type=SEED, default=0, help="seed of alignment and of the random strategy (0)")
     command_line.add_images(parser, NUM_IMAGES)
 
 
 def main(args: argparse.Namespace) -> None:
-    given = [name for name in ("evaluations", "batch_size") if getattr(args, name) is not None]
-    command_line.check_positive(args, "align", "images", *given)
     kind, limits = read_budgets(args.budget)
     check_options(args, kind)
     make_output(args.output, [*FILES, MEASUREMENTS_FILE])
@@ -114,15 +110,13 @@ def read_budgets(texts: Sequence[str]) -> tuple[str, dict[str, float]]:
 
 
 def check_options(args: argparse.Namespace, kind: str) -> None:
-    """Raises a UserError for an option without effect, or a seed that torch does not take."""
+    """Raises a UserError for an option without effect."""
     if kind == "macs" and args.batch_size is not None:
         raise UserError(
             f"--batch-size {args.batch_size}: macs= is for one image; leave it out, or limit ms= or memory="
         )
     if args.strategy == "all" and args.evaluations is not None:
         raise UserError(f"--evaluations {args.evaluations}: --strategy all measures every assignment; leave it out")
-    if not 0 <= args.seed <= MAX_SEED:
-        raise UserError(f"--seed {args.seed}: expected a number from 0 to {MAX_SEED}")
 
 
 def possible(mechanisms: Mapping[str, Mapping[str, Any]], laboratory: Laboratory) -> dict[str, Mapping[str, Any]]:

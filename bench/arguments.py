@@ -9,15 +9,12 @@ from contextlib import contextmanager
 import torch
 
 from attention import ATTENTION, Grid
+from engine.runtime.arguments import Count
 from engine.runtime.errors import UserError
 from engine.runtime.memory import is_out_of_memory
 
-
-def positive(text: str) -> int:
-    """Parses a whole number of at least 1."""
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)
+positive = Count()
+"""Type of a count: channels, heads, images, tokens or pixels along a side."""
 
 
 def device_name(text: str) -> str:

@@ -242,9 +242,7 @@ def test_what_does_not_fit_has_no_figures(tmp_path, monkeypatch, capsys, method,
 
 
 def test_inputs_that_do_not_fit(tmp_path, capsys):
-    benchmark.main(
-        [*LAYERS[:-4], "--rounds", "2", "--attention", "softmax", "--tokens", "16", f"--batch-size={10**12}"]
-    )
+    benchmark.main([*LAYERS[:-4], "--rounds", "2", "--attention", "softmax", "--tokens", "16", f"--batch-size={10**9}"])
     assert "out of memory" in capsys.readouterr().out
 
 
@@ -383,8 +381,6 @@ def test_refuses_with_one_line(arguments, message, capsys):
         ("", "give --attention, --models or --macs"),
         ("--attention eva --tokens 50", "50 is no square number; nearest: 49"),
         ("--attention eva --tokens 2x3x4", "neither a side nor HxW"),
-        ("--attention eva --rounds 1", "quartiles take at least 2"),
-        ("--attention eva --dim 0", "not a whole number above 0"),
         ("configs/quickstart.yaml --attention eva", "configurations go with --macs"),
         ("--core --models deit_tiny_p8:eva", "--core: give --attention"),
         ("--against plain --models deit_tiny_p8:eva", "--against: give --attention, and neither --models nor --base"),
