@@ -17,7 +17,7 @@ from analysis.drop_in import CHUNK, attended, drop_in, merge_modes, set_mode
 from analysis.trained import Trained
 from attention import Attention, Grid, OptionError
 from engine.reporting.tables import Spread, spread
-from engine.runtime.memory import peak_bytes
+from engine.runtime.memory import is_out_of_memory, peak_bytes
 from models import create_model
 from models.assignment import single_layers
 from models.base import attention_layers
@@ -181,6 +181,11 @@ def measure(
                     model.eval()
         except (OptionError, FloatingPointError) as error:
             yield row(options_text(options), problem=str(error))
+            continue
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            yield row(options_text(options), problem="exceeds the memory")
             continue
         macs, built = layer_macs(trained, options, softmax.inputs), attention_layers(model)
         given = zip(built, softmax.inputs, strict=True)

@@ -28,6 +28,7 @@ from engine.reporting.tables import compact_table, mean_and_std, over_draws, plu
 from engine.runtime.arguments import Count
 from engine.runtime.errors import UserError
 from engine.runtime.files import dicts_to_csv, make_output, write_file
+from engine.runtime.memory import limit_memory
 from models.assignment import mechanisms_of
 
 NUM_IMAGES = 16
@@ -85,7 +86,8 @@ def main(args: argparse.Namespace) -> None:
     sample = read_sample(trained, args.images)
     fit = None if args.align is None else aligner(trained, sample, args.align)
     inputs, rows = layer_inputs(trained, sample.images), []
-    with command_line.progress("error", len(temperatures) * len(mechanisms), "mechanisms") as bar:
+    total = len(temperatures) * len(mechanisms)
+    with limit_memory(trained.device), command_line.progress("error", total, "mechanisms") as bar:
         for temperature in temperatures:
             softmax = attend_by_softmax(trained, inputs, temperature, attended if fit is None else outputs)
             for name, attention in mechanisms.items():
@@ -101,7 +103,7 @@ def main(args: argparse.Namespace) -> None:
     tokens = [math.prod(grid) for _, grid in inputs]
     lines = [line for row in rows for line in values(row, tokens, count, args.draws)]
     write_file(args.output / "error.csv", dicts_to_csv(lines))
-    for against in figures:
+    for against in figures if any(row.errors for row in rows) else []:
         figure = draw(title, rows, against, budgets, softmax.macs)
         write_file(args.output / f"error_{against}.png", encode(figure))
 

@@ -427,6 +427,21 @@ def test_layers_that_keep_the_same_mechanism_are_not_counted_as_replaced(tmp_pat
     assert stage.outputs == pytest.approx(sum(errors[:3]) / 3)
 
 
+@pytest.mark.parametrize("question", ["error", "entries", "replace"])
+def test_a_table_of_problems_alone_is_written(checkpoint, tmp_path, question):
+    sizes = ["--budgets", "49"] if question == "error" else []
+    rows = ask(checkpoint, tmp_path, question, "--images", "4", "--draws", "1", "--attention", "lara", *sizes)
+    assert rows
+    assert all(row["problem"].startswith("attention(lara).num_landmarks = ") for row in rows)
+
+
+def test_a_size_that_exceeds_the_memory_is_a_row_with_the_reason(checkpoint, tmp_path):
+    options = "--budgets", f"{10**9}", "--temperatures", "1", "--images", "4", "--draws", "1"
+    rows = ask(checkpoint, tmp_path, "error", *options, "--attention", "performer", "softmax")
+    assert {row["problem"] for row in rows if row["attention"] == "performer"} == {"exceeds the memory"}
+    assert {row["problem"] for row in rows if row["attention"] == "softmax"} == {""}
+
+
 def test_layers_that_differ_have_their_own_memory(checkpoint, trained, inputs):
     """TransNormer's first layer has windows and its second one is linear attention: the peak is the higher one."""
     softmax = attend_by_softmax(trained, inputs, 1.0)
