@@ -11,12 +11,10 @@ Each mechanism is first aligned once. Losses and costs of assignments are predic
 import argparse
 import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from matplotlib.figure import Figure
 
 from analysis import assignments, command_line
@@ -37,7 +35,7 @@ from engine.reporting.tables import compact_table
 from engine.runtime.arguments import SEED, Count
 from engine.runtime.errors import UserError
 from engine.runtime.files import check_directory, dicts_to_csv, make_output, write_file
-from engine.runtime.memory import is_out_of_memory, limit_memory
+from engine.runtime.memory import limit_memory, refuse_too_large
 
 NUM_IMAGES = 1000
 """Default number of classified images."""
@@ -84,7 +82,7 @@ def main(args: argparse.Namespace) -> None:
     if args.attention is None:
         mechanisms = possible(mechanisms, laboratory)
     hybrids = Hybrids(laboratory, mechanisms, args.seed)
-    with refuse_batch(args, trained.device):
+    with refuse_too_large(f"lower --batch-size {args.batch_size or 1}"), limit_memory(trained.device):
         cost = COSTS[kind](hybrids, args.batch_size or 1)
         prices, budgets = cost.prices(), {text: limit * cost.unit for text, limit in limits.items()}
     check_reachable(budgets, prices, cost)
@@ -129,18 +127,6 @@ def possible(mechanisms: Mapping[str, Mapping[str, Any]], laboratory: Laboratory
         except OptionError as error:
             print(f"left out: {error}", file=sys.stderr)
     return found
-
-
-@contextmanager
-def refuse_batch(args: argparse.Namespace, device: torch.device) -> Iterator[None]:
-    """Context in which a forward pass that exceeds the memory is a UserError."""
-    try:
-        with limit_memory(device):
-            yield
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        raise UserError(f"--batch-size {args.batch_size or 1}: a forward pass exceeds the memory; lower it") from error
 
 
 def check_reachable(budgets: Mapping[str, float], prices: Prices, cost: Cost) -> None:

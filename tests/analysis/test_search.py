@@ -206,7 +206,7 @@ def test_a_budget_within_which_nothing_was_measured_is_named(checkpoint, tmp_pat
         (["--budget", "macs=1", "--batch-size", "4"], "--batch-size 4: macs= is for one image; leave it out"),
         (
             ["--budget", "ms=9", "--batch-size", f"{10**9}"],
-            f"--batch-size {10**9}: a forward pass exceeds the memory",
+            f"out of memory; lower --batch-size {10**9}",
         ),
         (["--budget", "macs=1", "--strategy", "all", "--evaluations", "2"], "--evaluations 2: --strategy all measures"),
         (["--budget", "speed"], "--budget: 'speed': unknown budget; known: macs, memory, ms; write ms=5"),

@@ -180,6 +180,16 @@ def test_the_variance_is_measured_on_other_samples_than_those_of_the_fit(tmp_pat
     assert len(measured) == 2 * len(WEIGHTS) * len(fitted)
 
 
+def test_a_lack_of_memory_is_one_line(monkeypatch, capsys):
+    def main(args):
+        raise MemoryError
+
+    monkeypatch.setattr(weighting, "main", main)
+    with pytest.raises(SystemExit, match="2"):
+        analyze.main(["weighting", "runs/eva"])
+    assert capsys.readouterr().err == "error: out of memory; give smaller numbers, or a smaller model\n"
+
+
 def test_too_few_samples_are_refused(tmp_path, capsys):
     checkpoint = save_model(tmp_path, OPTIONS, scale=10)
     with pytest.raises(SystemExit) as ended:
