@@ -36,13 +36,11 @@ from ablation.worker import is_busy, run_jobs, train_all
 from attention.options import to_yaml
 from attention.plugins import as_arguments
 from engine.config.load import find_config
-from engine.runtime.arguments import ArgumentParser
+from engine.runtime.arguments import PROCESSES, ArgumentParser
 from engine.runtime.errors import ConfigError, refuse_bad_input
 from engine.runtime.files import check_directory, make_output
 from engine.runtime.signals import end_at_interrupt
 from engine.runtime.terminal import warn_once
-
-MOST_JOBS = 1024
 
 
 class Sweep(NamedTuple):
@@ -96,8 +94,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         launcher = shlex.split(args.launcher) or [sys.executable]
         if shutil.which(launcher[0]) is None:
             raise ConfigError(f"--launcher: {launcher[0]!r} is not a command here")
-        if not 1 <= args.jobs <= MOST_JOBS:
-            raise ConfigError(f"--jobs {args.jobs}: expected 1 to {MOST_JOBS}")
         check_directory(args.output)
         check_sweep(args.config, args.output)
         measurements = Measurements(args.output)
@@ -131,7 +127,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("overrides", nargs="*", metavar="key.path=value", help="options of every run")
     add("--output", type=Path, required=True, help="directory of the runs and the table")
     add("--launcher", default="", help='command that starts train.py, e.g. "torchrun --nproc_per_node=8"')
-    add("--jobs", type=int, default=1, metavar="K", help="number of runs at the same time, each with its own GPUs")
+    add(
+        "--jobs", type=PROCESSES, default=1, metavar="K", help="number of runs at the same time, each with its own GPUs"
+    )
     add("--no-wait", action="store_true", help="end when all remaining runs are running elsewhere")
     add("--only", action="append", default=[], metavar="OPTION=VALUE", help="train rows with this value; repeatable")
     add("--dry-run", action="store_true", help="check all runs, show table, time and commands, and end")

@@ -14,6 +14,7 @@ from importlib import import_module
 from engine.config.schema import Run
 from engine.runtime.arguments import ArgumentParser
 from engine.runtime.errors import refuse_bad_input
+from engine.runtime.memory import refuse_too_large
 from engine.runtime.signals import end_at_interrupt
 
 QUESTIONS: dict[str, str] = {
@@ -45,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     texts = sys.argv[1:] if arguments is None else arguments
     args = parser.parse_args([text for text in texts if not OVERRIDE.match(text)])
     args.overrides = [text for text in texts if OVERRIDE.match(text)]
-    with refuse_bad_input():
+    with refuse_bad_input(), refuse_too_large("give smaller numbers, or a smaller model"):
         import_module(f"analysis.{args.question}").main(args)
 
 

@@ -38,7 +38,7 @@ from bench.results import MEMORY, NOISE, describe, format_results, write_tables
 from bench.runtimes import RUNTIMES
 from bench.workload import DTYPES, EXECUTIONS, MODES
 from engine.config.papers import PaperRow, read_others, read_papers
-from engine.runtime.arguments import ArgumentParser
+from engine.runtime.arguments import PROCESSES, ArgumentParser, Count
 from engine.runtime.distributed import init_distributed
 from engine.runtime.errors import refuse_bad_input
 from engine.runtime.memory import limit_memory
@@ -108,11 +108,11 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     exports = "onnx, onnx-int8, aot (AOTInductor): exported models, in inference"
     executions = f"compiled: for each shape; cuda-graph: eager kernels, launched at once; {exports}"
     add("--execution", nargs="+", choices=EXECUTIONS, default=["eager"], help=executions)
-    add("--rounds", type=positive, help=f"measurements of each; default: 10, with --recommend {ROUNDS}")
+    add("--rounds", type=Count(2), help=f"measurements of each; default: 10, with --recommend {ROUNDS}")
     add("--device", type=device_name, choices=("auto", "cuda", "cpu"), default="auto")
     processor = "CPU time of the process instead of wall time, for a busy machine; needs one thread"
     add("--processor-time", action="store_true", help=processor)
-    add("--threads", type=positive, help="CPU threads; default: PyTorch's choice")
+    add("--threads", type=PROCESSES, help="CPU threads; default: PyTorch's choice")
     add("--output", type=Path, help="directory for table.md, results.csv, results.json and figures")
     asked = "calibrate this device and rank mechanisms by stored quality; --attention: these alone, without sizes"
     add("--recommend", action="store_true", help=f"{asked}; one of --tokens, --modes and --dtypes")
@@ -146,8 +146,6 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--against: give --attention, and neither --models nor --baseline")
     if args.processor_time and (args.threads > 1 or args.device == "cuda"):
         parser.error("--processor-time: give --threads 1, and --device cpu")
-    if args.rounds < 2:
-        parser.error("--rounds: quartiles take at least 2")
     unfit = args.attention or args.modes != ["inference"] or args.dtypes != ["fp32"] or args.device != "cpu"
     if unfit and (exported := [name for name in args.execution if name in RUNTIMES]):
         parser.error(f"--execution {exported[0]}: takes --models, --modes inference and --device cpu, in fp32")

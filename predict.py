@@ -24,7 +24,7 @@ from engine.checkpoints.files import parse_weights
 from engine.data.folders import list_files
 from engine.evaluation.inference import Prediction, create_loader, load, predict
 from engine.evaluation.predictions import top_columns
-from engine.runtime.arguments import ArgumentParser
+from engine.runtime.arguments import ArgumentParser, Count
 from engine.runtime.distributed import init_distributed
 from engine.runtime.errors import refuse_bad_input
 from engine.runtime.files import check_output, to_csv, write_file
@@ -38,19 +38,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = ArgumentParser(description="Predict the classes of images.")
     parser.add_argument("checkpoint", type=Path, help="directory of a run, or a checkpoint file")
     parser.add_argument("images", nargs="+", metavar="IMAGE", help="image, folder of images, or - for a list on stdin")
-    parser.add_argument("--top", type=int, default=5, help="classes to name for each image (5)")
+    parser.add_argument("--top", type=Count(), default=5, help="classes to name for each image (5)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write FILE (.csv or .json) instead of printing")
     parser.add_argument("--weights", type=parse_weights, help="plain or ema: the kind of weights (ema if kept)")
     parser.add_argument("--select", choices=("best", "last"), default="best", help="checkpoint of a run (best)")
-    parser.add_argument("--batch-size", type=int, help="images per step (128, fewer if they are large)")
+    parser.add_argument("--batch-size", type=Count(), help="images per step (128, fewer if they are large)")
     parser.add_argument(
         "--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: cuda if there is a GPU"
     )
     parser.add_argument("--amp", choices=("bf16", "fp16"), help="automatic mixed precision (off)")
     args = parser.parse_args(arguments)
-    for name in ("top", "batch_size"):
-        if (value := getattr(args, name)) is not None and value < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {value}")
     with refuse_bad_input():
         if args.output:
             check_output(args.output, "--output", WRITERS)

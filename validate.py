@@ -34,7 +34,7 @@ from engine.evaluation.label_matching import ClassSubset, match_classes, read_re
 from engine.evaluation.predictions import PredictionTable, gather_predictions
 from engine.objectives import choose_objective
 from engine.reporting.outputs import add_outputs, chosen_outputs, write_outputs
-from engine.runtime.arguments import ArgumentParser
+from engine.runtime.arguments import ArgumentParser, Count
 from engine.runtime.distributed import World, init_distributed
 from engine.runtime.errors import ConfigError, refuse_bad_input
 from engine.runtime.signals import end_at_interrupt
@@ -48,7 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="options in place of the checkpoint's")
     parser.add_argument("--weights", type=parse_weights, help="plain or ema: the kind of weights (each that is kept)")
     parser.add_argument("--select", choices=("best", "last"), default="best", help="which of a run directory (best)")
-    parser.add_argument("--batch-size", type=int, help="images per process and step (128, fewer where they are large)")
+    parser.add_argument(
+        "--batch-size", type=Count(), help="images per process and step (128, fewer where they are large)"
+    )
     parser.add_argument("--skip-broken", action="store_true", help="leave out and count images that cannot be read")
     parser.add_argument(
         "--export",
@@ -61,8 +63,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add_outputs(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     args = parser.parse_intermixed_args(arguments)
-    if args.batch_size is not None and args.batch_size < 1:
-        parser.error(f"--batch-size must be at least 1, got {args.batch_size}")
     with refuse_bad_input():
         outputs = chosen_outputs(args)
         if is_overridden("data.broken_val", args.overrides):

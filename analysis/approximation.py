@@ -17,8 +17,9 @@ from analysis.drop_in import CHUNK, attended, drop_in, merge_modes, set_mode
 from analysis.trained import Trained
 from attention import Attention, Grid, OptionError
 from engine.reporting.tables import Spread, spread
-from engine.runtime.memory import peak_bytes
+from engine.runtime.memory import is_out_of_memory, peak_bytes
 from models import create_model
+from models.assignment import single_layers
 from models.base import attention_layers
 from models.costs import costs_of
 
@@ -33,9 +34,9 @@ class Row:
             weights in each layer, nats. layers: numbers of those that have the mechanism, of which means are taken;
             the last stage of a pyramid keeps softmax (None: all). mode: see `merge_modes`. errors: `relative_error`
             for each draw and layer, mean over the passes. variances: the part of it that is variance over the passes;
-            the rest is squared bias. untrained: number of untrained parameters. macs: see `layer_macs`. peak: peak
-            bytes of the first layer for `CHUNK` images. steps: of alignment with softmax attention. problem: why there
-            is no result.
+            the rest is squared bias. untrained: number of untrained parameters. macs: see `layer_macs`. peak:
+            highest peak bytes of a layer for `CHUNK` images. steps: of alignment with softmax attention. problem: why
+            there is no result.
     """
 
     name: str
@@ -157,6 +158,8 @@ def measure(
     Args:
         fit: aligns a model by a seed; None: no alignment.
     """
+    layers = single_layers(trained.model.config.depths)
+    num_tokens = {math.prod(softmax.inputs[layer][1]) for layer in layers}
     for budget in budgets if size_option(attention) else [None]:
         row = partial(Row, name, budget=budget, temperature=softmax.temperature, entropies=softmax.entropies)
         stages = (0,) if fit is None else (0, args.align)
@@ -165,7 +168,7 @@ def measure(
             if args.decompose:
                 check_draws(attention)
             if budget is not None:
-                options = with_budget(attention, budget, math.prod(softmax.inputs[0][1]))
+                options = with_budget(attention, budget, num_tokens)
             for seed in range(args.draws):
                 model, untrained = drop_in(trained, options, seed, softmax.state)
                 for steps in stages:
@@ -179,10 +182,15 @@ def measure(
         except (OptionError, FloatingPointError) as error:
             yield row(options_text(options), problem=str(error))
             continue
-        built = enumerate(attention_layers(model))
-        layers = [number for number, layer in built if layer.name() == attention["name"]]
-        macs, (x, grid) = layer_macs(trained, options, softmax.inputs), softmax.inputs[0]
-        peak = peak_bytes(partial(attended, attention_layers(model.eval())[0], x[:CHUNK], grid), trained.device)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            yield row(options_text(options), problem="exceeds the memory")
+            continue
+        macs, built = layer_macs(trained, options, softmax.inputs), attention_layers(model)
+        given = zip(built, softmax.inputs, strict=True)
+        calls = [partial(attended, layer, x[:CHUNK], grid) for layer, (x, grid) in given]
+        peak = max(peak_bytes(call, trained.device) for call in calls)
         row = partial(row, options_text(options), untrained=untrained, macs=macs, peak=peak, layers=layers)
         for steps, by_mode in found.items():
             for mode, draws in merge_modes(by_mode).items():  # (error, variance) of every layer, by draw

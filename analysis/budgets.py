@@ -1,7 +1,7 @@
 """Budgets: each mechanism's option of size, its value for a common budget, and the split of Scatterbrain's budget."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from attention import ATTENTION, Grid, OptionError
@@ -44,14 +44,20 @@ def size_option(attention: Mapping[str, Any]) -> str | None:
     return name if name in SIZES else None
 
 
-def with_budget(attention: Mapping[str, Any], budget: int, num_tokens: int) -> dict[str, Any]:
+def with_budget(attention: Mapping[str, Any], budget: int, num_tokens: Collection[int]) -> dict[str, Any]:
     """Returns the options of a mechanism with the size `budget`.
 
+    Args:
+        num_tokens: numbers of tokens of the layers.
     Raises:
-        OptionError: the mechanism has no such size.
+        OptionError: the mechanism has no such size, or layers need different values of its option.
     """
     name = size_option(attention)
-    changed = {name: SIZES[name](budget, num_tokens)}
+    first, *others = {SIZES[name](budget, number) for number in sorted(num_tokens)}
+    if others:
+        sizes = " and ".join(map(str, sorted(num_tokens)))
+        raise OptionError(f"--budgets {budget}", f"layers of {sizes} tokens need different values of {name}")
+    changed = {name: first}
     if attention["name"] == "ra":
         changed["num_eval_samples"] = budget
     return {**attention, **changed}

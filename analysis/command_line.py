@@ -11,7 +11,7 @@ from attention import AttentionFactory
 from engine.checkpoints.files import parse_weights
 from engine.config.load import find_config
 from engine.config.yaml_files import Tree, override, read_yaml
-from engine.runtime.errors import UserError
+from engine.runtime.arguments import Count
 
 EVERY_MECHANISM = "configs/ablation/mechanisms.yaml"
 """File of every mechanism with options for a 14x14 grid, which a name without options stands for."""
@@ -39,14 +39,14 @@ def add_mechanisms(parser: argparse.ArgumentParser, otherwise: str) -> None:
 def add_sample(parser: argparse.ArgumentParser, num_images: int) -> None:
     """Adds the numbers of draws and of images."""
     draws = "number of random initialisations and samples, with seeds from 0 on (3)"
-    parser.add_argument("--draws", type=int, default=3, help=draws)
+    parser.add_argument("--draws", type=Count(), default=3, help=draws)
     add_images(parser, num_images)
 
 
 def add_images(parser: argparse.ArgumentParser, number: int) -> None:
     """Adds the number of images."""
     images = f"number of validation images, evenly spaced ({number})"
-    parser.add_argument("--images", type=int, default=number, help=images)
+    parser.add_argument("--images", type=Count(), default=number, help=images)
 
 
 def add_drop_in(parser: argparse.ArgumentParser, num_images: int, modes: Sequence[str]) -> None:
@@ -60,15 +60,7 @@ def add_drop_in(parser: argparse.ArgumentParser, num_images: int, modes: Sequenc
 def add_align(parser: argparse.ArgumentParser, batch_size: int) -> None:
     """Adds --align. batch_size: images of a step."""
     text = f"fit each to the run's own attention, in steps of {batch_size} training images without labels; DIR/aligned"
-    parser.add_argument("--align", type=int, metavar="STEPS", help=text)
-
-
-def check_positive(args: argparse.Namespace, *names: str) -> None:
-    """Raises a UserError for a count below 1."""
-    for name in names:
-        if getattr(args, name) < 1:
-            option = name.replace("_", "-")
-            raise UserError(f"--{option} = {getattr(args, name)} is below the least valid value 1")
+    parser.add_argument("--align", type=Count(), metavar="STEPS", help=text)
 
 
 def read_mechanisms(texts: Sequence[str] | None) -> dict[str, dict[str, Any]]:

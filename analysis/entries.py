@@ -70,7 +70,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @torch.no_grad()
 def main(args: argparse.Namespace) -> None:
-    command_line.check_positive(args, "draws", "images")
     make_output(args.output, ["entries.csv", "entries.png"])
     mechanisms = command_line.read_mechanisms(args.attention)
     trained = load_trained(args)

@@ -25,8 +25,10 @@ from analysis.drop_in import CHUNK, attended, layer_inputs, outputs
 from analysis.trained import Sample, Trained, load_trained, read_sample
 from engine.reporting.plots import encode, in_style, label_ends, label_points, line_style, new_figure
 from engine.reporting.tables import compact_table, mean_and_std, over_draws, plus_minus
+from engine.runtime.arguments import Count
 from engine.runtime.errors import UserError
 from engine.runtime.files import dicts_to_csv, make_output, write_file
+from engine.runtime.memory import limit_memory
 from models.assignment import mechanisms_of
 
 NUM_IMAGES = 16
@@ -37,7 +39,7 @@ LARGEST = 10.0
 
 AXES = {
     "macs": "cost: multiply-accumulates of the attention layers for an image, with projections (M)",
-    "memory": f"cost: peak memory of the first layer for {CHUNK} images (MiB)",
+    "memory": f"cost: highest peak memory of a layer for {CHUNK} images (MiB)",
     "entropy": "entropy of softmax's weights (nats), at {temperatures} and a budget of {middle}",
     "layer": "layer, at a budget of {middle}",
 }
@@ -56,26 +58,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     command_line.add_run(parser)
     command_line.add_drop_in(parser, NUM_IMAGES, command_line.MODES)
     sizes = "sizes of a mechanism: landmarks, samples, tokens of a window, ..., at temperature 1 (16 49 196)"
-    parser.add_argument("--budgets", type=int, nargs="+", default=[16, 49, 196], help=sizes)
+    parser.add_argument("--budgets", type=Count(), nargs="+", default=[16, 49, 196], help=sizes)
     divisors = "divisors of the logits, at the middle budget (0.25 1 4)"
     passes = "split the error with samples into squared bias and variance, over so many passes"
-    parser.add_argument("--decompose", type=int, metavar="PASSES", help=passes)
+    parser.add_argument("--decompose", type=Count(2), metavar="PASSES", help=passes)
     parser.add_argument("--temperatures", type=float, nargs="+", help=f"{divisors[:-1]}; 1 with --align)")
     command_line.add_align(parser, BATCH_SIZE)
 
 
 def main(args: argparse.Namespace) -> None:
-    command_line.check_positive(args, "draws", "images", *(["align"] if args.align is not None else []))
-    if args.decompose is not None and (args.decompose < 2 or "sampled" not in args.modes):
-        remedy = "give 2 passes or more" if args.decompose < 2 else "leave --modes out, or add sampled"
-        raise UserError(f"--decompose {args.decompose}: there is no variance over them; {remedy}")
+    if args.decompose is not None and "sampled" not in args.modes:
+        raise UserError(
+            f"--decompose {args.decompose}: there is no variance over them; leave --modes out, or add sampled"
+        )
     if args.temperatures is None:
         args.temperatures = [0.25, 1.0, 4.0] if args.align is None else [1.0]
     if args.align is not None and args.temperatures != [1.0]:
         raise UserError("--align fits to the run's own attention, which has temperature 1; leave --temperatures out")
-    for name in ("budgets", "temperatures"):
-        if not all(0 < value < math.inf for value in getattr(args, name)):
-            raise UserError(f"--{name} {' '.join(f'{x:g}' for x in getattr(args, name))}: give numbers above 0")
+    if not all(0 < value < math.inf for value in args.temperatures):
+        raise UserError(f"--temperatures {' '.join(f'{x:g}' for x in args.temperatures)}: give numbers above 0")
     budgets, temperatures = sorted(set(args.budgets)), sorted({1.0, *args.temperatures})
     figures = [against for against in AXES if against != "entropy" or len(temperatures) > 1]
     make_output(args.output, ["error.csv", *(f"error_{against}.png" for against in figures)])
@@ -85,7 +86,8 @@ def main(args: argparse.Namespace) -> None:
     sample = read_sample(trained, args.images)
     fit = None if args.align is None else aligner(trained, sample, args.align)
     inputs, rows = layer_inputs(trained, sample.images), []
-    with command_line.progress("error", len(temperatures) * len(mechanisms), "mechanisms") as bar:
+    total = len(temperatures) * len(mechanisms)
+    with limit_memory(trained.device), command_line.progress("error", total, "mechanisms") as bar:
         for temperature in temperatures:
             softmax = attend_by_softmax(trained, inputs, temperature, attended if fit is None else outputs)
             for name, attention in mechanisms.items():
@@ -98,9 +100,10 @@ def main(args: argparse.Namespace) -> None:
     stages = "without training" if fit is None else f"as they are and aligned in {args.align} steps"
     title = f"{args.checkpoint}: error against {of}; {count} images; {stages}, {over_draws(args.draws)}"
     print(f"{title}\n\n{compact_table([readable(row) for row in rows])}")
-    lines = [line for row in rows for line in values(row, count, args.draws)]
+    tokens = [math.prod(grid) for _, grid in inputs]
+    lines = [line for row in rows for line in values(row, tokens, count, args.draws)]
     write_file(args.output / "error.csv", dicts_to_csv(lines))
-    for against in figures:
+    for against in figures if any(row.errors for row in rows) else []:
         figure = draw(title, rows, against, budgets, softmax.macs)
         write_file(args.output / f"error_{against}.png", encode(figure))
 
@@ -139,13 +142,13 @@ def readable(row: Row) -> dict[str, str]:
     }
 
 
-def values(row: Row, images: int, draws: int) -> Iterator[dict[str, Any]]:
-    """Yields the rows of the CSV file, column -> value: one for each layer, counted from 1."""
+def values(row: Row, tokens: Sequence[int], images: int, draws: int) -> Iterator[dict[str, Any]]:
+    """Yields the rows of the CSV file, column -> value: one for each layer, counted from 1, which has `tokens`."""
     for layer, nats in enumerate(row.entropies):
         error, std = mean_and_std(row.spread(layer))
         line = {"attention": row.name, "options": row.options, "mode": row.mode, "aligned_steps": row.steps}
         line |= {"images": images, "draws": draws, "budget": row.budget, "temperature": row.temperature}
-        line |= {"layer": layer + 1, "entropy": nats}
+        line |= {"layer": layer + 1, "tokens": tokens[layer], "entropy": nats}
         bias = (row.spread_of_squared_bias(layer) or [None])[0]
         line |= {"error": error, "error_std": std, "squared_bias": bias, "untrained_parameters": row.untrained}
         yield line | {"macs": row.macs or None, "peak_bytes": row.peak, "problem": row.problem}

@@ -29,6 +29,7 @@ from analysis.matrices import Layer, process1_layers, read_layers
 from attention import create_attention
 from engine.reporting.plots import encode, in_style, line_style, marker_style, new_figure
 from engine.reporting.tables import compact_table, plus_minus, spread
+from engine.runtime.arguments import SEED, Count
 from engine.runtime.errors import UserError
 from engine.runtime.files import make_output, to_csv, write_file
 
@@ -67,14 +68,19 @@ class Row(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     command_line.add_run(parser, f"; {PROCESS}: no model, a random process")
-    parser.add_argument("--images", type=int, default=4, help=f"validation images, or samples of {PROCESS} (4)")
-    parser.add_argument("--budgets", type=int, nargs="+", default=[8, 16, 32, 64], help="numbers per row (8 16 32 64)")
-    parser.add_argument("--draws", type=int, default=3, help="number of samples of Scatterbrain's random features (3)")
-    parser.add_argument("--seed", type=int, default=0, help=f"seed of these and of {PROCESS} (0)")
+    parser.add_argument(
+        "--images", type=Count(high=10_000), default=4, help=f"validation images, or samples of {PROCESS} (4)"
+    )
+    parser.add_argument(
+        "--budgets", type=Count(), nargs="+", default=[8, 16, 32, 64], help="numbers per row (8 16 32 64)"
+    )
+    parser.add_argument(
+        "--draws", type=Count(), default=3, help="number of samples of Scatterbrain's random features (3)"
+    )
+    parser.add_argument("--seed", type=SEED, default=0, help=f"seed of these and of {PROCESS} (0)")
 
 
 def main(args: argparse.Namespace) -> None:
-    command_line.check_positive(args, "images", "draws")
     make_output(args.output, ["oracle.csv", "oracle.png"])
     torch.manual_seed(args.seed)
     is_random = str(args.checkpoint) == PROCESS

@@ -34,6 +34,7 @@ from attention.parts.geometry import split_prefix
 from attention.parts.groups import Groups, gather_groups, group_mean, segments
 from engine.reporting.plots import encode, in_style, line_style, new_figure
 from engine.reporting.tables import compact_table, plus_minus, spread
+from engine.runtime.arguments import Count
 from engine.runtime.files import dicts_to_csv, make_output, write_file
 from models.base import attention_layers
 
@@ -66,12 +67,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     command_line.add_run(parser)
     command_line.add_sample(parser, NUM_IMAGES)
     counts = "numbers of groups, rows times columns of bins of the grid (1 4 16 49 196)"
-    parser.add_argument("--groups", type=int, nargs="+", default=[1, 4, 16, 49, 196], metavar="C", help=counts)
+    parser.add_argument("--groups", type=Count(), nargs="+", default=[1, 4, 16, 49, 196], metavar="C", help=counts)
 
 
 @torch.no_grad()
 def main(args: argparse.Namespace) -> None:
-    command_line.check_positive(args, "draws", "images")
     make_output(args.output, ["partition.csv", "partition.png"])
     trained = load_trained(args)
     inputs = layer_inputs(trained, read_sample(trained, args.images).images)

@@ -25,9 +25,10 @@ from attention import OptionError
 from engine.data.splits import open_split
 from engine.reporting.plots import encode
 from engine.reporting.tables import Spread, compact_table, mean_and_std, over_draws, plus_minus, verdict
+from engine.runtime.arguments import PROCESSES, Count
 from engine.runtime.errors import UserError
 from engine.runtime.files import dicts_to_csv, make_output, write_file
-from models.assignment import assign, mechanisms_of
+from models.assignment import assign, mechanisms_of, single_layers
 from models.assignment import replace as replace_entry
 from models.costs import count_costs
 
@@ -41,16 +42,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     command_line.add_run(parser)
     command_line.add_drop_in(parser, NUM_IMAGES, ["evaluation"])
     parser.add_argument("--blocks", help="blocks to replace it in, as 0-8 or '0-2, 5'; all others keep the run's (all)")
-    parser.add_argument("--stage", type=int, help="stage of a pyramid to replace it in, all of it or --blocks of it")
+    parser.add_argument(
+        "--stage", type=Count(0), help="stage of a pyramid to replace it in, all of it or --blocks of it"
+    )
     command_line.add_align(parser, BATCH_SIZE)
     text = "then train each further with labels, and the run's own attention beside them; in DIR/finetune"
-    parser.add_argument("--finetune", type=int, metavar="EPOCHS", help=text)
-    parser.add_argument("--jobs", type=int, default=1, metavar="K", help="runs of --finetune at the same time (1)")
+    parser.add_argument("--finetune", type=Count(), metavar="EPOCHS", help=text)
+    parser.add_argument(
+        "--jobs", type=PROCESSES, default=1, metavar="K", help="runs of --finetune at the same time (1)"
+    )
 
 
 def main(args: argparse.Namespace) -> None:
-    given = [name for name in ("align", "finetune") if getattr(args, name) is not None]
-    command_line.check_positive(args, "draws", "images", "jobs", *given)
     make_output(args.output, [*FILES, MEASUREMENTS_FILE])
     mechanisms = command_line.read_mechanisms(args.attention)
     if args.finetune is not None and args.weights:
@@ -84,15 +87,14 @@ def assignment(trained: Trained, place: Mapping[str, Any], mechanism: Mapping[st
     """
     name, depths = trained.run.model["name"], trained.model.config.depths
     if not place and len(depths) == 1:
-        return mechanism, range(*depths)
+        return mechanism, single_layers(depths)
     entries = assign(name, trained.run.attention, depths)
     if place:
         entries = replace_entry(entries, depths, place, mechanism, "--")
         return [entry.options for entry in entries], entries[-1].layers
     for stage in range(len(depths) - 1):  # the last stage of a pyramid keeps its own
         entries = replace_entry(entries, depths, {"stage": stage}, mechanism, "--")
-    layers = [n for entry in entries if entry.options["name"] == mechanism["name"] for n in entry.layers]
-    return [entry.options for entry in sorted(entries, key=lambda entry: entry.layers)], sorted(layers)
+    return [entry.options for entry in sorted(entries, key=lambda entry: entry.layers)], single_layers(depths)
 
 
 def measure(

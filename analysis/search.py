@@ -11,12 +11,10 @@ Each mechanism is first aligned once. Losses and costs of assignments are predic
 import argparse
 import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from matplotlib.figure import Figure
 
 from analysis import assignments, command_line
@@ -35,18 +33,16 @@ from engine.config.yaml_files import dump_yaml
 from engine.objectives.distillation import Distill
 from engine.reporting.plots import BLUE, GREY, ORANGE, encode, in_style, new_figure
 from engine.reporting.tables import compact_table
+from engine.runtime.arguments import SEED, Count
 from engine.runtime.errors import UserError
 from engine.runtime.files import check_directory, dicts_to_csv, make_output, write_file
-from engine.runtime.memory import is_out_of_memory, limit_memory
+from engine.runtime.memory import limit_memory, refuse_too_large
 
 NUM_IMAGES = 1000
 """Default number of classified images."""
 
 STEPS = 150
 """Default number of steps of alignment."""
-
-MAX_SEED = 2**63 - 1
-"""Largest seed that torch takes from a signed number."""
 
 PER_BUDGET = 8
 """Default number of assignments that are measured for each budget, after the layers alone."""
@@ -61,24 +57,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     command_line.add_run(parser)
     command_line.add_mechanisms(parser, "all of that file")
     text = f"steps of {BATCH_SIZE} training images in which mechanisms are aligned ({STEPS})"
-    parser.add_argument("--align", type=int, default=STEPS, metavar="STEPS", help=text)
+    parser.add_argument("--align", type=Count(), default=STEPS, metavar="STEPS", help=text)
     meanings = "; ".join(f"{kind}: {meaning}" for kind, meaning in BUDGETS.items())
     text = f"largest costs of the model, all of one kind. {meanings}"
     parser.add_argument("--budget", nargs="+", required=True, metavar="KIND=LIMIT", help=text)
     text = "images of the forward pass that ms= and memory= limit (1)"
-    parser.add_argument("--batch-size", type=int, metavar="N", help=text)
+    parser.add_argument("--batch-size", type=Count(), metavar="N", help=text)
     text = "assignments to measure, those with at most one replaced layer included"
     text += f" (default: these, and {PER_BUDGET} for each budget)"
-    parser.add_argument("--evaluations", type=int, metavar="N", help=text)
+    parser.add_argument("--evaluations", type=Count(), metavar="N", help=text)
     strategies = "which assignments are measured: of the lowest predictions, at random, or all (sensitivity)"
     parser.add_argument("--strategy", choices=("sensitivity", "random", "all"), default="sensitivity", help=strategies)
-    parser.add_argument("--seed", type=int, default=0, help="seed of alignment and of the random strategy (0)")
+    parser.add_argument("--seed", type=SEED, default=0, help="seed of alignment and of the random strategy (0)")
     command_line.add_images(parser, NUM_IMAGES)
 
 
 def main(args: argparse.Namespace) -> None:
-    given = [name for name in ("evaluations", "batch_size") if getattr(args, name) is not None]
-    command_line.check_positive(args, "align", "images", *given)
     kind, limits = read_budgets(args.budget)
     check_options(args, kind)
     make_output(args.output, [*FILES, MEASUREMENTS_FILE])
@@ -89,7 +83,7 @@ def main(args: argparse.Namespace) -> None:
     if args.attention is None:
         mechanisms = possible(mechanisms, laboratory)
     hybrids = Hybrids(laboratory, mechanisms, args.seed)
-    with refuse_batch(args, trained.device):
+    with refuse_too_large(f"lower --batch-size {args.batch_size or 1}"), limit_memory(trained.device):
         cost = COSTS[kind](hybrids, args.batch_size or 1)
         prices, budgets = cost.prices(), {text: limit * cost.unit for text, limit in limits.items()}
     check_reachable(budgets, prices, cost)
@@ -115,15 +109,13 @@ def read_budgets(texts: Sequence[str]) -> tuple[str, dict[str, float]]:
 
 
 def check_options(args: argparse.Namespace, kind: str) -> None:
-    """Raises a UserError for an option without effect, or a seed that torch does not take."""
+    """Raises a UserError for an option without effect."""
     if kind == "macs" and args.batch_size is not None:
         raise UserError(
             f"--batch-size {args.batch_size}: macs= is for one image; leave it out, or limit ms= or memory="
         )
     if args.strategy == "all" and args.evaluations is not None:
         raise UserError(f"--evaluations {args.evaluations}: --strategy all measures every assignment; leave it out")
-    if not 0 <= args.seed <= MAX_SEED:
-        raise UserError(f"--seed {args.seed}: expected a number from 0 to {MAX_SEED}")
 
 
 def possible(mechanisms: Mapping[str, Mapping[str, Any]], laboratory: Laboratory) -> dict[str, Mapping[str, Any]]:
@@ -136,18 +128,6 @@ def possible(mechanisms: Mapping[str, Mapping[str, Any]], laboratory: Laboratory
         except OptionError as error:
             print(f"left out: {error}", file=sys.stderr)
     return found
-
-
-@contextmanager
-def refuse_batch(args: argparse.Namespace, device: torch.device) -> Iterator[None]:
-    """Context in which a forward pass that exceeds the memory is a UserError."""
-    try:
-        with limit_memory(device):
-            yield
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        raise UserError(f"--batch-size {args.batch_size or 1}: a forward pass exceeds the memory; lower it") from error
 
 
 def check_reachable(budgets: Mapping[str, float], prices: Prices, cost: Cost) -> None:

@@ -59,7 +59,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> None:
-    command_line.check_positive(args, "draws", "images", *["align"] * (args.align is not None))
     make_output(args.output, [*FILES, MEASUREMENTS_FILE])
     mechanisms = command_line.read_mechanisms(args.attention)
     trained = load_trained(args)

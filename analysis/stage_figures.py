@@ -10,11 +10,10 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from analysis.command_line import check_positive
 from analysis.draws import Row, is_own, paired, read_rows
 from engine.reporting.plots import BLUE, COLORS, GREY, ORANGE, encode, in_style, new_figure
 from engine.reporting.tables import Spread, over_draws
-from engine.runtime.arguments import ArgumentParser
+from engine.runtime.arguments import ArgumentParser, Count
 from engine.runtime.errors import UserError, refuse_bad_input
 from engine.runtime.files import check_output, write_file
 
@@ -92,10 +91,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = ArgumentParser(prog="python -m analysis.stage_figures", description="Draw the figure of measured draws.")
     parser.add_argument("draws", type=Path, help="CSV file as replace_draws.csv of analyze.py replace")
     parser.add_argument("output", type=Path, help="figure: .png")
-    parser.add_argument("--images", type=int, required=True, help="number of images that top-1 is measured on")
+    parser.add_argument("--images", type=Count(), required=True, help="number of images that top-1 is measured on")
     args = parser.parse_args(arguments)
     with refuse_bad_input():
-        check_positive(args, "images")
         check_output(args.output, "output", [".png"])
         write_file(args.output, encode(draw_again(args.draws, args.images)))
 

@@ -35,6 +35,7 @@ from attention.parts.features import log_features, scale
 from attention.parts.geometry import split_prefix
 from attention.parts.groups import group_mean, segments
 from engine.reporting.tables import compact_table, plus_minus, spread
+from engine.runtime.arguments import Count
 from engine.runtime.errors import UserError
 from engine.runtime.files import make_output, to_csv, write_file
 from models.base import attention_layers
@@ -79,22 +80,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     command_line.add_run(parser)
     command_line.add_sample(parser, NUM_IMAGES)
     add = parser.add_argument
-    add("--landmarks", type=int, nargs="+", default=[4, 16], metavar="C", help="numbers of proposals (4 16)")
-    add("--queries", type=int, default=8, help="queries of each image and head, evenly spaced (8)")
-    add("--samples", type=int, default=256, help="samples of each proposal that fit the optimal weights (256)")
-    add("--passes", type=int, default=64, help="other samples of each proposal, which measure (64)")
+    add("--landmarks", type=Count(), nargs="+", default=[4, 16], metavar="C", help="numbers of proposals (4 16)")
+    add("--queries", type=Count(high=2**16), default=8, help="queries of each image and head, evenly spaced (8)")
+    add(
+        "--samples",
+        type=Count(high=2**16),
+        default=256,
+        help="samples of each proposal that fit the optimal weights (256)",
+    )
+    add("--passes", type=Count(2, 2**16), default=64, help="other samples of each proposal, which measure (64)")
 
 
 @torch.no_grad()
 def main(args: argparse.Namespace) -> None:
-    command_line.check_positive(args, "draws", "images", "queries", "samples", "passes")
     make_output(args.output, ["weighting.csv"])
     trained = load_trained(args)
     inputs = layer_inputs(trained, read_sample(trained, args.images).images)
     inputs = [(x.cpu().double(), grid) for x, grid in inputs]  # torch solves without full rank on the CPU only
     layers = attention_layers(drop_in(trained, {"name": "softmax"}, 0)[0].cpu().double())
     counts, rows = sorted(set(args.landmarks)), []
-    check(layers, inputs, counts, args.samples, args.passes)
+    check(layers, inputs, counts, args.samples)
     with command_line.progress("weighting", len(layers) * len(counts), "layers") as bar:
         for number, (layer, (x, grid)) in enumerate(zip(layers, inputs, strict=True)):
             for count in counts:
@@ -118,12 +123,11 @@ def check(
     inputs: Sequence[tuple[Tensor, Grid]],
     counts: Sequence[int],
     samples: int,
-    passes: int,
 ) -> None:
     """Checks numbers of proposals for every layer's grid, and of samples of each proposal, before any work.
 
     Raises:
-        OptionError: a number does not form segments of a grid. UserError: fewer samples than unknowns, or one pass.
+        OptionError: a number does not form segments of a grid. UserError: fewer samples than unknowns.
     """
     smallest_first = sorted((grid for _, grid in inputs), key=math.prod)  # what fits a grid also fits larger ones
     for count, grid in itertools.product(counts, smallest_first):
@@ -132,8 +136,6 @@ def check(
     if samples < least:
         problem = f"the optimal weights have {least} unknowns for each proposal; give at least {least}"
         raise UserError(f"--samples {samples}: {problem}")
-    if passes < 2:
-        raise UserError(f"--passes {passes}: one sample of each proposal has no variance; give at least 2")
 
 
 def readable(row: Mapping[str, Any]) -> dict[str, str]:

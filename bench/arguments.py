@@ -3,21 +3,16 @@
 import argparse
 import itertools
 import math
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 
 import torch
 
 from attention import ATTENTION, Grid
-from engine.runtime.errors import UserError
-from engine.runtime.memory import is_out_of_memory
+from engine.runtime.arguments import Count
+from engine.runtime.memory import refuse_too_large as refuse_too_large
 
-
-def positive(text: str) -> int:
-    """Parses a whole number of at least 1."""
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)
+positive = Count()
+"""Type of a count: channels, heads, images, tokens or pixels along a side."""
 
 
 def device_name(text: str) -> str:
@@ -25,17 +20,6 @@ def device_name(text: str) -> str:
     if text == "cuda" and not torch.cuda.is_available():
         raise argparse.ArgumentTypeError("cuda is not available here; use auto or cpu")
     return text
-
-
-@contextmanager
-def refuse_too_large(remedy: str) -> Iterator[None]:
-    """Context that raises a UserError with `remedy` if memory runs out."""
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        raise UserError(f"out of memory; {remedy}") from None
 
 
 def image_size(text: str) -> Grid:

@@ -15,7 +15,7 @@ from attention import Grid
 from attention.options import OptionError, nearest
 from bench.results import COLUMNS, FILES, SETTINGS, quartile_columns
 from bench.timing import SAMPLE_SECONDS, Call, Quartiles, capturing, time_rounds
-from bench.workload import Subject, Workload, attention_core, attention_layer, whole_model
+from bench.workload import Subject, Workload, attention_core, attention_layer, layers_that_differ, whole_model
 from engine.checkpoints.export import check_target
 from engine.runtime.errors import ConfigError
 from engine.runtime.files import make_output
@@ -62,10 +62,12 @@ def plan(args: argparse.Namespace, device: torch.device) -> list[Comparison]:
     kinds = []
     if args.attention:
         kind, parse = ("core", attention_core) if args.core else ("attention", attention_layer)
-        beside_softmax = args.attention if "softmax" in args.attention else ["softmax", *args.attention]
-        sets = [(on_path(name, args.against), name) for name in args.attention] if args.against else [beside_softmax]
-        for names in sets:
-            subjects = [parse(name, args.dim, args.num_heads) for name in dict.fromkeys(names)]
+        names = args.attention if args.against or "softmax" in args.attention else ["softmax", *args.attention]
+        size = args.dim, args.num_heads
+        layers = [(name, n) for name in dict.fromkeys(names) for n in layers_that_differ(name, *size, args.tokens[0])]
+        sets = [[(on_path(name, args.against), n), (name, n)] for name, n in layers] if args.against else [layers]
+        for entries in sets:
+            subjects = [parse(name, *size, layer=n) for name, n in dict.fromkeys(entries)]
             kinds.append((kind, subjects, args.tokens, 1))
     if args.models:
         kinds.append(("model", [whole_model(name) for name in dict.fromkeys(args.models)], args.image_sizes, 64))

@@ -35,7 +35,7 @@ from engine.data.prepare import prepare
 from engine.data.splits import Images, open_split
 from engine.data.subset import SubsetReader
 from engine.reporting.tables import align
-from engine.runtime.arguments import ArgumentParser
+from engine.runtime.arguments import ArgumentParser, Count
 from engine.runtime.distributed import seed_everything
 from engine.runtime.errors import refuse_bad_input
 
@@ -48,13 +48,9 @@ BATCHED = ", batched"
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = ArgumentParser(description="Images per second and core.")
     parser.add_argument("root", nargs="?", help="holds class folders in `train` (JPEG made on the spot)")
-    parser.add_argument("--images", type=int, default=128, help="images per turn (128)")
-    parser.add_argument("--rounds", type=int, default=9, help="turns of every source (9)")
+    parser.add_argument("--images", type=Count(), default=128, help="images per turn (128)")
+    parser.add_argument("--rounds", type=Count(2), default=9, help="turns of every source (9)")
     args = parser.parse_args(arguments)
-    if args.images < 1:
-        parser.error("--images must be at least 1")
-    if args.rounds < 2:
-        parser.error("--rounds: quartiles take at least 2")
     torch.set_num_threads(1)
     with TemporaryDirectory() as folder, refuse_bad_input():
         root = Path(args.root) if args.root else write_jpegs(Path(folder) / "made", args.images)

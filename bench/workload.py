@@ -23,12 +23,14 @@ from engine.runtime.distributed import autocast
 from engine.runtime.errors import ConfigError
 from engine.runtime.memory import peak_bytes, saved_bytes
 from models import create_model
-from models.base import Backbone, compiled
+from models.base import Backbone, compiled, is_same_attention
 from models.costs import Costs, costs_of
 
 MODES = ("forward", "forward+backward", "train", "inference")
 DTYPES = ("fp32", "bf16", "fp16")
 EXECUTIONS = ("eager", "compiled", "cuda-graph", *RUNTIMES)
+DEPTH = 12
+"""Layers of a network whose layers differ by their number: DeiT's."""
 WARM_UP = 3
 """Number of calls before the first measurement."""
 
@@ -82,9 +84,13 @@ class Subject:
             raise ConfigError(f"{self.name} at {size[0]}x{size[1]}: {str(error).splitlines()[0]}") from None
 
 
-def attention_layer(text: str, dim: int, num_heads: int, path: kernels.Path = "auto") -> Subject:
+def attention_layer(
+    text: str, dim: int, num_heads: int, path: kernels.Path = "auto", layer: int | None = None
+) -> Subject:
     """Parses the layer ``"NAME[@PATH][:OPTION=VALUE,...]"``, by default on `path`.
 
+    Args:
+        layer: number of the layer in a network of `DEPTH` layers, which its name then has; None: a layer by itself.
     Raises:
         OptionError, ConfigError: unknown mechanism, path or option.
     """
@@ -95,7 +101,20 @@ def attention_layer(text: str, dim: int, num_heads: int, path: kernels.Path = "a
     def tokens(layer: nn.Module, grid: Grid, batch: int, device: torch.device | str) -> tuple[Any, ...]:
         return torch.randn(batch, math.prod(grid), dim, device=device, requires_grad=True), grid
 
-    return Subject(text, path, lambda grid: factory(dim=dim, num_heads=num_heads, grid=grid), tokens)
+    place, where = ({}, "") if layer is None else ({"layer": layer, "depth": DEPTH}, f", layer {layer} of {DEPTH}")
+    return Subject(text + where, path, lambda grid: factory(dim=dim, num_heads=num_heads, grid=grid, **place), tokens)
+
+
+def layers_that_differ(text: str, dim: int, num_heads: int, grid: Grid) -> list[int | None]:
+    """Numbers of the first layer of each kind in a network of `DEPTH` layers `text`; [None] if all layers are alike.
+
+    Raises:
+        OptionError, ConfigError: see `attention_layer`, or a layer that cannot have the grid.
+    """
+    with torch.device("meta"):
+        layers = [attention_layer(text, dim, num_heads, layer=layer).build(grid) for layer in range(DEPTH)]
+    first = [n for n, layer in enumerate(layers) if not any(is_same_attention(layer, other) for other in layers[:n])]
+    return [*first] if len(first) > 1 else [None]
 
 
 class Core(nn.Module):
@@ -113,19 +132,19 @@ class Core(nn.Module):
         return self.layer.attend_on_path(tuple(projected), grid)
 
 
-def attention_core(text: str, dim: int, num_heads: int) -> Subject:
-    """Parses the core of the layer `text`, see `attention_layer`.
+def attention_core(text: str, dim: int, num_heads: int, layer: int | None = None) -> Subject:
+    """Parses the core of a layer, see `attention_layer`.
 
     Its arguments have the memory layout that the layer's projection produces.
     """
-    layer = attention_layer(text, dim, num_heads)
+    whole = attention_layer(text, dim, num_heads, layer=layer)
 
     @torch.no_grad()
     def projected(core: Core, grid: Grid, batch: int, device: torch.device | str) -> tuple[Any, ...]:
-        tensors = core.layer.project(*layer.example(core.layer, grid, batch, device))
+        tensors = core.layer.project(*whole.example(core.layer, grid, batch, device))
         return *(x if x is None else x.requires_grad_() for x in tensors), grid
 
-    return Subject(text, layer.path, lambda grid: Core(layer.build(grid)), projected)
+    return Subject(whole.name, whole.path, lambda grid: Core(whole.build(grid)), projected)
 
 
 def whole_model(text: str) -> Subject:

@@ -20,7 +20,7 @@ from torch import nn
 
 from attention import Attention, AttentionFactory, LayerContext, OptionError
 from attention.options import nearest, parse_options
-from models.assignment import Mechanism, assign, layer_factories
+from models.assignment import Mechanism, assign, layer_factories, single_layers
 from models.base import Backbone
 from models.convert import resample_weights
 from models.deit import Deit
@@ -136,7 +136,7 @@ def layer_contexts(name: str, options: Mapping[str, Any] = {}) -> list[LayerCont
     family: Callable[..., Backbone] = family_of(name)
     with torch.device("meta"):
         family(config, [record] * sum(config.depths))
-    return contexts[: sum(config.depths[:-1]) or None]
+    return [contexts[number] for number in single_layers(config.depths)]
 
 
 def family_of(name: str) -> type[Backbone]:

@@ -89,6 +89,11 @@ def assign(model: str, attention: Mechanism | Sequence[Mechanism], depths: Seque
     return entries
 
 
+def single_layers(depths: Sequence[int]) -> range:
+    """Numbers of the layers that a single mechanism gets: all, in a pyramid all but those of the last stage."""
+    return range(sum(depths[:-1] or depths))
+
+
 def layer_factories(entries: Iterable[Entry]) -> list[LayerFactory]:
     """The factory of every block; the context of its layer counts the earlier blocks with the same mechanism."""
     options = {layer: entry.options for entry in entries for layer in entry.layers}

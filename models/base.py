@@ -228,7 +228,7 @@ class Backbone(nn.Module):
             key_mask: (B, H, W) bool, true for the patches of the grid that count (in a pyramid: of the first stage).
                 Images of several sizes make a batch if they are padded at the right and at the bottom, with zeros after
                 normalisation; their masks are true for their own patches. The outputs equal those of each image alone,
-                unless attention divides the grid into windows or groups, which are those of the padded grid.
+                unless the mechanism depends on the shape of the grid, as by its groups (docs/integration.md).
         Raises:
             ValueError: an attention layer takes no key mask, or the mask is not bool of this shape.
         """

@@ -117,6 +117,11 @@ def one_set_of_means(x: Tensor, cluster: Tensor, num_clusters: int) -> Tensor:
     return cluster_mean(upcast(x), cluster, num_clusters)[:, :, None].to(x.dtype)
 
 
+def pooled_before(means: Tensor, _: Any) -> Tensor:
+    """The `pool` of `Landmarks` for tokens that are means of clusters already; a function that pickle finds."""
+    return means
+
+
 class EvaClustered(Attention):
     prefix_tokens = "exact"
     key_mask_refusal = "its clusters are those of all keys"
@@ -145,7 +150,7 @@ class EvaClustered(Attention):
         super().__init__(context, config)
         self.refuse_above(context, "num_landmarks")
         self.position_bias = position_bias(self, context)
-        self.landmarks = Landmarks(config, self.num_heads, self.head_dim, pool=lambda means, _: means)
+        self.landmarks = Landmarks(config, self.num_heads, self.head_dim, pool=pooled_before)
         self.register_buffer("eval_planes", torch.randn(self.num_heads, config.num_bits, self.head_dim + 1))
 
     @classmethod

@@ -4,7 +4,7 @@ The first of h heads attend to the tokens of their window of w x w (Hi: high fre
 heads to the means of all windows (Lo: low frequencies, L channels in all). At w = 1 all heads are Lo, which is softmax
 attention. Since int rounds down, at least one head is Hi for every alpha < 1, as in the first stage of a pyramid, and
 attends to nothing beyond its window. Keys and values are pooled after their projection; since it is linear, the means
-equal projections of pooled tokens, and prefix tokens and masks work as in every mechanism.
+equal projections of pooled tokens, and prefix tokens and masks work as in window attention.
 Cost: 2 N w^2 (C - L) + 2 N^2 L / w^2 multiply-accumulates. The released code saves 2 (N - N / w^2) L C of them, as it
 projects pooled tokens, and projects the output of each branch by itself: `proj` with two blocks.
 

@@ -88,6 +88,11 @@ def refusing() -> str:
     return _list(name for name, mechanism in ATTENTION.items() if mechanism.key_mask_refusal)
 
 
+def without_prefix() -> str:
+    """The mechanisms that refuse prefix tokens."""
+    return _list(name for name, mechanism in ATTENTION.items() if mechanism.prefix_tokens == "refused")
+
+
 def causal() -> str:
     """The mechanisms that have the option `causal`."""
     return _list(name for name, mechanism in ATTENTION.items() if hasattr(mechanism.Config, "causal"))
@@ -104,6 +109,7 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/mechanisms.md": {
         "mechanisms": all_mechanisms,
         "mechanisms that fit small grids": fitting,
+        "mechanisms without prefix tokens": without_prefix,
         "causal mechanisms": causal,
     },
     "docs/options.md": {"sections": index},

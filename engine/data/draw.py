@@ -20,7 +20,7 @@ import numpy as np
 from tqdm import tqdm
 
 from engine.data.idx import LIMIT, new_files, write_idx
-from engine.runtime.arguments import ArgumentParser
+from engine.runtime.arguments import SEED, ArgumentParser, Count
 from engine.runtime.errors import UserError, refuse_bad_input
 from engine.runtime.signals import end_at_interrupt
 
@@ -56,17 +56,6 @@ ALONG = np.linspace(0, 1, 65)
 WAVES = np.stack([np.sin(k * np.pi * ALONG) / k**1.5 for k in (1, 2, 3)])
 """Deviations from a chord, of which each curve has a random mixture."""
 
-BOUNDS = {
-    "images": (2, 10**7),
-    "tokens": (14, 64),
-    "length": (8, 200),
-    "distractors": (0, 100),
-    "separation": (7, 63),
-    "scenes": (1, 16),
-    "seed": (0, 2**63),
-}
-"""Option -> least and largest value."""
-
 
 @end_at_interrupt()
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -75,30 +64,32 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("output", type=Path, help="directory of the splits train and t10k")
     parser.add_argument(
         "--images",
-        type=int,
+        type=Count(2, 10**7),
         nargs=2,
         default=(20_000, 2_000),
         help="number of images of train and of t10k (20000 2000)",
         metavar=("N", "M"),
     )
-    parser.add_argument("--tokens", type=int, default=14, help=f"side, tokens of {PIXELS}x{PIXELS} pixels (14)")
-    parser.add_argument("--length", type=int, default=12, help="length of a path, tokens (12)")
-    parser.add_argument("--distractors", type=int, default=1, help="number of curves of a third of that length (1)")
-    parser.add_argument("--separation", type=int, default=SEPARATION, help=f"least tokens between ends ({SEPARATION})")
+    parser.add_argument(
+        "--tokens", type=Count(14, 64), default=14, help=f"side, tokens of {PIXELS}x{PIXELS} pixels (14)"
+    )
+    parser.add_argument("--length", type=Count(8, 200), default=12, help="length of a path, tokens (12)")
+    parser.add_argument(
+        "--distractors", type=Count(0, 100), default=1, help="number of curves of a third of that length (1)"
+    )
+    parser.add_argument(
+        "--separation", type=Count(7, 63), default=SEPARATION, help=f"least tokens between ends ({SEPARATION})"
+    )
     parser.add_argument(
         "--scenes",
-        type=int,
+        type=Count(1, 16),
         nargs=2,
         help="least and largest number of small scenes along a side of a training image (one scene, as in t10k)",
         metavar=("A", "B"),
     )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the random numbers (0)")
+    parser.add_argument("--seed", type=SEED, default=0, help="seed of the random numbers (0)")
     args = parser.parse_args(arguments)
     options = {name: value for name, value in vars(args).items() if name != "kind"}
-    for name, (low, high) in BOUNDS.items():
-        value = getattr(args, name)
-        if value is not None and not low <= np.min(value) <= np.max(value) <= high:
-            parser.error(f"--{name} must be {low} to {high}, got {value}")
     if any(count % 2 for count in args.images):
         parser.error(f"--images must be even, half of them of each class, got {args.images}")
     if args.scenes and args.scenes[0] > args.scenes[1]:

@@ -20,7 +20,7 @@ import numpy as np
 from tqdm import tqdm
 
 from engine.data.idx import LIMIT, new_files, write_idx
-from engine.runtime.arguments import ArgumentParser
+from engine.runtime.arguments import SEED, ArgumentParser, Count
 from engine.runtime.errors import refuse_bad_input
 from engine.runtime.signals import end_at_interrupt
 
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("output", type=Path, help="directory of the splits train and t10k")
     parser.add_argument(
         "--sequences",
-        type=int,
+        type=Count(),
         nargs=2,
         default=(96_000, 2_000),
         help="number of sequences of train and of t10k (96000 2000)",
@@ -56,19 +56,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument(
         "--length",
-        type=int,
+        type=Count(1, 4096),
         nargs=2,
         default=(500, 2000),
         help="least and largest length of a sequence, tokens (500 2000)",
         metavar=("A", "B"),
     )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the random numbers (0)")
+    parser.add_argument("--seed", type=SEED, default=0, help="seed of the random numbers (0)")
     args = parser.parse_args(arguments)
     least, largest = args.length
-    if min(args.sequences) < 1:
-        parser.error(f"--sequences must be at least 1, got {args.sequences}")
-    if not 1 <= least <= largest <= 4096 or largest < 4:
-        parser.error(f"--length must be ascending, from 1, to between 4 and 4096, got {args.length}")
+    if least > largest or largest < 4:
+        parser.error(f"--length must be ascending, to at least 4, got {args.length}")
     if (size := max(args.sequences) * largest) > LIMIT:
         parser.error(f"--sequences {max(args.sequences)} of {largest} tokens: {size:,} bytes; at most {LIMIT:,}")
     with refuse_bad_input():

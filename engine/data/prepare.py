@@ -42,7 +42,7 @@ from engine.data.mds import MdsReader, write_mds
 from engine.data.splits import Images, describe_ignored, find_split
 from engine.data.subset import SubsetReader
 from engine.data.verify import add_source, discard, open_splits, read_all
-from engine.runtime.arguments import ArgumentParser
+from engine.runtime.arguments import ArgumentParser, Count
 from engine.runtime.errors import UserError, refuse_bad_input
 from engine.runtime.signals import end_at_interrupt
 
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add_source(parser)
     parser.add_argument("output", type=Path, nargs="?", help="directory of the prepared data set")
     parser.add_argument(
-        "--short-side", type=int, default=256, help="short side of the images, pixels; 0: unchanged (256)"
+        "--short-side", type=Count(0, 2**16), default=256, help="short side of the images, pixels; 0: unchanged (256)"
     )
     parser.add_argument(
         "--format", choices=("cache", "mds"), default="cache", help="data.dataset of the output (cache)"
@@ -65,8 +65,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_intermixed_args(arguments)  # options may stand between root and output
     if args.index == (args.output is not None) or (args.index and args.dataset not in ("folder", "wds")):
         parser.error("give an output directory, or --index without one for --dataset folder or wds")
-    if args.short_side < 0:
-        parser.error(f"--short-side must be 0 or more, got {args.short_side}")
     if args.original and args.format != "mds":
         parser.error("--original needs --format mds; a cache has decoded images")
     if not 0 < args.shard_mb <= 2000:

@@ -13,7 +13,7 @@ import numpy as np
 from engine.config.schema import Data
 from engine.data.idx import IdxReader, new_files, write_idx
 from engine.data.splits import classes_of, open_split
-from engine.runtime.arguments import ArgumentParser
+from engine.runtime.arguments import ArgumentParser, Count
 from engine.runtime.errors import UserError, refuse_bad_input
 
 
@@ -22,10 +22,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("root", help="directory that holds the split, as data.root of a run")
     parser.add_argument("output", type=Path, help="directory of the sample")
     parser.add_argument("--split", default="t10k", help="name of the split (t10k)")
-    parser.add_argument("--per-class", type=int, default=200, help="number of images of each class (200)")
+    parser.add_argument("--per-class", type=Count(), default=200, help="number of images of each class (200)")
     args = parser.parse_args(arguments)
-    if args.per_class < 1:
-        parser.error(f"--per-class must be 1 or more, got {args.per_class}")
     with refuse_bad_input():
         sample(args.root, args.output, args.split, args.per_class)
 

@@ -24,7 +24,7 @@ from engine.config.schema import Data
 from engine.data.images import BrokenImage
 from engine.data.splits import Images, classes_of, describe_ignored, open_split
 from engine.data.workers import RestartingLoader
-from engine.runtime.arguments import ArgumentParser
+from engine.runtime.arguments import PROCESSES, ArgumentParser, Count
 from engine.runtime.errors import refuse_bad_input
 from engine.runtime.signals import end_at_interrupt
 from engine.runtime.text import describe_difference, one_line
@@ -79,7 +79,9 @@ def add_source(parser: argparse.ArgumentParser) -> None:
     of_levels = "grey levels of black and white in images of more than 8 bits, as data.levels of a run"
     parser.add_argument("--levels", nargs=2, type=float, help=of_levels, metavar=("BLACK", "WHITE"))
     parser.add_argument("--cache-dir", help="folder for the shards of a URL, as data.cache_dir of a run")
-    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes that read (one per core)")
+    parser.add_argument(
+        "--workers", type=Count(0, PROCESSES.high), default=os.cpu_count(), help="processes that read (one per core)"
+    )
 
 
 def open_splits(args: argparse.Namespace) -> dict[str, Images]:

@@ -1,12 +1,50 @@
-"""Parser of command lines with `--plugin`; refuses an option given twice where only one of its values would count."""
+"""Parser of command lines with `--plugin`; refuses an option given twice where only one of its values would count, and
+numbers outside their range.
+"""
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from attention.plugins import FLAG, take_plugins
 from engine.runtime.errors import refuse_bad_input
+
+MOST = 10**9
+"""Largest count on a command line, where nothing else bounds it."""
+
+
+@dataclass(frozen=True)
+class Count:
+    """Type of an argument that is a whole number from `low` to `high`."""
+
+    low: int = 1
+    high: int = MOST
+
+    def __call__(self, text: str) -> int:
+        """Parses the number.
+
+        Raises:
+            argparse.ArgumentTypeError: the text is no whole number, or outside the range.
+        """
+        if not re.fullmatch(r"[+-]?[0-9]+", text):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+        shown = text if len(text) <= 20 else f"{text[:8]}..., of {len(text)} characters,"
+        value = int(text) if len(text) <= 20 else (self.low - 1 if text.startswith("-") else self.high + 1)
+        if value < self.low:
+            raise argparse.ArgumentTypeError(f"{shown} is below the least valid value {self.low}")
+        if value > self.high:
+            raise argparse.ArgumentTypeError(f"{shown} is above the largest valid value {self.high}")
+        return value
+
+
+SEED = Count(0, 2**63 - 1)
+"""Type of a seed, of which torch takes 63 bits."""
+
+PROCESSES = Count(high=1024)
+"""Type of a number of processes."""
 
 
 class ArgumentParser(argparse.ArgumentParser):

@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
 
+from engine.runtime.errors import UserError
+
 
 @contextmanager
 def memory_permitting() -> Iterator[None]:
@@ -21,6 +23,17 @@ def memory_permitting() -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
+
+
+@contextmanager
+def refuse_too_large(remedy: str) -> Iterator[None]:
+    """Context that raises a UserError with `remedy` if memory runs out."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise UserError(f"out of memory; {remedy}") from None
 
 
 @contextmanager

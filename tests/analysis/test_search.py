@@ -217,11 +217,10 @@ def test_a_budget_within_which_nothing_was_measured_is_named(checkpoint, tmp_pat
         (["--budget", "mac=0.9"], "--budget: 'mac=0.9': unknown budget; did you mean 'macs'?; write ms=5"),
         (["--budget", "macs=1", "--batch-size", "4"], "--batch-size 4: macs= is for one image; leave it out"),
         (
-            ["--budget", "ms=9", "--batch-size", f"{10**11}"],
-            f"--batch-size {10**11}: a forward pass exceeds the memory",
+            ["--budget", "ms=9", "--batch-size", f"{10**9}"],
+            f"out of memory; lower --batch-size {10**9}",
         ),
         (["--budget", "macs=1", "--strategy", "all", "--evaluations", "2"], "--evaluations 2: --strategy all measures"),
-        (["--budget", "macs=1", "--seed", f"{10**23}"], f"--seed {10**23}: expected a number from 0 to"),
         (["--budget", "speed"], "--budget: 'speed': unknown budget; known: macs, memory, ms; write ms=5"),
         (
             ["--budget", "macs=1", "ms=5"],
@@ -232,13 +231,11 @@ def test_a_budget_within_which_nothing_was_measured_is_named(checkpoint, tmp_pat
             ["--budget", "memory=1e-4"],
             "--budget memory=1e-4: the cheapest assignment of these mechanisms takes memory=",
         ),
-        (["--budget", "ms=5", "--batch-size", "0"], "--batch-size = 0 is below"),
         (["--budget", "macs=0.1"], "--budget macs=0.1: the cheapest assignment of these mechanisms takes macs=0.9"),
         (
             ["--budget", "macs=1", "--evaluations", "2"],
             "--evaluations 2: the layers alone with each mechanism",
         ),
-        (["--budget", "macs=1", "--align", "0"], "--align = 0 is below"),
         ([], "the following arguments are required: --budget"),
     ],
 )

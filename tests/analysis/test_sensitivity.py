@@ -173,8 +173,6 @@ def test_the_heat_map_shows_the_last_stage():
     ("arguments", "expected"),
     [
         (["--attention", "evaa"], "did you mean 'eva'"),
-        (["--draws", "0"], "--draws = 0 is below"),
-        (["--align", "0"], "--align = 0 is below the least valid value 1"),
         (["--align", "2", "data.train_split=absent"], "data.train_split: 'absent' is no split of the digits"),
     ],
 )

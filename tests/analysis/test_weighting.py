@@ -180,20 +180,23 @@ def test_the_variance_is_measured_on_other_samples_than_those_of_the_fit(tmp_pat
     assert len(measured) == 2 * len(WEIGHTS) * len(fitted)
 
 
-@pytest.mark.parametrize(
-    ("option", "problem"),
-    [
-        (("--samples", "7"), "the optimal weights have 8 unknowns for each proposal; give at least 8"),
-        (("--passes", "1"), "one sample of each proposal has no variance; give at least 2"),
-    ],
-    ids=" ".join,
-)
-def test_too_few_samples_are_refused(option, problem, tmp_path, capsys):
+def test_a_lack_of_memory_is_one_line(monkeypatch, capsys):
+    def main(args):
+        raise MemoryError
+
+    monkeypatch.setattr(weighting, "main", main)
+    with pytest.raises(SystemExit, match="2"):
+        analyze.main(["weighting", "runs/eva"])
+    assert capsys.readouterr().err == "error: out of memory; give smaller numbers, or a smaller model\n"
+
+
+def test_too_few_samples_are_refused(tmp_path, capsys):
     checkpoint = save_model(tmp_path, OPTIONS, scale=10)
     with pytest.raises(SystemExit) as ended:
-        analyze.main(["weighting", str(checkpoint), *option, "--output", str(tmp_path)])
+        analyze.main(["weighting", str(checkpoint), "--samples", "7", "--output", str(tmp_path)])
     assert ended.value.code == 2
-    assert capsys.readouterr().err.strip().splitlines()[-1] == f"error: {' '.join(option)}: {problem}"
+    problem = "error: --samples 7: the optimal weights have 8 unknowns for each proposal; give at least 8"
+    assert capsys.readouterr().err.strip().splitlines()[-1] == problem
 
 
 def test_samples_lie_on_the_device_of_their_proposals():

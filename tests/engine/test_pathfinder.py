@@ -185,9 +185,6 @@ def test_files_depend_on_the_arguments_alone(tmp_path):
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        (["--tokens", "13"], "--tokens must be 14 to 64, got 13"),
-        (["--length", "7"], "--length must be 8 to 200, got 7"),
-        (["--images", "0", "2"], r"--images must be 2 to 10000000, got \[0, 2\]"),
         (["--images", "2", "3"], r"--images must be even, half of them of each class, got \[2, 3\]"),
         (
             ["--images", "400000", "2"],
@@ -195,7 +192,6 @@ def test_files_depend_on_the_arguments_alone(tmp_path):
         ),
         (["--length", "200"], "error: no room for paths of --length 200 and --distractors 0 on 14x14 tokens; name"),
         (["--scenes", "3", "2"], r"--scenes must be in ascending order, got \[3, 2\]"),
-        (["--scenes", "0", "2"], r"--scenes must be 1 to 16, got \[0, 2\]"),
         (["--scenes", "5", "5"], "error: no room for paths of --length 1.71429 and --distractors 0 on 2x2 tokens"),
         (["--short-side", "0"], "unrecognized arguments: --short-side 0"),
     ],

@@ -216,10 +216,3 @@ def test_bad_input_is_one_line(arguments, problem, monkeypatch, capsys):
     output = capsys.readouterr()
     assert (caught.value.code, output.out, output.err.count("\n")) == (2, "", 1)
     assert problem in output.err
-
-
-@pytest.mark.parametrize("option", ["--top", "--batch-size"])
-def test_numbers_must_be_positive(option, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        predict.main(["runs/eva", "digits", option, "0"])
-    assert f"{option} must be at least 1, got 0" in capsys.readouterr().err

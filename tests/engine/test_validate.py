@@ -518,13 +518,6 @@ def test_results_are_printed_before_an_export_that_fails(run_directory, tmp_path
     )
 
 
-def test_batch_size_must_be_positive(run_directory, capsys):
-    with pytest.raises(SystemExit) as caught:
-        validate.main([str(run_directory), "--batch-size", "0"])
-    assert caught.value.code == 2
-    assert "--batch-size must be at least 1, got 0" in capsys.readouterr().err
-
-
 def test_an_option_of_training_on_broken_images_is_refused(run_directory, capsys):
     with pytest.raises(SystemExit, match="2"):
         validate.main([str(run_directory), "data.broken_val=skip"])

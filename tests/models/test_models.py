@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import pickle
 
 import pytest
 import timm
@@ -15,8 +16,8 @@ import models
 from attention import ATTENTION, OptionError, create_attention
 from attention.options import parse_options
 from attention.parts.features import full_precision
-from models import MODELS, create_model, parse_model, resolve_attention
-from models.base import StochasticDepth, compiled
+from models import MODELS, create_model, layer_contexts, parse_model, resolve_attention
+from models.base import StochasticDepth, attention_layers, compiled
 from models.convert import resample_pos_embed
 from models.costs import count_costs
 from models.deit import Deit
@@ -53,6 +54,21 @@ def shallow_model(name):
 
 def tiny_images(name, seed=1):
     return torch.randn(2, 3, *TINY[name]["img_size"], generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [*((name, {}) for name in MODELS), ("deit", {"mask_token": True}), ("deit", {"vocab_size": 7})]
+)
+def test_a_pickled_and_a_copied_model_are_the_model(name, options):
+    options |= {"num_classes": 0} if "mask_token" in options else {}
+    options |= {"patch_size": 1, "in_chans": 1, "img_size": 8} if "vocab_size" in options else {}
+    with torch.device("meta"):
+        model = create_model(name, "linear", **options)
+    for again in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        assert str(again) == str(model)
+        assert {n: x.shape for n, x in again.state_dict().items()} == {
+            n: x.shape for n, x in model.state_dict().items()
+        }
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -158,6 +174,26 @@ def test_no_name_of_timm_is_taken():
     for name in MODELS:
         assert not callable(getattr(timm.models, name, None))
         assert timm.models.model_entrypoint(name).__module__ == models.__name__
+
+
+@families
+def test_contexts_are_those_of_the_layers_of_one_mechanism(name):
+    """All layers of a DeiT; of a pyramid those of every stage but the last, which keeps softmax."""
+    depth = TINY[name].get("depth", 5)
+    expected = [(layer, depth, 24, 3, (6, 5), None) for layer in range(3)]
+    if name != "deit":
+        dims, heads, grids, reductions = (
+            (8, 12, 12, 16),
+            (1, 3, 3, 2),
+            [(16, 24), (8, 12), (8, 12), (4, 6)],
+            (8, 4, 4, 2),
+        )
+        expected = [*zip(range(4), [5] * 4, dims, heads, grids, reductions, strict=True)]
+    found = layer_contexts(name, TINY[name])
+    assert [(c.layer, c.depth, c.dim, c.num_heads, c.grid, c.reduction) for c in found] == expected
+    assert [layer.name() for layer in attention_layers(tiny_model(name, "linear"))][: len(found)] == ["linear"] * len(
+        found
+    )
 
 
 @families

@@ -1,5 +1,7 @@
 """The contract of every mechanism with networks: shapes, gradients, grids, batches, compilation, projections."""
 
+import copy
+import pickle
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -28,6 +30,15 @@ def test_shape_dtype_and_gradient_of_every_parameter(case):
         assert parameter.grad is not None, name
         assert parameter.grad.isfinite().all(), name
         assert parameter.grad.abs().sum() > 0, name
+
+
+@every_case
+def test_a_pickled_and_a_copied_layer_are_the_layer(case):
+    """Started processes get models by pickle."""
+    attn, x = case.build().eval(), case.tokens()
+    y = attn(x, case.grid)
+    for again in (pickle.loads(pickle.dumps(attn)), copy.deepcopy(attn)):
+        assert torch.equal(again(x, case.grid), y)
 
 
 @every_case

@@ -1,7 +1,9 @@
 """Key masks: masked tokens have the effect of absent tokens, or the mechanism refuses a mask and states why."""
 
 import itertools
+import re
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -177,6 +179,32 @@ def test_a_sequence_with_masked_tokens_is_the_sequence_without_them(name, option
     x, counts = case.tokens(), with_prefix(case, key_mask[None])[0]
     y = attn(x, (1, 24), key_mask.expand(2, -1))
     torch.testing.assert_close(y[:, counts], shorter(x[:, counts], (1, n)), rtol=1e-12, atol=1e-12)
+
+
+SIZES = (9, 14), (14, 7), (13, 11)
+"""Images of several sizes, padded to 14 x 14."""
+
+
+@pytest.mark.parametrize("name", dict.fromkeys(case.name for case in MASKED))
+def test_a_padded_image_is_itself_alone_but_for_the_mechanisms_that_the_page_names(name):
+    """At default options. All layers of a network, where they differ."""
+    page = (Path(__file__).parents[2] / "docs/integration.md").read_text()
+    rows = re.findall(r"^\| (`.*?) \|", page.partition("what belongs to the padded grid")[2].partition("\n\n")[0], re.M)
+    named, errors = {name for row in rows for name in re.findall(r"`(\w+)`", row)}, []
+    assert named <= ATTENTION.keys()
+    for layer in range(2):
+        attn = Case(name, (14, 14)).build(layer=layer, depth=2).eval()
+        images = [torch.randn(1, *size, 12, dtype=torch.float64) for size in SIZES]
+        x, mask = torch.zeros(len(SIZES), 14, 14, 12, dtype=torch.float64), torch.zeros(len(SIZES), 14, 14, dtype=bool)
+        for b, (H, W) in enumerate(SIZES):
+            x[b, :H, :W], mask[b, :H, :W] = images[b], True
+        y = attn(x.flatten(1, 2), (14, 14), mask.flatten(1)).view_as(x)
+        for b, (H, W) in enumerate(SIZES):
+            errors.append((y[b, :H, :W].flatten(0, 1) - attn(images[b].flatten(1, 2), (H, W))[0]).abs().max().item())
+    if name in named:
+        assert max(errors) > 1e-3
+    else:
+        assert max(errors) < 1e-12
 
 
 @one_case_of_each

@@ -1,0 +1,102 @@
+"""Whole numbers on command lines: one type with a range, refused in one line before anything else is read."""
+
+import argparse
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from bench.arguments import image_size, token_grid
+from engine.runtime import arguments
+from engine.runtime.arguments import Count
+
+ROOT = Path(__file__).parents[2]
+WITHOUT = {"engine.runtime.arguments", "engine.config.option_pages", "bench.check_kernels"}
+"""Modules that have a parser and take no number."""
+
+PATHS = [
+    *ROOT.glob("*.py"),
+    *(path for room in ("analysis", "bench", "engine") for path in (ROOT / room).rglob("*.py")),
+]
+FOUND = {".".join(p.relative_to(ROOT).with_suffix("").parts) for p in PATHS if " ArgumentParser(" in p.read_text()}
+SCRIPTS = sorted(FOUND - WITHOUT)
+
+
+class Caught(Exception):
+    """Carries the parser of a script."""
+
+
+def run(script: str) -> Callable[[list[str]], object]:
+    module = import_module(script)
+    return getattr(module, "main", None) or module.parse_arguments
+
+
+def parser_of(script: str) -> argparse.ArgumentParser:
+    def catch(parser, *_):
+        raise Caught(parser)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("parse_args", "parse_intermixed_args"):
+            patch.setattr(arguments.ArgumentParser, name, catch)
+        with pytest.raises(Caught) as caught:
+            run(script)([])
+    return caught.value.args[0]
+
+
+def actions(parser: argparse.ArgumentParser, *before: str) -> Iterator[tuple[tuple[str, ...], argparse.Action]]:
+    """The commands before an argument on the line, and the argument: of a parser and of its commands."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, command in action.choices.items():
+                yield from actions(command, *before, name)
+        else:
+            yield before, action
+
+
+def is_whole(kind: object) -> bool:
+    """True for the type of an argument that makes whole numbers."""
+    try:
+        return type(kind("16")) is int
+    except (TypeError, ValueError, argparse.ArgumentTypeError, SystemExit):
+        return isinstance(kind, Count)
+
+
+NUMBERS = [
+    pytest.param(script, before, action, id=" ".join((script, *before, *action.option_strings)))
+    for script in SCRIPTS
+    for before, action in actions(parser_of(script))
+    if is_whole(action.type)
+]
+
+
+def test_the_table_has_the_numbers_of_every_script():
+    assert {"validate", "predict", "ablate", "benchmark", "analyze", "engine.data.draw"} <= {*SCRIPTS}
+    assert {"analyze partition --groups", "predict --batch-size", "ablate --jobs"} <= {str(each.id) for each in NUMBERS}
+
+
+@pytest.mark.parametrize(("script", "before", "action"), NUMBERS)
+def test_a_whole_number_outside_its_range_is_refused(script, before, action, capsys):
+    """Zero and negative where they make no sense, and numbers of any number of digits."""
+    kind, (option,) = action.type, action.option_strings
+    assert isinstance(kind, Count), f"{script} {option}: use engine.runtime.arguments.Count"
+    assert kind(str(kind.low)) == kind.low >= 0
+    assert kind(str(kind.high)) == kind.high < 2**63
+    times = action.nargs if isinstance(action.nargs, int) else 1
+    below, above = f"below the least valid value {kind.low}", f"above the largest valid value {kind.high}"
+    bad = {str(kind.low - 1): below, "-" + 30 * "9": below, str(kind.high + 1): above, 5000 * "9": above}
+    for value, message in bad.items() | dict.fromkeys(("x", "1.5", "", "1_0", "²"), "is not a whole number").items():
+        with pytest.raises(SystemExit) as caught:
+            run(script)([*before, option, *times * [value]])
+        assert caught.value.code == 2
+        line = capsys.readouterr().err.splitlines()[-1]
+        assert f"argument {option}: " in line
+        assert message in line
+        assert len(line) < 200
+
+
+@pytest.mark.parametrize("text", ["0", "-4", 30 * "9", "4x0", "x", "4x", "4x4x4", f"4x{30 * '9'}"])
+@pytest.mark.parametrize("kind", [token_grid, image_size])
+def test_sizes_are_whole_numbers(kind, text):
+    with pytest.raises(argparse.ArgumentTypeError):
+        kind(text)
