@@ -23,8 +23,10 @@ from typing import Any
 from engine.checkpoints.adapt import build_models
 from engine.checkpoints.export import check_crop_mode, check_target, export
 from engine.checkpoints.files import Weights, find_weights, parse_weights
+from engine.checkpoints.origin import is_made_here
 from engine.checkpoints.weights import check_predicts_classes
-from engine.config.load import is_overridden, parse_run
+from engine.config.described import parse_described
+from engine.config.load import is_overridden
 from engine.config.schema import Data, Run
 from engine.data.identity import check_held_out, identify_split
 from engine.data.loaders import count_broken, create_val_loader, indices_read, show_images
@@ -70,8 +72,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         found = find_weights(args.checkpoint, args.select, args.weights)
         for target in args.export:
             check_target(target)
-        overrides = [f"data.workers={min(Data.workers, os.cpu_count() or 1)}", *args.overrides]  # no file decides that
-        runs = [parse_run(checkpoint["config"], str(path), overrides) for path, checkpoint, _ in found]
+        overrides = [f"data.workers={min(Data.workers, os.cpu_count() or 1)}", *args.overrides]
+        is_own = is_made_here(args.checkpoint)
+        runs = [
+            parse_described(checkpoint["config"], str(path), overrides, is_own=is_own, reads_images=True)
+            for path, checkpoint, _ in found
+        ]
         for target in args.export:
             check_crop_mode(target, runs[-1])
         world, results, records = init_distributed(runs[0].train.device), {}, {} if outputs else None

@@ -25,8 +25,10 @@ from engine.checkpoints.files import Weights, find_weights, parse_weights
 from engine.checkpoints.identify import FOREIGN, Found, Kind, identify
 from engine.checkpoints.initial_weights import load_initial_weights
 from engine.checkpoints.local_dir import preprocessing_of
+from engine.checkpoints.origin import is_made_here
 from engine.checkpoints.progress import Progress
 from engine.checkpoints.weight_sources import read_timm_arguments
+from engine.config.described import parse_described
 from engine.config.load import dump_run, find_config, flatten, load_run, parse_run, plain
 from engine.config.schema import Init, Run
 from engine.runtime.arguments import ArgumentParser
@@ -56,7 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             checkpoint = read_with_config(run, args.checkpoint)
         else:
             path, checkpoint, kinds = find_weights(args.checkpoint, "best", args.weights)[-1]  # averaged ones come last
-            run, kind = parse_run(checkpoint["config"], str(path), args.overrides), kinds[-1]
+            is_own, kind = is_made_here(args.checkpoint), kinds[-1]
+            run = parse_described(checkpoint["config"], str(path), args.overrides, is_own=is_own)
         note = export(args.output, run, checkpoint, kind)
     print(f"{args.output}: the {kind} weights of {args.checkpoint}, of the model {run.model['name']}{note}")
 

@@ -14,7 +14,8 @@ from engine.checkpoints.format import check_plain
 from engine.checkpoints.identify import FOREIGN, TIMM, Found, Kind, damaged, identify
 from engine.checkpoints.local_dir import read_label_names
 from engine.checkpoints.released import Arguments, Unsupported
-from engine.config.load import MissingOptions, parse_run
+from engine.config.described import parse_described
+from engine.config.load import MissingOptions
 from engine.config.schema import Run
 from engine.runtime.errors import UserError
 from engine.runtime.text import describe_error, one_line
@@ -73,7 +74,7 @@ def read_weights(name: str) -> Source:
         return _read_state(found)
     try:
         path, checkpoint, kinds = choose_weights(found, "best", None)[-1]
-        run, state = parse_run(checkpoint["config"], str(found.path)), checkpoint[WEIGHTS[kinds[-1]]]
+        run, state = parse_described(checkpoint["config"], str(found.path)), checkpoint[WEIGHTS[kinds[-1]]]
         taken = WEIGHTS[kinds[-1]] + (f" in {path.name}" if found.kind is Kind.RUN else "")
         origin = f"{found.kind.value}: its {taken}"
         return source_of(run, state)._replace(classes=checkpoint.get("classes"), origin=origin)

@@ -16,7 +16,7 @@ from torch.utils.data import default_collate
 
 from engine.checkpoints.files import WEIGHTS, Weights, find_weights
 from engine.checkpoints.weights import build_model, check_predicts_classes
-from engine.config.load import parse_run
+from engine.config.described import parse_described
 from engine.config.schema import Data, num_channels
 from engine.data.augment import create_transform
 from engine.data.folders import FileReader
@@ -69,7 +69,7 @@ def load(path: str | Path, *, weights: Weights | None = None, select: Literal["b
         ConfigError: the configuration in it cannot be honoured.
     """
     found, checkpoint, kinds = find_weights(Path(path), select, weights)[-1]  # averaged weights come last
-    run = parse_run(checkpoint["config"], str(found))
+    run = parse_described(checkpoint["config"], str(found))
     check_predicts_classes(run, str(found))
     state, num_classes = WEIGHTS[kinds[-1]], run.model["num_classes"]
     model = build_model(run, checkpoint[state], f"{found}: {state}").eval()  # first: the file may claim many classes

@@ -16,7 +16,7 @@ from engine.checkpoints.identify import FOREIGN, TIMM, Kind, identify
 from engine.checkpoints.local_dir import read_label_names
 from engine.checkpoints.weight_sources import describe_order, load_timm, read_weights
 from engine.checkpoints.weights import build_model, check_predicts_classes
-from engine.config.load import parse_run
+from engine.config.described import parse_described
 from engine.config.schema import Run, num_channels, per_channel
 from engine.data.splits import Images, classes_of, count_classes
 from engine.objectives import choose_objective
@@ -114,7 +114,7 @@ def read_teacher(name: str, run: Run) -> Teacher:
         remedy = f"name {TIMM}NAME of timm's hub, or a run of train.py"
         raise UserError(f"weights alone, which do not say of what model they are; {remedy}")
     path, checkpoint, kinds = choose_weights(found, "best", None)[-1]  # averaged ones come last
-    there, state = parse_run(checkpoint["config"], str(path)), WEIGHTS[kinds[-1]]
+    there, state = parse_described(checkpoint["config"], str(path)), WEIGHTS[kinds[-1]]
     check_predicts_classes(there, str(path))
     model = build_model(there, checkpoint[state], f"{path}: {state}")
     return Teacher(model, _image_shape(there), checkpoint.get("classes"), _normalisation(run), _normalisation(there))
