@@ -16,7 +16,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ from engine.objectives import choose_objective
 from engine.reporting.outputs import add_outputs, chosen_outputs, write_outputs
 from engine.runtime.arguments import ArgumentParser
 from engine.runtime.distributed import World, init_distributed
-from engine.runtime.errors import ConfigError, refuse_bad_input
+from engine.runtime.errors import ConfigError, UserError, refuse_bad_input
 from engine.runtime.signals import end_at_interrupt
 from engine.training.differences import list_data_differences
 
@@ -59,6 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         default=[],
         help="write the model: DIR/ for timm, .safetensors, .onnx, .pt2; repeatable",
     )
+    parser.add_argument("--export-not-finite", action="store_true", help="export even if logits are not finite")
     parser.add_argument("--real-labels", metavar="FILE", help="ImageNet's ReaL labels too: real.json, or timm for its")
     add_outputs(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
@@ -92,10 +93,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         finally:
             world.destroy()
     if world.is_primary:
-        print(json.dumps(results) if args.json else table(results))
+        print(to_json(results) if args.json else table(results))
         with refuse_bad_input():
             write_outputs(outputs, records)
         path, checkpoint, kinds = found[-1]  # averaged weights come last
+        if args.export and (count := results[kinds[-1]].get("not_finite")) and not args.export_not_finite:
+            with refuse_bad_input():
+                precision = f"train.amp = {runs[-1].train.amp or 'null'}"
+                problem = f"the logits of {count:,} images are not finite ({precision}): not exported"
+                raise UserError(
+                    f"{path}: {problem}; train.amp=null computes in fp32, --export-not-finite exports anyway"
+                )
         for target in args.export:
             with refuse_bad_input():
                 note = export(target, runs[-1], checkpoint, kinds[-1])
@@ -154,6 +162,15 @@ def validate(
     return results
 
 
+def to_json(results: Mapping[Weights, dict[str, Any]]) -> str:
+    """Returns the results in JSON, with null for a value that is not finite."""
+    finite = {
+        kind: {name: None if value != value else value for name, value in each.items()}
+        for kind, each in results.items()
+    }
+    return json.dumps(finite)
+
+
 COLUMNS = {
     "images": ("images", 8, ""),
     "top1": ("top-1 %", 10, ".3f"),
@@ -176,6 +193,8 @@ def table(results: dict[Weights, dict[str, Any]]) -> str:
         if "real_top1" in result:
             line = "{:<8}{real_images:>8}{real_top1:>10.3f}{real_top5:>10.3f}  by their ReaL labels"
             lines.append(line.format(kind, **result))
+        if count := result.get("not_finite"):
+            lines.append(f"wrong: {count:,} of {result['images']:,} images, as their logits are not finite")
         if result.get("broken"):
             lines.append(f"left out: {result['broken']} broken images")
     return "\n".join(lines)

@@ -27,6 +27,7 @@ from engine.config.schema import Init
 from engine.data.identity import identify_split
 from engine.data.loaders import choose_batch_size
 from engine.evaluation.label_matching import ClassSubset
+from engine.objectives.classification import rank_classes
 from engine.objectives.distillation import digest_weights
 from engine.runtime.files import check_directory
 from engine.runtime.memory import peak_bytes
@@ -208,7 +209,7 @@ def score(model: nn.Module, trained: Trained, sample: Sample) -> Score:
     model = ClassSubset(model, sample.columns).to(trained.device)
     parts = sample.images.split(choose_batch_size(tuple(sample.images.shape[2:])))
     logits = torch.cat([model(part.to(trained.device)).float().cpu() for part in parts])
-    top1 = 100 * (logits.argmax(1) == sample.classes).double().mean().item()
+    top1 = 100 * (rank_classes(logits, 1)[:, 0] == sample.classes).double().mean().item()
     return Score(top1, F.cross_entropy(logits.double(), sample.classes).item())
 
 

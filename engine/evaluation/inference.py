@@ -23,6 +23,7 @@ from engine.data.folders import FileReader
 from engine.data.images import Levels, convert
 from engine.data.loaders import ImageLoader, choose_batch_size, images_of
 from engine.data.splits import Images
+from engine.objectives.classification import probabilities_of, rank_classes
 from engine.runtime.distributed import Amp, autocast
 from engine.runtime.errors import UserError
 
@@ -85,7 +86,10 @@ def load(path: str | Path, *, weights: Weights | None = None, select: Literal["b
 
 
 class Prediction(NamedTuple):
-    """Most probable classes of the image in `file`, most probable first, and their probabilities."""
+    """Most probable classes of the image in `file`, most probable first, and their probabilities.
+
+    There are none where the logits are not finite.
+    """
 
     file: str
     classes: list[str]
@@ -117,10 +121,12 @@ def predict(trained: Trained, loader: ImageLoader, top: int, amp: Amp = None) ->
         for images, positions in loader:
             with autocast(amp, device):
                 logits = model(images.to(device))
-            probabilities, indices = logits.float().softmax(1).topk(min(top, len(classes)))
-            for position, row, values in zip(positions.tolist(), indices.tolist(), probabilities.tolist(), strict=True):
-                file = images_of(loader).filename(position)
-                yield position, Prediction(file, [classes[index] for index in row], values)
+            ranked = rank_classes(logits, top)
+            found = positions.tolist(), ranked.tolist(), probabilities_of(logits, ranked).tolist()
+            for position, indices, values in zip(*found, strict=True):
+                known = indices[0] >= 0
+                names, values = [classes[index] for index in indices if known], values if known else []
+                yield position, Prediction(images_of(loader).filename(position), names, values)
 
     for _, batch in groupby(predict_sizes(), lambda found: found[0] // loader.batch_size):
         for _, prediction in sorted(batch):  # the loader yields the images of a batch by their sizes
