@@ -41,7 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("images", nargs="+", metavar="IMAGE", help="image, folder of images, or - for a list on stdin")
     parser.add_argument("--top", type=int, default=5, help="classes to name for each image (5)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write FILE (.csv or .json) instead of printing")
-    parser.add_argument("--weights", type=parse_weights, help="plain or ema: the kind of weights (ema if kept)")
+    parser.add_argument(
+        "--weights", type=parse_weights, help="plain or ema: the kind of weights (ema if kept and no worse)"
+    )
     parser.add_argument("--select", choices=("best", "last"), default="best", help="checkpoint of a run (best)")
     parser.add_argument("--batch-size", type=int, help="images per step (128, fewer if they are large)")
     parser.add_argument(

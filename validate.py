@@ -24,6 +24,7 @@ from engine.checkpoints.adapt import build_models
 from engine.checkpoints.export import check_crop_mode, check_target, export
 from engine.checkpoints.files import Weights, find_weights, parse_weights
 from engine.checkpoints.origin import is_made_here
+from engine.checkpoints.preference import prefer
 from engine.checkpoints.weights import check_predicts_classes
 from engine.config.described import parse_described
 from engine.config.load import is_overridden
@@ -96,18 +97,32 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(to_json(results) if args.json else table(results))
         with refuse_bad_input():
             write_outputs(outputs, records)
-        path, checkpoint, kinds = found[-1]  # averaged weights come last
-        if args.export and (count := results[kinds[-1]].get("not_finite")) and not args.export_not_finite:
-            with refuse_bad_input():
-                precision = f"train.amp = {runs[-1].train.amp or 'null'}"
-                problem = f"the logits of {count:,} images are not finite ({precision}): not exported"
-                raise UserError(
-                    f"{path}: {problem}; train.amp=null computes in fp32, --export-not-finite exports anyway"
-                )
-        for target in args.export:
-            with refuse_bad_input():
-                note = export(target, runs[-1], checkpoint, kinds[-1])
-            print(f"{target}: the {kinds[-1]} weights of {path}{note}", file=sys.stderr)
+            if args.export:
+                sources = {kind: (run, *each[:2]) for run, each in zip(runs, found, strict=True) for kind in each[2]}
+                write_exports(args.export, sources, results, args.export_not_finite)
+
+
+def write_exports(
+    targets: Sequence[str],
+    sources: Mapping[Weights, tuple[Run, Path, dict[str, Any]]],
+    results: Mapping[Weights, Mapping[str, Any]],
+    allow_not_finite: bool,
+) -> None:
+    """Exports the weights of `prefer` among those that were validated; says on stderr which they are.
+
+    Args:
+        sources: kind -> run, path and content of its checkpoint. results: see `validate`.
+    Raises:
+        UserError: they cannot be exported, or, unless it is allowed, have logits that are not finite.
+    """
+    kind, why = prefer(results)
+    run, path, checkpoint = sources[kind]
+    if (count := results[kind].get("not_finite")) and not allow_not_finite:
+        problem = f"the logits of {count:,} images are not finite (train.amp = {run.train.amp or 'null'}): not exported"
+        raise UserError(f"{path}: {problem}; train.amp=null computes in fp32, --export-not-finite exports anyway")
+    for target in targets:
+        note = export(target, run, checkpoint, kind)
+        print(f"{target}: {why or f'the {kind} weights'} of {path}{note}", file=sys.stderr)
 
 
 def validate(

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 
 from attention import OptionError
 from engine.checkpoints.adapt import build_models
-from engine.checkpoints.files import find_weights, trained_config
+from engine.checkpoints.files import trained_config
+from engine.checkpoints.identify import identify
 from engine.checkpoints.origin import is_made_here
+from engine.checkpoints.preference import choose_one
 from engine.checkpoints.weight_sources import Source, source_of
 from engine.checkpoints.weights import check_predicts_classes
 from engine.config.described import parse_described
@@ -65,7 +67,9 @@ def load_trained(args: argparse.Namespace, reads_images: bool = True) -> Trained
     Raises:
         UserError, OptionError: in the same cases as validate.py.
     """
-    found, checkpoint, kinds = find_weights(args.checkpoint, args.select, args.weights)[-1]  # averaged ones come last
+    found, checkpoint, kind, note = choose_one(identify(args.checkpoint), args.select, args.weights)
+    if note:
+        print(f"{found}: {note}", file=sys.stderr)
     is_own = is_made_here(args.checkpoint)
     run = parse_described(checkpoint["config"], str(found), args.overrides, is_own=is_own, reads_images=reads_images)
     check_predicts_classes(run, str(found))
@@ -73,10 +77,10 @@ def load_trained(args: argparse.Namespace, reads_images: bool = True) -> Trained
         problem = " = native: images are analysed together, at one size; set it to center, squash or border"
         raise OptionError("data.crop_mode", problem)
     device = init_distributed(run.train.device).device
-    models, resampled = build_models(run, checkpoint, kinds[-1:])
+    models, resampled = build_models(run, checkpoint, [kind])
     if resampled:
         print(resampled, file=sys.stderr)
-    model = models[kinds[-1]].to(device).eval()
+    model = models[kind].to(device).eval()
     own = parse_described(trained_config(checkpoint), str(found), is_own=is_own)
     source, classes = source_of(run, model.state_dict()), checkpoint.get("classes")
     return Trained(found, run, source, model, classes, device, own.data.train_split)

@@ -9,10 +9,11 @@ from timm.models import clean_state_dict
 from timm.utils.misc import natural_key
 from torch import Tensor, nn
 
-from engine.checkpoints.files import WEIGHTS, choose_weights
+from engine.checkpoints.files import WEIGHTS
 from engine.checkpoints.format import check_plain
 from engine.checkpoints.identify import FOREIGN, TIMM, Found, Kind, damaged, identify
 from engine.checkpoints.local_dir import read_label_names
+from engine.checkpoints.preference import choose_one
 from engine.checkpoints.released import Arguments, Unsupported
 from engine.config.described import parse_described
 from engine.config.load import MissingOptions
@@ -54,7 +55,7 @@ class Source(NamedTuple):
 
 
 def read_weights(name: str) -> Source:
-    """Reads the weights that `init.weights` names, averaged ones if both kinds exist.
+    """Reads the weights that `init.weights` names, of a run those of `choose_one`.
 
     In a run directory, the best checkpoint has them. A file need not be trusted: no code in it is run.
 
@@ -73,10 +74,10 @@ def read_weights(name: str) -> Source:
     if found.kind in FOREIGN:
         return _read_state(found)
     try:
-        path, checkpoint, kinds = choose_weights(found, "best", None)[-1]
-        run, state = parse_described(checkpoint["config"], str(found.path)), checkpoint[WEIGHTS[kinds[-1]]]
-        taken = WEIGHTS[kinds[-1]] + (f" in {path.name}" if found.kind is Kind.RUN else "")
-        origin = f"{found.kind.value}: its {taken}"
+        path, checkpoint, kind, note = choose_one(found)
+        run, state = parse_described(checkpoint["config"], str(found.path)), checkpoint[WEIGHTS[kind]]
+        taken = WEIGHTS[kind] + (f" in {path.name}" if found.kind is Kind.RUN else "")
+        origin = f"{found.kind.value}: its {taken}{f', {note}' if note else ''}"
         return source_of(run, state)._replace(classes=checkpoint.get("classes"), origin=origin)
     except UserError as error:
         if found.kind is Kind.RELEASED and isinstance(error, Unsupported | MissingOptions):

@@ -89,8 +89,8 @@ def evaluate(
     Returns:
         None if it was stopped; otherwise means over images of the metrics, and `images`, their number. `not_finite` is
         the number of images with a metric that is not finite, as of logits that overflow, if there are any. At most
-        `TOP` classes have no `top5`, which is always 100. If `measure` is by classes and the loader names them, `BALANCED`
-        follows, and for at most `NUM_RECALLS` classes `recall/CLASS` of each class with images, in percent.
+        `TOP` classes have no `top5`, which is always 100. If `measure` is by classes and the loader names them,
+        `BALANCED` follows, and for at most `NUM_RECALLS` classes `recall/CLASS` of each class with images, in percent.
     Raises:
         BrokenImage: on every rank, if any rank's loader refuses an image, or if there is no image at all.
     """

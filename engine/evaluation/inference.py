@@ -14,7 +14,9 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from engine.checkpoints.files import WEIGHTS, Weights, find_weights
+from engine.checkpoints.files import WEIGHTS, Weights
+from engine.checkpoints.identify import identify
+from engine.checkpoints.preference import choose_one
 from engine.checkpoints.weights import build_model, check_predicts_classes
 from engine.config.described import parse_described
 from engine.config.schema import Data, num_channels
@@ -63,16 +65,19 @@ def load(path: str | Path, *, weights: Weights | None = None, select: Literal["b
     """Loads the model of a run directory, a checkpoint or an exported file. The file need not be trusted.
 
     Args:
-        weights: "plain" or "ema" (averaged); None: averaged weights if there are any.
+        weights: "plain" or "ema" (averaged); None: averaged weights if there are any, unless the plain ones were
+            measured as better, see `prefer`; a line on stderr says so.
         select: checkpoint of a run directory, the best by these weights or the last.
     Raises:
         UserError: the file does not exist, is no checkpoint of train.py, is damaged or contradicts itself.
         ConfigError: the configuration in it cannot be honoured.
     """
-    found, checkpoint, kinds = find_weights(Path(path), select, weights)[-1]  # averaged weights come last
+    found, checkpoint, kind, note = choose_one(identify(Path(path)), select, weights)
+    if note:
+        print(f"{found}: {note}", file=sys.stderr)
     run = parse_described(checkpoint["config"], str(found))
     check_predicts_classes(run, str(found))
-    state, num_classes = WEIGHTS[kinds[-1]], run.model["num_classes"]
+    state, num_classes = WEIGHTS[kind], run.model["num_classes"]
     model = build_model(run, checkpoint[state], f"{found}: {state}").eval()  # first: the file may claim many classes
     classes = checkpoint.get("classes")
     if classes is None:
