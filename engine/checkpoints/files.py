@@ -246,8 +246,9 @@ def _check_values(checkpoint: Mapping[str, Any]) -> None:
     if not {*METADATA} <= checkpoint.keys() or not kept_weights(checkpoint):
         raise ValueError(f"holds {', '.join(map(repr, checkpoint))} only")
     check_plain({name: checkpoint[name] for name in METADATA} | {TRAINED: trained_config(checkpoint)})
-    if TRAINED in checkpoint and not isinstance(checkpoint[TRAINED]["model"], dict):
-        raise ValueError("a configuration of the training without a model")
+    for config in (checkpoint["config"], trained_config(checkpoint)):
+        if not isinstance(config, dict) or not isinstance(config.get("model"), dict):
+            raise ValueError("a configuration that is no mapping with a model")
     check_progress(checkpoint["progress"])
     classes, digests = checkpoint.get("classes", []), [checkpoint.get(name, "") for name in IDENTITY[1:]]
     if not isinstance(classes, list) or not all(isinstance(text, str) for text in classes + digests):
