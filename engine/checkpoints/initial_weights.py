@@ -24,6 +24,7 @@ from engine.runtime.errors import UserError
 from engine.runtime.text import describe_difference, one_line
 from models import create_model
 from models.base import attention_layers
+from models.convert import assume_grid
 from models.freeze import describe_freeze, freeze
 
 
@@ -77,6 +78,12 @@ def load_initial_weights(model: nn.Module, run: Run, world: World, classes: Sequ
         print("\n".join([place, f"  source   {source.origin}", *table(outcome)]), flush=True)
         if source.model is None and source.num_heads is None:
             print(f"  heads    not known from this file; model.num_heads={list_heads(model)} is taken", flush=True)
+        if source.model is None and "pos_embed" in source.state:
+            grid = assume_grid(source.state, model.get_submodule("patch_embed").grid_size)
+            print(
+                f"  grid     not known from this file; its position embeddings are taken for {grid[0]} x {grid[1]}",
+                flush=True,
+            )
         if classes is not None and (note := describe_classes(state, source.classes, classes)):
             print(f"  classes  {note}", flush=True)
             if source.classes is None and (order := describe_order(classes)):
