@@ -323,6 +323,15 @@ def test_each_kind_of_weights_has_its_own_best(checkpoints: Checkpoints, tmp_pat
     ]
 
 
+@pytest.mark.parametrize(("ranking", "epoch"), [([[math.nan, 1], [0.5, 2]], 2), ([[math.inf, 1]], 3)])
+def test_a_score_that_is_not_finite_is_never_the_best(ranking: list, epoch: int, checkpoints, tmp_path: Path):
+    """As an earlier version may have ranked it; without another one, the newest counts."""
+    for number in (1, 2, 3):
+        progress = Progress(epoch=number, step=number, ranking=[[90.0, 1], [80.0, 2]] if number < 3 else ranking)
+        checkpoints.save(progress, {"model": Weight(number)})
+    assert find_checkpoint(tmp_path, "best")[1]["progress"]["epoch"] == epoch
+
+
 def test_averaged_weights_that_are_kept_no_more_are_forgotten(checkpoints, tmp_path: Path):
     """The next evaluation forgets the epochs that were best by them."""
     progress = Progress()
