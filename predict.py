@@ -8,7 +8,8 @@ Images are prepared as in validation, and predictions keep their order. A folder
 its subfolders. A path that does not exist is refused; a file that cannot be read as an image is named, counted and left
 out.
 
-Exit status: 0 all images were read, 1 some were not, 2 the input was refused.
+Exit status: 0 all images have a prediction, 1 some have none: a file was not read, or the logits are not finite; 2 the
+input was refused.
 """
 
 import json
@@ -40,7 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("images", nargs="+", metavar="IMAGE", help="image, folder of images, or - for a list on stdin")
     parser.add_argument("--top", type=Count(), default=5, help="classes to name for each image (5)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write FILE (.csv or .json) instead of printing")
-    parser.add_argument("--weights", type=parse_weights, help="plain or ema: the kind of weights (ema if kept)")
+    parser.add_argument(
+        "--weights", type=parse_weights, help="plain or ema: the kind of weights (ema if kept and no worse)"
+    )
     parser.add_argument("--select", choices=("best", "last"), default="best", help="checkpoint of a run (best)")
     parser.add_argument("--batch-size", type=Count(), help="images per step (128, fewer if they are large)")
     parser.add_argument(
@@ -55,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         files = list_files(args.images)
         trained = load(args.checkpoint, weights=args.weights, select=args.select)
     trained.model.to(device)
-    loader, predictions = create_loader(trained, files, args.batch_size), []
+    loader, predictions, not_finite = create_loader(trained, files, args.batch_size), [], 0
     try:
         with progress_bar("prediction", len(files)) as bar:
             for prediction in predict(trained, loader, args.top, args.amp):
@@ -63,6 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     predictions.append(prediction)
                 else:
                     tqdm.write(one_line_prediction(prediction))
+                not_finite += not prediction.classes
                 bar.update()
     except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # which Python flushes when it ends
@@ -72,19 +76,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
             write_file(args.output, WRITERS[args.output.suffix](predictions))
     if loader.broken:
         print(f"left out: {len(loader.broken):,} of {len(files):,} files are no readable images", file=sys.stderr)
+    if not_finite:
+        precision = f", in --amp {args.amp}" if args.amp else ""
+        print(f"no prediction: the logits of {not_finite:,} images are not finite{precision}", file=sys.stderr)
+    if loader.broken or not_finite:
         sys.exit(1)
 
 
 def one_line_prediction(prediction: Prediction) -> str:
     """Returns a prediction as one line, safe to print whatever the names hold."""
+    if not prediction.classes:
+        return f"{one_line(prediction.file)}: no prediction, as the logits are not finite"
     pairs = zip(prediction.classes, prediction.probabilities, strict=True)
     return "  ".join([f"{one_line(prediction.file)}:", *(f"{one_line(name, 60)} {100 * p:.2f} %" for name, p in pairs)])
 
 
 def predictions_csv(predictions: Sequence[Prediction]) -> bytes:
-    """Returns a row for each image: file, class_1, probability_1, class_2, ..."""
-    header = ["file", *top_columns(len(predictions[0].classes) if predictions else 0)]
-    return to_csv(header, ([row.file, *chain(*zip(*row[1:], strict=True))] for row in predictions))
+    """Returns a row for each image: file, class_1, probability_1, class_2, ...; nothing more without a prediction."""
+    header = ["file", *top_columns(max((len(row.classes) for row in predictions), default=0))]
+    rows = ([row.file, *chain(*zip(*row[1:], strict=True))] for row in predictions)
+    return to_csv(header, (row + [""] * (len(header) - len(row)) for row in rows))
 
 
 def predictions_json(predictions: Sequence[Prediction]) -> bytes:

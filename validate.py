@@ -16,15 +16,18 @@ import math
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from engine.checkpoints.adapt import build_models
 from engine.checkpoints.export import check_crop_mode, check_target, export
 from engine.checkpoints.files import Weights, find_weights, parse_weights
+from engine.checkpoints.origin import is_made_here
+from engine.checkpoints.preference import prefer
 from engine.checkpoints.weights import check_predicts_classes
-from engine.config.load import is_overridden, parse_run
+from engine.config.described import parse_described
+from engine.config.load import is_overridden
 from engine.config.schema import Data, Run
 from engine.data.identity import check_held_out, identify_split
 from engine.data.loaders import count_broken, create_val_loader, indices_read, show_images
@@ -36,7 +39,7 @@ from engine.objectives import choose_objective
 from engine.reporting.outputs import add_outputs, chosen_outputs, write_outputs
 from engine.runtime.arguments import ArgumentParser, Count
 from engine.runtime.distributed import World, init_distributed
-from engine.runtime.errors import ConfigError, refuse_bad_input
+from engine.runtime.errors import ConfigError, UserError, refuse_bad_input
 from engine.runtime.signals import end_at_interrupt
 from engine.training.differences import list_data_differences
 
@@ -59,6 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         default=[],
         help="write the model: DIR/ for timm, .safetensors, .onnx, .pt2; repeatable",
     )
+    parser.add_argument("--export-not-finite", action="store_true", help="export even if logits are not finite")
     parser.add_argument("--real-labels", metavar="FILE", help="ImageNet's ReaL labels too: real.json, or timm for its")
     add_outputs(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
@@ -70,8 +74,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         found = find_weights(args.checkpoint, args.select, args.weights)
         for target in args.export:
             check_target(target)
-        overrides = [f"data.workers={min(Data.workers, os.cpu_count() or 1)}", *args.overrides]  # no file decides that
-        runs = [parse_run(checkpoint["config"], str(path), overrides) for path, checkpoint, _ in found]
+        overrides = [f"data.workers={min(Data.workers, os.cpu_count() or 1)}", *args.overrides]
+        is_own = is_made_here(args.checkpoint)
+        runs = [
+            parse_described(checkpoint["config"], str(path), overrides, is_own=is_own, reads_images=True)
+            for path, checkpoint, _ in found
+        ]
         for target in args.export:
             check_crop_mode(target, runs[-1])
         world, results, records = init_distributed(runs[0].train.device), {}, {} if outputs else None
@@ -86,14 +94,35 @@ def main(arguments: Sequence[str] | None = None) -> None:
         finally:
             world.destroy()
     if world.is_primary:
-        print(json.dumps(results) if args.json else table(results))
+        print(to_json(results) if args.json else table(results))
         with refuse_bad_input():
             write_outputs(outputs, records)
-        path, checkpoint, kinds = found[-1]  # averaged weights come last
-        for target in args.export:
-            with refuse_bad_input():
-                note = export(target, runs[-1], checkpoint, kinds[-1])
-            print(f"{target}: the {kinds[-1]} weights of {path}{note}", file=sys.stderr)
+            if args.export:
+                sources = {kind: (run, *each[:2]) for run, each in zip(runs, found, strict=True) for kind in each[2]}
+                write_exports(args.export, sources, results, args.export_not_finite)
+
+
+def write_exports(
+    targets: Sequence[str],
+    sources: Mapping[Weights, tuple[Run, Path, dict[str, Any]]],
+    results: Mapping[Weights, Mapping[str, Any]],
+    allow_not_finite: bool,
+) -> None:
+    """Exports the weights of `prefer` among those that were validated; says on stderr which they are.
+
+    Args:
+        sources: kind -> run, path and content of its checkpoint. results: see `validate`.
+    Raises:
+        UserError: they cannot be exported, or, unless it is allowed, have logits that are not finite.
+    """
+    kind, why = prefer(results)
+    run, path, checkpoint = sources[kind]
+    if (count := results[kind].get("not_finite")) and not allow_not_finite:
+        problem = f"the logits of {count:,} images are not finite (train.amp = {run.train.amp or 'null'}): not exported"
+        raise UserError(f"{path}: {problem}; train.amp=null computes in fp32, --export-not-finite exports anyway")
+    for target in targets:
+        note = export(target, run, checkpoint, kind)
+        print(f"{target}: {why or f'the {kind} weights'} of {path}{note}", file=sys.stderr)
 
 
 def validate(
@@ -148,6 +177,15 @@ def validate(
     return results
 
 
+def to_json(results: Mapping[Weights, dict[str, Any]]) -> str:
+    """Returns the results in JSON, with null for a value that is not finite."""
+    finite = {
+        kind: {name: None if value != value else value for name, value in each.items()}
+        for kind, each in results.items()
+    }
+    return json.dumps(finite)
+
+
 COLUMNS = {
     "images": ("images", 8, ""),
     "top1": ("top-1 %", 10, ".3f"),
@@ -170,6 +208,8 @@ def table(results: dict[Weights, dict[str, Any]]) -> str:
         if "real_top1" in result:
             line = "{:<8}{real_images:>8}{real_top1:>10.3f}{real_top5:>10.3f}  by their ReaL labels"
             lines.append(line.format(kind, **result))
+        if count := result.get("not_finite"):
+            lines.append(f"wrong: {count:,} of {result['images']:,} images, as their logits are not finite")
         if result.get("broken"):
             lines.append(f"left out: {result['broken']} broken images")
     return "\n".join(lines)

@@ -28,6 +28,7 @@ from engine.config.schema import Init
 from engine.data.identity import identify_split
 from engine.data.loaders import choose_batch_size
 from engine.evaluation.label_matching import ClassSubset
+from engine.objectives.classification import rank_classes
 from engine.objectives.distillation import digest_weights
 from engine.runtime.errors import UserError
 from engine.runtime.files import check_directory
@@ -221,7 +222,7 @@ def score(model: nn.Module, trained: Trained, sample: Sample) -> Score:
     model = ClassSubset(model, sample.columns).to(trained.device)
     parts = sample.images.split(choose_batch_size(tuple(sample.images.shape[2:])))
     logits = torch.cat([model(part.to(trained.device)).float().cpu() for part in parts])
-    is_right = (logits.argmax(1) == sample.classes) & logits.isfinite().all(1)
+    is_right = rank_classes(logits, 1)[:, 0] == sample.classes
     loss = F.cross_entropy(logits.double(), sample.classes).item()
     return Score(100 * is_right.double().mean().item(), loss if is_score(loss) else math.inf)
 

@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> None:
     place, files = parse_query(args.query), list_files(args.images)
     mechanisms = command_line.read_mechanisms(args.attention) if args.attention else {"": None}
-    trained = load_trained(args)
+    trained = load_trained(args, reads_images=False)
     images, _ = read_images(Images(FileReader(files)), range(len(files)), trained.run)
     make_output(args.output, ["maps.csv", "maps.png"])
     rows = []

@@ -12,10 +12,13 @@ from torch import Tensor, nn
 
 from attention import OptionError
 from engine.checkpoints.adapt import build_models
-from engine.checkpoints.files import find_weights, trained_config
+from engine.checkpoints.files import trained_config
+from engine.checkpoints.identify import identify
+from engine.checkpoints.origin import is_made_here
+from engine.checkpoints.preference import choose_one
 from engine.checkpoints.weight_sources import Source, source_of
 from engine.checkpoints.weights import check_predicts_classes
-from engine.config.load import parse_run
+from engine.config.described import parse_described
 from engine.config.schema import Run, num_channels
 from engine.data.augment import create_transform
 from engine.data.images import BrokenImage
@@ -56,24 +59,29 @@ class Sample:
     indices: list[int]
 
 
-def load_trained(args: argparse.Namespace) -> Trained:
+def load_trained(args: argparse.Namespace, reads_images: bool = True) -> Trained:
     """Loads the model of a command line, see `command_line.add_run`.
 
+    Args:
+        reads_images: the images of its run will be read.
     Raises:
         UserError, OptionError: in the same cases as validate.py.
     """
-    found, checkpoint, kinds = find_weights(args.checkpoint, args.select, args.weights)[-1]  # averaged ones come last
-    run = parse_run(checkpoint["config"], str(found), args.overrides)
+    found, checkpoint, kind, note = choose_one(identify(args.checkpoint), args.select, args.weights)
+    if note:
+        print(f"{found}: {note}", file=sys.stderr)
+    is_own = is_made_here(args.checkpoint)
+    run = parse_described(checkpoint["config"], str(found), args.overrides, is_own=is_own, reads_images=reads_images)
     check_predicts_classes(run, str(found))
     if run.data.crop_mode == "native":
         problem = " = native: images are analysed together, at one size; set it to center, squash or border"
         raise OptionError("data.crop_mode", problem)
     device = init_distributed(run.train.device).device
-    models, resampled = build_models(run, checkpoint, kinds[-1:])
+    models, resampled = build_models(run, checkpoint, [kind])
     if resampled:
         print(resampled, file=sys.stderr)
-    model = models[kinds[-1]].to(device).eval()
-    own = parse_run(trained_config(checkpoint), str(found))
+    model = models[kind].to(device).eval()
+    own = parse_described(trained_config(checkpoint), str(found), is_own=is_own)
     source, classes = source_of(run, model.state_dict()), checkpoint.get("classes")
     return Trained(found, run, source, model, classes, device, own.data.train_split)
 

@@ -69,8 +69,7 @@ def resample_pos_embed(state_dict: StateDict, model: nn.Module, grid: Grid | Non
 
     Args:
         state_dict: state dict of the same model built for another image size. model: the model that will load it.
-        grid: (H, W) of the state dict's position embeddings; None assumes the model's own grid if the number is the
-            same, and a square otherwise.
+        grid: (H, W) of the state dict's position embeddings; None: see `assume_grid`.
     Raises:
         OptionError: no grid is given and the number of position embeddings is not a square.
     """
@@ -79,13 +78,7 @@ def resample_pos_embed(state_dict: StateDict, model: nn.Module, grid: Grid | Non
         return state_dict
     there, here = _count_prefix_tokens(state_dict), _count_prefix_tokens(dict(model.named_parameters()))
     num_prefix = sum(there.values())
-    total = pos_embed.shape[1] - num_prefix
-    if grid is None:
-        is_grid = {n: n == math.prod(deit.grid) or math.isqrt(n) ** 2 == n for n in (total, pos_embed.shape[1])}
-        total = next((n for n, fits in is_grid.items() if fits), total)
-        if not is_grid[total]:
-            raise OptionError("grid", f"{total} position embeddings are no square; name their (H, W)")
-        grid = deit.grid if total == math.prod(deit.grid) else (math.isqrt(total), math.isqrt(total))
+    grid = grid or assume_grid(state_dict, deit.grid)
     if num_prefix and pos_embed.shape[1] == math.prod(grid):  # prefix tokens have no embeddings, as in DeiT III
         pos_embed = torch.cat([pos_embed.new_zeros(1, num_prefix, pos_embed.shape[2]), pos_embed], 1)
     if grid == deit.grid and there == here and pos_embed is state_dict["pos_embed"]:
@@ -96,6 +89,21 @@ def resample_pos_embed(state_dict: StateDict, model: nn.Module, grid: Grid | Non
     prefix |= {name: row for name, row in zip(there, rows, strict=True) if here.get(name) == there[name]}
     patches = resample_abs_pos_embed(patches, deit.grid, grid, num_prefix_tokens=0)
     return {**state_dict, "pos_embed": torch.cat([*prefix.values(), patches], 1)}
+
+
+def assume_grid(state_dict: StateDict, own: Grid) -> Grid:
+    """Returns the (H, W) grid of position embeddings that do not say it: a model's `own` one if their number is the
+    same, and a square otherwise.
+
+    Raises:
+        OptionError: it is neither.
+    """
+    count = state_dict["pos_embed"].shape[1]
+    for number in (count - sum(_count_prefix_tokens(state_dict).values()), count):  # prefix tokens may have none
+        side = math.isqrt(max(0, number))
+        if number == math.prod(own) or side**2 == number:
+            return own if number == math.prod(own) else (side, side)
+    raise OptionError("grid", f"{count} position embeddings are no square; name their (H, W)")
 
 
 def _count_prefix_tokens(tensors: StateDict) -> dict[str, int]:

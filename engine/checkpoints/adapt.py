@@ -22,7 +22,8 @@ from engine.checkpoints.weights import (
     list_not_finite,
     load_weights,
 )
-from engine.config.load import MISSING, parse_run
+from engine.config.described import parse_described
+from engine.config.load import MISSING
 from engine.config.schema import Run
 from engine.runtime.errors import UserError
 from engine.runtime.text import describe_error, one_line
@@ -56,7 +57,7 @@ def build_models(run: Run, checkpoint: Mapping, kinds: Sequence[Weights]) -> tup
         models = {kind: build_model(run, checkpoint[WEIGHTS[kind]], WEIGHTS[kind]) for kind in kinds}
         check_heads(there.num_heads, parse_model(*split_name(run.model)).num_heads, "the checkpoint")
         return models, ""
-    trained = parse_run(checkpoint["config"], "the checkpoint's configuration")
+    trained = parse_described(checkpoint["config"], "the checkpoint's configuration")
     title, models = f"model.img_size = {run.model['img_size']}, {_sizes_before(checkpoint, trained)}", {}
     for kind in kinds:
         place, state = WEIGHTS[kind], checkpoint[WEIGHTS[kind]]

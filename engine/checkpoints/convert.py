@@ -12,6 +12,7 @@ trained a model of this project.
 """
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -21,12 +22,15 @@ import torch
 from timm.layers import to_2tuple
 
 from engine.checkpoints.export import check_target, export
-from engine.checkpoints.files import Weights, find_weights, parse_weights
+from engine.checkpoints.files import Weights, parse_weights
 from engine.checkpoints.identify import FOREIGN, Found, Kind, identify
 from engine.checkpoints.initial_weights import load_initial_weights
 from engine.checkpoints.local_dir import preprocessing_of
+from engine.checkpoints.origin import is_made_here
+from engine.checkpoints.preference import choose_one
 from engine.checkpoints.progress import Progress
 from engine.checkpoints.weight_sources import read_timm_arguments
+from engine.config.described import parse_described
 from engine.config.load import dump_run, find_config, flatten, load_run, parse_run, plain
 from engine.config.schema import Init, Run
 from engine.runtime.arguments import ArgumentParser
@@ -44,7 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("output", help="what to write: a file .safetensors, .onnx or .pt2, or DIR/ for timm")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="options in place of the checkpoint's")
     parser.add_argument("--config", type=find_config, help="YAML file as for train.py, for weights that have none")
-    parser.add_argument("--weights", type=parse_weights, help="plain or ema: the kind of weights (ema where kept)")
+    parser.add_argument(
+        "--weights", type=parse_weights, help="plain or ema: the kind of weights (ema where kept and no worse)"
+    )
     args = parser.parse_intermixed_args(arguments)
     if args.config and args.weights:
         parser.error("--weights chooses from a checkpoint that has its own configuration; leave it or --config out")
@@ -55,8 +61,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             run = load_run(args.config, args.overrides)
             checkpoint = read_with_config(run, args.checkpoint)
         else:
-            path, checkpoint, kinds = find_weights(args.checkpoint, "best", args.weights)[-1]  # averaged ones come last
-            run, kind = parse_run(checkpoint["config"], str(path), args.overrides), kinds[-1]
+            path, checkpoint, kind, why = choose_one(identify(args.checkpoint), weights=args.weights)
+            is_own = is_made_here(args.checkpoint)
+            if why:
+                print(f"{path}: {why}", file=sys.stderr)
+            run = parse_described(checkpoint["config"], str(path), args.overrides, is_own=is_own)
         note = export(args.output, run, checkpoint, kind)
     print(f"{args.output}: the {kind} weights of {args.checkpoint}, of the model {run.model['name']}{note}")
 

@@ -10,6 +10,7 @@ of `Progress`), and `IDENTITY`. Its state dicts: `model`, `optimizer`, `scaler`,
 import argparse
 import io
 import json
+import math
 import pickle
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -61,7 +62,8 @@ def find_checkpoint(
     """Returns the path and content of the best or the newest checkpoint in `directory`; None if there is none.
 
     Args:
-        which: "best": the checkpoint of the epoch that ranks first, see `Progress`, or the newest if none is ranked.
+        which: "best": the checkpoint of the epoch that ranks first, see `Progress`, or the newest if none has a finite
+            score.
         quiet: do not name on stderr the damaged checkpoints that are passed over.
         weights: the kind of weights whose ranking counts. need_digest: see `load_checkpoint`.
     Raises:
@@ -80,7 +82,7 @@ def find_checkpoint(
     progress = parse_options(Progress, last[1]["progress"])
     ranking = progress.ranking if weights == "plain" else progress.ema_ranking
     ranked = {match[2]: path for path in paths if (match := CHECKPOINT_NAME.fullmatch(path.name)) and match[2]}
-    best = [ranked[str(epoch)] for _, epoch in ranking if str(epoch) in ranked]
+    best = [ranked[str(epoch)] for score, epoch in ranking if str(epoch) in ranked and math.isfinite(score)]
     return _first_whole(best, quiet, need_digest) or last
 
 
@@ -246,8 +248,9 @@ def _check_values(checkpoint: Mapping[str, Any]) -> None:
     if not {*METADATA} <= checkpoint.keys() or not kept_weights(checkpoint):
         raise ValueError(f"holds {', '.join(map(repr, checkpoint))} only")
     check_plain({name: checkpoint[name] for name in METADATA} | {TRAINED: trained_config(checkpoint)})
-    if TRAINED in checkpoint and not isinstance(checkpoint[TRAINED]["model"], dict):
-        raise ValueError("a configuration of the training without a model")
+    for config in (checkpoint["config"], trained_config(checkpoint)):
+        if not isinstance(config, dict) or not isinstance(config.get("model"), dict):
+            raise ValueError("a configuration that is no mapping with a model")
     check_progress(checkpoint["progress"])
     classes, digests = checkpoint.get("classes", []), [checkpoint.get(name, "") for name in IDENTITY[1:]]
     if not isinstance(classes, list) or not all(isinstance(text, str) for text in classes + digests):

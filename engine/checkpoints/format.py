@@ -233,6 +233,8 @@ class _Reader(pickle.Unpickler):
             return partial(self.mapping)  # a new one each time: a pickle can change its attributes
         if full == "torch._utils._rebuild_tensor_v2":
             return partial(self.tensor)
+        if full in ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state"):
+            return partial(self.parameter)
         if module == "torch" and name in STORAGES:
             return STORAGES[name]
         if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
@@ -256,6 +258,13 @@ class _Reader(pickle.Unpickler):
     def mapping() -> OrderedDict[Any, Any]:
         """Returns an empty mapping; called with the items of another one, it would copy them."""
         return OrderedDict()
+
+    @staticmethod
+    def parameter(data: torch.Tensor | None, *rest: Any) -> torch.Tensor | None:
+        """Returns the tensor of a parameter, without its attributes."""
+        if not (data is None or torch.is_tensor(data)):
+            raise pickle.UnpicklingError("a parameter that is no tensor")
+        return data
 
     def tensor(self, storage: tuple[str, torch.dtype], offset: int, size: tuple, stride: tuple, *rest: Any) -> Any:
         """Returns a tensor in a storage, or None, see `storages`."""

@@ -1,6 +1,5 @@
 """timm's `local-dir:` layout: a directory that holds a model's config.json and its weights, model.safetensors."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -17,12 +16,15 @@ from engine.checkpoints.identify import CONFIG, Found
 from engine.checkpoints.progress import Progress
 from engine.config.schema import Run, num_channels, per_channel
 from engine.runtime.errors import UserError
-from engine.runtime.reading import read_regular
-from engine.runtime.text import describe_error, one_line
+from engine.runtime.reading import parse_json, parsing, read_bounded
+from engine.runtime.text import one_line
 from models import MODELS
 
 MAX_CONFIG = 2**22
 """Bytes of a config.json; the classes of ImageNet-22k with their descriptions take 2 MB."""
+
+WRITTEN_BY_TIMM = "expected the description of a model by timm, as timm.models.save_for_hf writes it"
+"""Remedy of a config.json that is damaged."""
 
 PREPROCESSING = ("interpolation", "crop_mode", "crop_pct", "mean", "std")
 """Options of `Data` that a config.json has under the same names."""
@@ -54,6 +56,19 @@ def preprocessing_of(run: Run) -> dict[str, Any]:
     }
 
 
+def read_description(directory: Path) -> Any:
+    """Reads the config.json in a directory; it need not be trusted.
+
+    Raises:
+        UserError: it cannot be read, is too large, or is no JSON.
+    """
+    path = (directory / CONFIG).resolve()  # a link in the cache of the Hugging Face hub
+    try:
+        return parse_json(read_bounded(path, MAX_CONFIG), directory / CONFIG, WRITTEN_BY_TIMM)
+    except FileNotFoundError:
+        raise UserError(f"{directory}: no {CONFIG} there; {WRITTEN_BY_TIMM}") from None
+
+
 def read_local_dir(found: Found) -> dict[str, Any]:
     """Reads a directory that timm has written as a checkpoint without a history; it need not be trusted.
 
@@ -61,10 +76,15 @@ def read_local_dir(found: Found) -> dict[str, Any]:
         UserError: it is damaged, or holds a model that is none of `MODELS`.
     """
     directory = found.path.parent
-    path = directory / CONFIG
-    text = read_regular(path.resolve(), MAX_CONFIG)  # a link in the cache of the Hugging Face hub
-    try:
-        there = json.loads(text)
+    path, there = directory / CONFIG, read_description(directory)
+    with parsing(path, WRITTEN_BY_TIMM):
+        if "architecture" not in there and (kinds := there.get("architectures") or there.get("model_type")):
+            kind = one_line(", ".join(kinds) if isinstance(kinds, list) else str(kinds), 60)
+            problem = f"it seems to be a folder of the transformers library, of the model {kind}"
+            remedy = (
+                "give its attention another mechanism there (docs/integration.md), or take timm's weights, timm:NAME"
+            )
+            raise UserError(f"{path}: no description of a model by timm; {problem}; {remedy}")
         name, cfg, args = there["architecture"], there["pretrained_cfg"], dict(there.get("model_args", {}))
         if name not in MODELS:
             remedy = f"timm.create_model('local-dir:{directory}', pretrained=True) loads it, if timm knows it"
@@ -76,9 +96,6 @@ def read_local_dir(found: Found) -> dict[str, Any]:
         config = {"model": model, "attention": attention, "data": options, "plugins": there.get("plugins", [])}
         config["train"] = {"amp": None}  # as timm evaluates
         check_plain(config)
-    except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-        problem = f"damaged, or no description of a model by timm ({describe_error(error)})"
-        raise UserError(f"{path}: {problem}") from None
     labels = {} if classes is None else {"classes": classes}
     weights = dict(found.values())
     if not all(isinstance(key, str) and torch.is_tensor(x) for key, x in weights.items()):

@@ -137,7 +137,7 @@ def check_progress(progress: Any) -> None:
     numbers = [*fields["metrics"].values(), *(number for ranking in rankings for pair in ranking for number in pair)]
     counts = [value for value in fields.values() if isinstance(value, int)]
     if (
-        not all(isinstance(number, int | float) for number in numbers)
+        not all(isinstance(number, float) or (isinstance(number, int) and abs(number) < 2**63) for number in numbers)
         or any(len(pair) != 2 for ranking in rankings for pair in ranking)
         or not all(0 <= count < 2**53 for count in counts)
     ):

@@ -1,6 +1,8 @@
 """Weights of other models: from timm's hub, other programs or other runs. Files need not be trusted."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import timm
@@ -8,13 +10,16 @@ import torch
 from timm.models import clean_state_dict
 from timm.utils.misc import natural_key
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from engine.checkpoints.files import WEIGHTS, choose_weights
+from engine.checkpoints.files import WEIGHTS
 from engine.checkpoints.format import check_plain
-from engine.checkpoints.identify import FOREIGN, TIMM, Found, Kind, damaged, identify
-from engine.checkpoints.local_dir import read_label_names
+from engine.checkpoints.identify import CONFIG, FOREIGN, TIMM, Found, Kind, damaged, identify
+from engine.checkpoints.local_dir import read_description, read_label_names
+from engine.checkpoints.preference import choose_one
 from engine.checkpoints.released import Arguments, Unsupported
-from engine.config.load import MissingOptions, parse_run
+from engine.config.described import parse_described
+from engine.config.load import MissingOptions
 from engine.config.schema import Run
 from engine.runtime.errors import UserError
 from engine.runtime.text import describe_error, one_line
@@ -28,6 +33,12 @@ LIGHTNING = "model."
 
 IMAGES = ("mean", "std", "crop_pct", "crop_mode", "interpolation")
 """Arguments of timm's train.py about the images of evaluation, which `Data` has under the same names."""
+
+LOCAL = "local-dir:"
+"""Beginning of the names of directories in timm's layout."""
+
+MORE_WEIGHTS, MORE_BYTES = 1_000, 2**26
+"""Parameters, and bytes of them at four times the bits of the file, that a model may have more than its weights."""
 
 EXPECTED = f"expected a run directory, a checkpoint, a .safetensors or .pth file of weights, or {TIMM}NAME"
 """Remedy for a wrong source."""
@@ -53,7 +64,7 @@ class Source(NamedTuple):
 
 
 def read_weights(name: str) -> Source:
-    """Reads the weights that `init.weights` names, averaged ones if both kinds exist.
+    """Reads the weights that `init.weights` names, of a run those of `choose_one`.
 
     In a run directory, the best checkpoint has them. A file need not be trusted: no code in it is run.
 
@@ -72,10 +83,10 @@ def read_weights(name: str) -> Source:
     if found.kind in FOREIGN:
         return _read_state(found)
     try:
-        path, checkpoint, kinds = choose_weights(found, "best", None)[-1]
-        run, state = parse_run(checkpoint["config"], str(found.path)), checkpoint[WEIGHTS[kinds[-1]]]
-        taken = WEIGHTS[kinds[-1]] + (f" in {path.name}" if found.kind is Kind.RUN else "")
-        origin = f"{found.kind.value}: its {taken}"
+        path, checkpoint, kind, note = choose_one(found)
+        run, state = parse_described(checkpoint["config"], str(found.path)), checkpoint[WEIGHTS[kind]]
+        taken = WEIGHTS[kind] + (f" in {path.name}" if found.kind is Kind.RUN else "")
+        origin = f"{found.kind.value}: its {taken}{f', {note}' if note else ''}"
         return source_of(run, state)._replace(classes=checkpoint.get("classes"), origin=origin)
     except UserError as error:
         if found.kind is Kind.RELEASED and isinstance(error, Unsupported | MissingOptions):
@@ -94,13 +105,39 @@ def load_timm(name: str) -> Any:  # nn.Module, whose attributes are tensors or m
     """Creates the model of timm's hub of this name; timm downloads its weights or takes them from its cache.
 
     Raises:
-        UserError: timm cannot load it.
+        UserError: timm cannot load it, or it is a directory (``local-dir:``) that describes a larger model than its
+            weights.
     """
     try:
-        return timm.create_model(name, pretrained=True)
+        with _bounded_by(Path(name.removeprefix(LOCAL))) if name.startswith(LOCAL) else nullcontext():
+            return timm.create_model(name, pretrained=True)
+    except UserError:
+        raise
     except Exception as error:  # errors of timm, and many of the hub
         remedy = f"see timm.list_pretrained(); offline, name a folder that holds it: {TIMM}local-dir:FOLDER"
         raise UserError(f"{TIMM}{name}: timm cannot load it ({describe_error(error)}); {remedy}") from None
+
+
+@contextmanager
+def _bounded_by(directory: Path) -> Iterator[None]:
+    """Context in which a model with more parameters than the weights in `directory` is refused while it is made."""
+    found = identify(directory, follow_links=True)
+    read_description(directory)
+    weights = [x for x in found.values().values() if torch.is_tensor(x)]
+    numbers, sizes = len(weights), sum(x.nbytes for x in weights)
+
+    def count(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        nonlocal numbers, sizes
+        numbers, sizes = numbers - 1, sizes - (0 if parameter is None else parameter.nbytes // 4)
+        if numbers < -MORE_WEIGHTS or sizes < -MORE_BYTES:
+            problem = "describes a larger model than the weights beside it are for"
+            raise UserError(f"{directory / CONFIG}: {problem}; take both from the same model")
+
+    handle = register_module_parameter_registration_hook(count)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def describe_unnamed(classes: Sequence[str]) -> str:

@@ -87,9 +87,10 @@ def evaluate(
         rows: if given, the records that `measure` keeps for single images of this rank are added.
         measure: computes the metrics.
     Returns:
-        None if it was stopped; otherwise means over images of the metrics, and `images`, their number. At most `TOP`
-        classes have no `top5`, which is always 100. If `measure` is by classes and the loader names them, `BALANCED`
-        follows, and for at most `NUM_RECALLS` classes `recall/CLASS` of each class with images, in percent.
+        None if it was stopped; otherwise means over images of the metrics, and `images`, their number. `not_finite` is
+        the number of images with a metric that is not finite, as of logits that overflow, if there are any. At most
+        `TOP` classes have no `top5`, which is always 100. If `measure` is by classes and the loader names them,
+        `BALANCED` follows, and for at most `NUM_RECALLS` classes `recall/CLASS` of each class with images, in percent.
     Raises:
         BrokenImage: on every rank, if any rank's loader refuses an image, or if there is no image at all.
     """
@@ -97,7 +98,7 @@ def evaluate(
     model.eval()
     is_named = isinstance(loader, Loader)
     names = classes_of(images_of(loader)) if is_named else []
-    sums = torch.zeros(len(measure.names) + 1, dtype=torch.float64, device=world.device)  # the last: images
+    sums = torch.zeros(len(measure.names) + 2, dtype=torch.float64, device=world.device)  # the last: see below
     by_class = torch.zeros(2, len(names), dtype=torch.float64, device=world.device)  # sums of the first; images
     num_images = len(loader.sampler) * world.size if is_named else None
     bar = progress_bar("evaluation", num_images, hidden=not world.is_primary)
@@ -111,6 +112,7 @@ def evaluate(
                 found = measure.values(model, images, targets, rows)
             for place, values in enumerate(found):
                 sums[place] += values.sum()
+            sums[-2] += (~torch.stack([*found]).isfinite().all(0)).sum()
             sums[-1] += len(targets)
             if measure.by_class and names:
                 by_class.index_add_(1, targets, torch.stack([found[0], torch.ones_like(found[0])]))
@@ -124,11 +126,13 @@ def evaluate(
         return None
     if problem := world.first(problem):
         raise BrokenImage(problem)
-    *totals, images = world.sum(sums).tolist()
+    *totals, not_finite, images = world.sum(sums).tolist()
     if not images:
         raise BrokenImage("not one validation image could be read")
     means = (total / images for total in totals)
     metrics = {**dict(zip(measure.names, means, strict=True)), "images": int(images)}
+    if not_finite:
+        metrics["not_finite"] = int(not_finite)
     if 0 < len(names) <= TOP:
         metrics.pop("top5", None)
     return metrics | (rate_recalls(world.sum(by_class), names) if measure.by_class and names else {})

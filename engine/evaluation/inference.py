@@ -14,15 +14,18 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from engine.checkpoints.files import WEIGHTS, Weights, find_weights
+from engine.checkpoints.files import WEIGHTS, Weights
+from engine.checkpoints.identify import identify
+from engine.checkpoints.preference import choose_one
 from engine.checkpoints.weights import build_model, check_predicts_classes
-from engine.config.load import parse_run
+from engine.config.described import parse_described
 from engine.config.schema import Data, num_channels
 from engine.data.augment import create_transform
 from engine.data.folders import FileReader
 from engine.data.images import Levels, convert
 from engine.data.loaders import ImageLoader, choose_batch_size, images_of
 from engine.data.splits import Images
+from engine.objectives.classification import probabilities_of, rank_classes
 from engine.runtime.distributed import Amp, autocast
 from engine.runtime.errors import UserError
 
@@ -62,16 +65,19 @@ def load(path: str | Path, *, weights: Weights | None = None, select: Literal["b
     """Loads the model of a run directory, a checkpoint or an exported file. The file need not be trusted.
 
     Args:
-        weights: "plain" or "ema" (averaged); None: averaged weights if there are any.
+        weights: "plain" or "ema" (averaged); None: averaged weights if there are any, unless the plain ones were
+            measured as better, see `prefer`; a line on stderr says so.
         select: checkpoint of a run directory, the best by these weights or the last.
     Raises:
         UserError: the file does not exist, is no checkpoint of train.py, is damaged or contradicts itself.
         ConfigError: the configuration in it cannot be honoured.
     """
-    found, checkpoint, kinds = find_weights(Path(path), select, weights)[-1]  # averaged weights come last
-    run = parse_run(checkpoint["config"], str(found))
+    found, checkpoint, kind, note = choose_one(identify(Path(path)), select, weights)
+    if note:
+        print(f"{found}: {note}", file=sys.stderr)
+    run = parse_described(checkpoint["config"], str(found))
     check_predicts_classes(run, str(found))
-    state, num_classes = WEIGHTS[kinds[-1]], run.model["num_classes"]
+    state, num_classes = WEIGHTS[kind], run.model["num_classes"]
     model = build_model(run, checkpoint[state], f"{found}: {state}").eval()  # first: the file may claim many classes
     classes = checkpoint.get("classes")
     if classes is None:
@@ -85,7 +91,10 @@ def load(path: str | Path, *, weights: Weights | None = None, select: Literal["b
 
 
 class Prediction(NamedTuple):
-    """Most probable classes of the image in `file`, most probable first, and their probabilities."""
+    """Most probable classes of the image in `file`, most probable first, and their probabilities.
+
+    There are none where the logits are not finite.
+    """
 
     file: str
     classes: list[str]
@@ -117,10 +126,12 @@ def predict(trained: Trained, loader: ImageLoader, top: int, amp: Amp = None) ->
         for images, positions in loader:
             with autocast(amp, device):
                 logits = model(images.to(device))
-            probabilities, indices = logits.float().softmax(1).topk(min(top, len(classes)))
-            for position, row, values in zip(positions.tolist(), indices.tolist(), probabilities.tolist(), strict=True):
-                file = images_of(loader).filename(position)
-                yield position, Prediction(file, [classes[index] for index in row], values)
+            ranked = rank_classes(logits, top)
+            found = positions.tolist(), ranked.tolist(), probabilities_of(logits, ranked).tolist()
+            for position, indices, values in zip(*found, strict=True):
+                known = indices[0] >= 0
+                names, values = [classes[index] for index in indices if known], values if known else []
+                yield position, Prediction(images_of(loader).filename(position), names, values)
 
     for _, batch in groupby(predict_sizes(), lambda found: found[0] // loader.batch_size):
         for _, prediction in sorted(batch):  # the loader yields the images of a batch by their sizes

@@ -19,7 +19,7 @@ class PredictionTable(NamedTuple):
         index: (n,) int64, positions of the images in the data. label: (n,) int64, their classes.
         loss: (n,) float64, cross-entropy in nats; exp(-loss) is the probability of the image's own class.
         classes, probability: (n, k) int64 and float64, the `TOP` most probable classes (all, if there are fewer), most
-            probable first.
+            probable first; -1 and NaN where the logits are not finite.
     """
 
     images: Images
@@ -32,8 +32,12 @@ class PredictionTable(NamedTuple):
 
     @property
     def predicted(self) -> Tensor:
-        """(n,) int64: the most probable class of each image."""
+        """(n,) int64: the most probable class of each image; -1: none."""
         return self.classes[:, 0]
+
+    def name(self, number: int) -> str:
+        """Returns the name of a class; "" for -1."""
+        return self.names[number] if number >= 0 else ""
 
 
 def top_columns(k: int) -> list[str]:

@@ -1,5 +1,6 @@
 """Classification: cross-entropy with the classes of images, or with the soft targets of mixup."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
@@ -13,22 +14,37 @@ TOP = 5
 """Number of most probable classes that are kept. All logits of 50,000 images and 1,000 classes would take 200 MB."""
 
 
+def rank_classes(logits: Tensor, top: int = TOP) -> Tensor:
+    """Returns the classes with the `top` highest logits (..., k), all if there are fewer, highest first.
+
+    They are -1, which is no class, where not all logits are finite.
+    """
+    classes = logits.topk(min(top, logits.shape[-1])).indices
+    return classes.masked_fill(~logits.isfinite().all(-1, keepdim=True), -1)
+
+
+def probabilities_of(logits: Tensor, classes: Tensor) -> Tensor:
+    """Returns the probabilities (b, k) of classes of `rank_classes`; NaN for -1."""
+    return F.softmax(logits.float(), 1).gather(1, classes.clamp(min=0)).masked_fill(classes < 0, math.nan)
+
+
 def prediction_rows(logits: Tensor, label: Tensor, loss: Tensor, classes: Tensor) -> Tensor:
     """Returns a row for each image of a batch: (b, 2 + 2 k) in float64, which represents every value exactly.
 
     Args:
-        logits: (b, classes). label, loss: (b,). classes: (b, k), the classes with the highest logits.
+        logits: (b, classes). label, loss: (b,). classes: (b, k), see `rank_classes`.
     """
-    probability = F.softmax(logits.float(), 1).gather(1, classes)
-    return torch.cat([label[:, None], loss[:, None].double(), classes, probability], 1)
+    return torch.cat([label[:, None], loss[:, None].double(), classes, probabilities_of(logits, classes)], 1)
 
 
 def rate_classes(model: nn.Module, images: Tensor, targets: Tensor, rows: list[Tensor] | None) -> list[Tensor]:
     """Computes the metrics `CLASSES` of every image of a batch, and adds its `prediction_rows` to `rows`."""
     logits = model(images)
-    classes = logits.topk(min(TOP, logits.shape[1])).indices
+    classes = rank_classes(logits)
     hits = classes == targets[:, None]
-    losses = F.cross_entropy(logits.float(), targets, reduction="none").double()
+    losses = (
+        F.cross_entropy(logits.float(), targets, reduction="none").double().masked_fill(classes[:, 0] < 0, math.nan)
+    )
     if rows is not None:
         rows.append(prediction_rows(logits, targets, losses, classes))
     return [100.0 * hits[:, 0].double(), 100.0 * hits.sum(1).double(), losses]
@@ -36,7 +52,8 @@ def rate_classes(model: nn.Module, images: Tensor, targets: Tensor, rows: list[T
 
 CLASSES = Measure(("top1", "top5", "loss"), rate_classes, by_class=True)
 """top1, top5: percent of images whose class has the highest / one of the five highest logits (of all logits, if there
-are fewer than five). loss: mean cross-entropy, nats."""
+are fewer than five). loss: mean cross-entropy, nats. An image whose logits are not all finite is wrong, and its loss is
+NaN."""
 
 
 class WeightedCrossEntropy(nn.Module):

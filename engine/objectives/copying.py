@@ -13,7 +13,7 @@ from timm.layers import to_2tuple
 from torch import Tensor, nn
 
 from attention.options import OptionError
-from engine.objectives.classification import TOP
+from engine.objectives.classification import rank_classes
 from engine.objectives.objective import Measure, Objective, Run
 from engine.objectives.sequences import NO_AUGMENTATION, refuse_options
 from models.assignment import mechanisms_of
@@ -35,7 +35,7 @@ def predict_copies(network: Callable[[Tensor], Tensor], sequences: Tensor) -> tu
 def rate_copies(model: nn.Module, sequences: Tensor, targets: Tensor, rows: list[Tensor] | None) -> list[Tensor]:
     """Computes the metrics `COPIES` of every sequence of a batch."""
     logits, copied = predict_copies(model, sequences)
-    hits = (logits.topk(min(TOP, logits.shape[-1])).indices == copied[..., None]).double()
+    hits = (rank_classes(logits) == copied[..., None]).double()
     losses = F.cross_entropy(logits.mT.float(), copied, reduction="none").double()
     return [100 * hits[..., 0].mean(1), 100 * hits.sum(2).mean(1), losses.mean(1)]
 

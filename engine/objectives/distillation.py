@@ -87,8 +87,10 @@ class Teacher(nn.Module):
         given: of the run. own: of the images that the model was trained with.
     Attributes:
         shape: (C, H, W) of the images that the model was trained with.
-        classes: their names in the order of the logits; None: not known.
+        classes: their names in the order of the logits; None: not known. note: on the choice of its weights, or "".
     """
+
+    note = ""
 
     scale: Tensor
     shift: Tensor

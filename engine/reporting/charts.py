@@ -31,7 +31,7 @@ BY_IMAGES = tuple(
 CHARTED = {
     "train": ("loss", "lr", "grad_norm", "images_per_second", "step_seconds", "mfu", "data_wait", "broken"),
     "skip": ("num_skipped",),
-    "eval": (*BY_IMAGES, "broken"),
+    "eval": (*BY_IMAGES, "broken", "not_finite", "ema_not_finite"),
 }
 """Kind of record -> values that are charted. `broken` is charted only when it is not 0."""
 

@@ -83,12 +83,15 @@ def classes_csv(predictions: Predictions) -> bytes:
 
 
 def predictions_csv(predictions: Predictions) -> bytes:
-    """Returns a row for each kind of weights and image: file, class (`label`), probable classes as in predict.py."""
+    """Returns a row for each kind of weights and image: file, class (`label`), probable classes as in predict.py.
+
+    Logits that are not finite have no class, and `nan` as probabilities.
+    """
 
     def rows(kind: str, found: PredictionTable) -> Iterable[list]:
         columns = (found.index, found.label, found.classes, found.probability)
         for index, label, *top in zip(*(column.tolist() for column in columns), strict=True):
-            pairs = ((found.names[i], probability) for i, probability in zip(*top, strict=True))
+            pairs = ((found.name(i), probability) for i, probability in zip(*top, strict=True))
             yield [kind, found.images.filename(index), found.names[label], *chain(*pairs)]
 
     k = next(iter(predictions.values())).classes.shape[1]
@@ -97,20 +100,29 @@ def predictions_csv(predictions: Predictions) -> bytes:
 
 
 def confusion_matrix(found: PredictionTable) -> np.ndarray:
-    """Returns the number of images of the row's class that are predicted as the column's: (classes, classes) int64."""
+    """Returns the number of images of the row's class that are predicted as the column's: (classes, classes + 1) int64.
+
+    The last column counts those of no class, whose logits are not finite.
+    """
     n = len(found.names)
-    return torch.bincount(n * found.label + found.predicted, minlength=n**2).view(n, n).numpy()
+    predicted = found.predicted.where(found.predicted >= 0, n)
+    return torch.bincount((n + 1) * found.label + predicted, minlength=n * (n + 1)).view(n, n + 1).numpy()
 
 
 def confusion_csv(predictions: Predictions) -> bytes:
-    """Returns a row for each kind of weights and true class (`true`), and a column for each predicted class."""
+    """Returns a row for each kind of weights and true class (`true`), and a column for each predicted class.
+
+    Where there are images of no class, the last column, without a name, counts them.
+    """
     names = next(iter(predictions.values())).names
+    matrices = {kind: confusion_matrix(found) for kind, found in predictions.items()}
+    columns = len(names) + any(matrix[:, -1].any() for matrix in matrices.values())
     return to_csv(
-        ["weights", "true", *names],
+        ["weights", "true", *[*names, ""][:columns]],
         (
             [kind, name, *counts]
-            for kind, found in predictions.items()
-            for name, counts in zip(names, confusion_matrix(found).tolist(), strict=True)
+            for kind, matrix in matrices.items()
+            for name, counts in zip(names, matrix[:, :columns].tolist(), strict=True)
         ),
     )
 
@@ -122,7 +134,7 @@ def most_confused(counts: np.ndarray) -> list[int]:
     the first others follow.
 
     Args:
-        counts: number of images by true and predicted class, as of `confusion_matrix`.
+        counts: number of images by true and predicted class, (classes, classes).
     """
     if len(counts) <= NUM_NAMED:
         return list(range(len(counts)))
@@ -143,10 +155,13 @@ def confusion_picture(predictions: Predictions, suffix: str = ".png") -> bytes:
     figure = new_figure("Which classes are taken for which?", len(predictions) * (side + 1.5) + 0.3, side + 2.2)
     panels = figure.subplots(len(predictions), 1, squeeze=False)[:, 0]
     for axes, (kind, found) in zip(panels, predictions.items(), strict=True):
-        counts = confusion_matrix(found)
+        matrix = confusion_matrix(found)
+        counts, unknown = matrix[:, :-1], matrix[:, -1]
         chosen = most_confused(counts)
-        _draw_confusion(axes, counts, chosen, found.names)
+        _draw_confusion(axes, counts / np.maximum(matrix.sum(1, keepdims=True), 1), counts, chosen, found.names)
         title = f"{kind} weights: top-1 {100 * (found.predicted == found.label).double().mean():.2f} %"
+        if unknown.any():
+            title += f"\nwithout {unknown.sum():,} images of no class, as their logits are not finite"
         if len(chosen) < len(counts):
             mistakes = counts * (1 - np.eye(len(counts), dtype=int))
             part = f"{mistakes[np.ix_(chosen, chosen)].sum():,} of {mistakes.sum():,} mistakes"
@@ -156,10 +171,10 @@ def confusion_picture(predictions: Predictions, suffix: str = ".png") -> bytes:
     return encode(figure, suffix)
 
 
-def _draw_confusion(axes: Axes, counts: np.ndarray, chosen: list[int], names: list[str]) -> None:
-    """Draws the rows and columns `chosen` of the matrix; shares are of all images of a class."""
+def _draw_confusion(axes: Axes, shares: np.ndarray, counts: np.ndarray, chosen: list[int], names: list[str]) -> None:
+    """Draws the rows and columns `chosen` of the matrix `counts`; `shares` are of all images of a class."""
     part = np.ix_(chosen, chosen)
-    share = (counts / np.maximum(counts.sum(1, keepdims=True), 1))[part]
+    share = shares[part]
     axes.imshow(share, cmap="Blues", norm=PowerNorm(0.5, 0, 1))  # the root shows few images among many
     if len(chosen) <= NUM_COUNTED:
         for (row, column), count in np.ndenumerate(counts[part]):
@@ -217,8 +232,8 @@ def _draw_image(axes: Axes, found: PredictionTable, row: int) -> None:
         raise image
     pixels, _ = image
     axes.imshow(np.asarray(pixels).transpose(1, 2, 0), cmap="gray", vmin=0, vmax=255)  # grey levels have one channel
-    label, predicted = (one_line(found.names[x[row]], 14) for x in (found.label, found.predicted))
-    title = f"{label} → {predicted}\n{found.probability[row, 0]:.3f}"
+    label, predicted = (one_line(found.name(int(x[row])), 14) for x in (found.label, found.predicted))
+    title = f"{label} → {predicted or 'not finite'}\n{found.probability[row, 0]:.3f}"
     color = "green" if found.predicted[row] == found.label[row] else "black"
     axes.set_title(title, color=color, parse_math=False)
 

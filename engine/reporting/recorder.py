@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 
+from engine.checkpoints.origin import mark_origin
 from engine.checkpoints.progress import Progress, Resumption, describe_place
 from engine.config.load import dump_run
 from engine.config.micro_batches import describe_ranks, micro_batch_size
@@ -130,6 +131,8 @@ class Recorder:
         """
         config = dump_yaml(dump_run(self.run))
         if self.directory is not None:
+            if resumption.checkpoint is None:
+                mark_origin(self.directory)
             write_atomically(self.directory / "config.yaml", config.encode())
             self.charts.show_config(config, self.step)
             self.trackers = OpenTrackers(Launch(self.run, self.directory, self.run_id))

@@ -11,12 +11,13 @@ from timm.layers import to_2tuple
 from torch import nn
 
 from engine.checkpoints.adapt import fit_weights, summarize
-from engine.checkpoints.files import WEIGHTS, choose_weights
+from engine.checkpoints.files import WEIGHTS
 from engine.checkpoints.identify import FOREIGN, TIMM, Kind, identify
 from engine.checkpoints.local_dir import read_label_names
+from engine.checkpoints.preference import choose_one
 from engine.checkpoints.weight_sources import describe_order, load_timm, read_weights
 from engine.checkpoints.weights import build_model, check_predicts_classes
-from engine.config.load import parse_run
+from engine.config.described import parse_described
 from engine.config.schema import Run, num_channels, per_channel
 from engine.data.splits import Images, classes_of, count_classes
 from engine.objectives import choose_objective
@@ -82,6 +83,8 @@ def create_teacher(run: Run, model: nn.Module, images: Images, world: World) -> 
         line = f"distill.teacher={name}: {distill.type}, alpha {distill.weight:g}"
         if shape != teacher.shape:
             line += f"; trained with images of {_text(teacher.shape)}, asked about {_text(shape)}"
+        if teacher.note:
+            line += f"; {teacher.note}"
         if teacher.classes is None and not ignores_predictions(run):
             line += "; its classes are not known, and are taken for the data's, in order"
             if order := describe_order(classes_of(images)):
@@ -93,7 +96,7 @@ def create_teacher(run: Run, model: nn.Module, images: Images, world: World) -> 
 def read_teacher(name: str, run: Run) -> Teacher:
     """Reads the model that `distill.teacher` names, for the images of `run`.
 
-    A run directory gives its best checkpoint, and a checkpoint its averaged weights if it has them. For `TOKEN_TYPES`,
+    A run directory gives its best checkpoint, and a checkpoint the weights of `choose_one`. For `TOKEN_TYPES`,
     weights of other programs load into the run's own model with the published attention of its family. A name of timm's
     hub does so only for `attention`; for `features` it gives timm's model.
 
@@ -113,11 +116,14 @@ def read_teacher(name: str, run: Run) -> Teacher:
     if found.kind in FOREIGN:
         remedy = f"name {TIMM}NAME of timm's hub, or a run of train.py"
         raise UserError(f"weights alone, which do not say of what model they are; {remedy}")
-    path, checkpoint, kinds = choose_weights(found, "best", None)[-1]  # averaged ones come last
-    there, state = parse_run(checkpoint["config"], str(path)), WEIGHTS[kinds[-1]]
+    path, checkpoint, kind, note = choose_one(found)
+    there, state = parse_described(checkpoint["config"], str(path)), WEIGHTS[kind]
     check_predicts_classes(there, str(path))
     model = build_model(there, checkpoint[state], f"{path}: {state}")
-    return Teacher(model, _image_shape(there), checkpoint.get("classes"), _normalisation(run), _normalisation(there))
+    images = _normalisation(run), _normalisation(there)
+    teacher = Teacher(model, _image_shape(there), checkpoint.get("classes"), *images)
+    teacher.note = note
+    return teacher
 
 
 def read_published(name: str, run: Run) -> Teacher:

@@ -48,8 +48,10 @@ from engine.checkpoints.files import (
 from engine.checkpoints.format import ForeignObject, read_archive
 from engine.checkpoints.identify import Kind, identify, identify_content, list_checkpoints
 from engine.checkpoints.progress import Progress, rank_epoch
+from engine.checkpoints.weight_sources import read_weights
 from engine.checkpoints.weights import load_weights
 from engine.config.load import dump_run, load_run, parse_run
+from engine.evaluation.inference import load
 from engine.runtime import files
 from engine.runtime.distributed import World
 from engine.runtime.errors import UserError
@@ -351,6 +353,15 @@ def test_each_kind_of_weights_has_its_own_best(checkpoints: Checkpoints, tmp_pat
         ("step_2_epoch_2.pt", ["plain"]),
         ("step_1_epoch_1.pt", ["ema"]),
     ]
+
+
+@pytest.mark.parametrize(("ranking", "epoch"), [([[math.nan, 1], [0.5, 2]], 2), ([[math.inf, 1]], 3)])
+def test_a_score_that_is_not_finite_is_never_the_best(ranking: list, epoch: int, checkpoints, tmp_path: Path):
+    """As an earlier version may have ranked it; without another one, the newest counts."""
+    for number in (1, 2, 3):
+        progress = Progress(epoch=number, step=number, ranking=[[90.0, 1], [80.0, 2]] if number < 3 else ranking)
+        checkpoints.save(progress, {"model": Weight(number)})
+    assert find_checkpoint(tmp_path, "best")[1]["progress"]["epoch"] == epoch
 
 
 def test_averaged_weights_that_are_kept_no_more_are_forgotten(checkpoints, tmp_path: Path):
@@ -1131,3 +1142,59 @@ def test_export_by_the_command(whole, tmp_path: Path, capsys: pytest.CaptureFixt
     second = json.loads(capsys.readouterr().out)
     speed = {name: second["ema"][name] for name in ("seconds", "images_per_second")}
     assert second == {"ema": first["ema"] | {"checkpoint": str(tmp_path / "x.safetensors")} | speed}
+
+
+# Contents of the wrong kind
+
+
+DEEP = "[" * 100_000 + "]" * 100_000
+NO_MAPPINGS: dict[str, Any] = {"list": [], "text": "x", "null": None, "number": 3}
+
+
+def contents(whole: dict) -> dict[str, tuple[str, bytes]]:
+    """Case -> name and content of a file of which a part is of the wrong kind, or nested deeply."""
+    metadata = {name: whole[name] for name in ("config", "processes", "images", "progress")} | {"weights": "plain"}
+    weights = {name: x.contiguous() for name, x in whole["model"].items()}
+    made: dict[str, bytes] = {}
+    wrong = {("config",): NO_MAPPINGS, ("config", "model"): NO_MAPPINGS, ("progress",): NO_MAPPINGS}
+    wrong |= {("progress", "metrics"): {"list": [], "number": {"top1": 10**400, "ema_top1": 1.0}}}
+    for keys, values in wrong.items():
+        for name, value in values.items():
+            changed = {keys[0]: value if len(keys) == 1 else whole[keys[0]] | {keys[1]: value}}
+            made[f"archive {keys} {name}"] = saved(whole | changed)
+            text = json.dumps(metadata | changed)
+            made[f"export {keys} {name}"] = safetensors.torch.save(weights, {"run": text})
+    runs = {name: json.dumps(value) for name, value in NO_MAPPINGS.items()}
+    runs |= {"deep": DEEP, "no JSON": "{", "deep config": f'{json.dumps(metadata)[:-1]}, "config": {DEEP}}}'}
+    runs |= {f"weights {value}": json.dumps(metadata | {"weights": value}) for value in ("x", [], None)}
+    runs |= {f"trained {value}": json.dumps(metadata | {"trained_config": value}) for value in ([], "x", {})}
+    made |= {f"export {name}": safetensors.torch.save(weights, {"run": text}) for name, text in runs.items()}
+    headers = {"deep": f'{{"x": {DEEP}}}', "deep metadata": f'{{"__metadata__": {{"run": {DEEP}}}}}'}
+    headers |= {f"metadata {value}": f'{{"__metadata__": {value}}}' for value in ("[]", "3", '{"run": 3}')}
+    made |= {f"header {name}": struct.pack("<Q", len(text)) + text.encode() for name, text in headers.items()}
+    found = {name: ("x.pt", content) for name, content in made.items()}
+    own = {"architecture": "deit", "num_classes": 10, "pretrained_cfg": {"input_size": [3, 8, 8]}}
+    configs = {name: json.dumps(value) for name, value in NO_MAPPINGS.items()}
+    configs |= {"deep": DEEP, "no JSON": "{", "deep options": f'{json.dumps(own)[:-1]}, "model_args": {DEEP}}}'}
+    for key, value in {"architecture": [], "num_classes": 10**400, "pretrained_cfg": [], "model_args": "x"}.items():
+        configs[key] = json.dumps(own | {key: value})
+    return found | {f"directory {name}": ("config.json", text.encode()) for name, text in configs.items()}
+
+
+def test_contents_of_the_wrong_kind_are_refused_in_a_line(whole, tmp_path: Path):
+    """By the readers of a trained model, of initial weights, and by validate.py."""
+    for case, (name, content) in contents(whole).items():
+        (tmp_path / name).write_bytes(content)
+        path = tmp_path if name == "config.json" else tmp_path / name
+        if path == tmp_path:
+            safetensors.torch.save_file(whole["model"], tmp_path / "model.safetensors")
+        for read in (
+            load,
+            lambda path: read_weights(str(path)),
+            lambda path: validate.main([str(path), "data.workers=0"]),
+        ):
+            with pytest.raises((UserError, SystemExit)) as caught:  # noqa: PT012
+                read(path)
+                pytest.fail(f"{case} was read")
+            assert getattr(caught.value, "code", 2) == 2, case
+            assert str(caught.value).isprintable(), case

@@ -18,7 +18,14 @@ from engine.data.loaders import create_val_loader, indices_read
 from engine.data.splits import classes_of
 from engine.evaluation.evaluate import evaluate
 from engine.evaluation.predictions import PredictionTable, gather_predictions
-from engine.reporting.outputs import classes_csv
+from engine.reporting.outputs import (
+    classes_csv,
+    confusion_csv,
+    confusion_matrix,
+    confusion_picture,
+    mistakes_picture,
+    predictions_csv,
+)
 from engine.runtime.distributed import World, init_distributed
 
 CPU = World(torch.device("cpu"))
@@ -213,3 +220,44 @@ def test_precision_is_that_of_the_run(amp, dtype):
     model.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
     evaluate(model, [(torch.randn(2, 4), torch.zeros(2, dtype=torch.int64))], CPU, amp)
     assert seen == [dtype]
+
+
+class Overflowing(Linear):
+    """Logits of which every third image has one that is not finite."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        logits, rows = super().forward(images), torch.arange(len(images))
+        for remainder, value in enumerate((math.nan, math.inf, -math.inf)):
+            logits[rows % 9 == 3 * remainder, remainder] = value
+        return logits
+
+
+def test_logits_that_are_not_finite_are_wrong():
+    """In top-1 and top-5, in every class, in the predictions and the confusion matrix; their loss is no number."""
+    run = Run(model={}, attention="softmax", data=Data(dataset="digits", workers=0))
+    loader, rows = create_val_loader(run, CPU, img_size=8, batch_size=360), []
+    metrics = evaluate(Overflowing(), loader, CPU, None, rows=rows)
+    table = gather_predictions(rows, indices_read(loader), loader.dataset, classes_of(loader.dataset), CPU)
+    good = torch.arange(360) % 3 > 0
+    reference, own = [], Linear()
+    evaluate(own, loader, CPU, None, rows=reference)
+    hits = reference[0][:, 2:7] == reference[0][:, :1]
+    expected = 100 * hits[:, 0][good].sum().item() / 360
+    assert (metrics["images"], metrics["not_finite"]) == (360, 120)
+    assert math.isnan(metrics["loss"])
+    assert metrics["top1"] == pytest.approx(expected)
+    assert metrics["top5"] == pytest.approx(100 * hits[good].sum().item() / 360)
+    assert sum(metrics[f"recall/{n}"] * (table.label == n).sum().item() for n in range(10)) / 360 == pytest.approx(
+        expected
+    )
+    assert table.predicted.eq(-1).tolist() == table.probability.isnan().all(1).tolist() == (~good).tolist()
+    matrix = confusion_matrix(table)
+    assert matrix[:, -1].sum() == 120
+    assert 100 * np.trace(matrix) / 360 == pytest.approx(expected)
+    header, *lines = confusion_csv({"plain": table}).decode().splitlines()
+    assert header.endswith(",9,")
+    assert sum(int(line.rpartition(",")[2]) for line in lines) == 120
+    line = predictions_csv({"plain": table}).decode().splitlines()[1]
+    assert line.endswith(",".join([""] + ["", "nan"] * 5))
+    assert confusion_picture({"plain": table})
+    assert mistakes_picture({"plain": table})

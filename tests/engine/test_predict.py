@@ -216,3 +216,19 @@ def test_bad_input_is_one_line(arguments, problem, monkeypatch, capsys):
     output = capsys.readouterr()
     assert (caught.value.code, output.out, output.err.count("\n")) == (2, "", 1)
     assert problem in output.err
+
+
+def test_logits_that_are_not_finite_predict_nothing(capsys):
+    checkpoint = load_checkpoint(Path("runs/eva/step_3_epoch_1.pt"))
+    checkpoint["model_ema"]["head.weight"] = checkpoint["model_ema"]["head.weight"] * 1e7
+    save_checkpoint(Path("large.pt"), checkpoint)
+    problem = "no prediction: the logits of 2 images are not finite, in --amp fp16\n"
+    for output in ([], ["--output", "none.csv"], ["--output", "none.json"]):
+        with pytest.raises(SystemExit) as caught:
+            predict.main(["large.pt", "digits/0.png", "digits/1.png", "--device", "cpu", "--amp", "fp16", *output])
+        out, err = capsys.readouterr()
+        assert (caught.value.code, err) == (1, problem)
+        lines = ["" if output else f"digits/{i}.png: no prediction, as the logits are not finite\n" for i in (0, 1)]
+        assert out == "".join(lines)
+    assert Path("none.csv").read_text().split() == ["file", "digits/0.png", "digits/1.png"]
+    assert [row["classes"] for row in json.loads(Path("none.json").read_text())] == [[], []]

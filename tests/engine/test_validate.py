@@ -136,13 +136,14 @@ def test_each_kind_of_weights_is_taken_where_it_was_best(apart, capsys):
         assert read_report(capsys, report[kind]["checkpoint"], "--weights", kind) == {kind: report[kind]}
 
 
-@pytest.mark.parametrize(("kind", "epoch"), [(None, 1), ("ema", 1), ("plain", 2)])
+@pytest.mark.parametrize(("kind", "epoch"), [(None, 2), ("ema", 1), ("plain", 2)])
 def test_an_export_names_the_weights_that_it_holds(apart, capsys, kind, epoch):
     chosen = ["--weights", kind] if kind else []
     report = read_report(capsys, apart, *chosen, "--export", apart / "x.safetensors")
-    expected = report[kind or "ema"] | {"checkpoint": str(apart / "x.safetensors")}
+    kind = kind or "plain"  # the better of the two
+    expected = report[kind] | {"checkpoint": str(apart / "x.safetensors")}
     assert expected["epoch"] == epoch
-    assert read_report(capsys, apart / "x.safetensors") == {kind or "ema": expected}
+    assert read_report(capsys, apart / "x.safetensors") == {kind: expected}
 
 
 def test_every_export_that_is_asked_for_is_written(run_directory, tmp_path, capsys):
@@ -523,3 +524,34 @@ def test_an_option_of_training_on_broken_images_is_refused(run_directory, capsys
         validate.main([str(run_directory), "data.broken_val=skip"])
     expected = "error: data.broken_val is for training; --skip-broken leaves broken images out here\n"
     assert capsys.readouterr().err == expected
+
+
+@pytest.fixture
+def overflowing(run_directory, tmp_path) -> Path:
+    """The run's checkpoint with weights whose logits are finite in fp32 and not in fp16."""
+    _, checkpoint = find_checkpoint(run_directory, "last")
+    for weights in ("model", "model_ema"):
+        checkpoint[weights]["head.weight"] = checkpoint[weights]["head.weight"] * 1e7
+    checkpoint["config"]["train"]["amp"] = "fp16"
+    save_checkpoint(tmp_path / "x.pt", checkpoint)
+    return tmp_path / "x.pt"
+
+
+def test_logits_that_overflow_are_said_and_not_exported(overflowing, tmp_path, capsys):
+    export = tmp_path / "x.safetensors"
+    arguments = [str(overflowing), "data.workers=0", "--weights", "plain"]
+    with pytest.raises(SystemExit) as caught:
+        validate.main([*arguments, "--export", str(export)])
+    assert caught.value.code == 2
+    out, err = capsys.readouterr()
+    assert "wrong: 360 of 360 images, as their logits are not finite" in out
+    assert "the logits of 360 images are not finite (train.amp = fp16): not exported; train.amp=null" in err
+    assert not export.exists()
+    validate.main([*arguments, "--json"])
+    result = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["plain"]
+    assert (result["top1"], result["loss"], result["not_finite"]) == (0, None, 360)
+    validate.main([*arguments, "--export", str(export), "train.amp=null", "--json"])
+    assert "not_finite" not in json.loads(capsys.readouterr().out)["plain"]
+    export.unlink()
+    validate.main([*arguments, "--export", str(export), "--export-not-finite"])
+    assert export.exists()

@@ -1,0 +1,168 @@
+"""A stranger's file describes its model, and chooses no host, path, cache, number of processes or size of memory."""
+
+import copy
+import dataclasses
+import shlex
+import shutil
+import typing
+from pathlib import Path
+
+import pytest
+
+import train
+import validate
+from engine.checkpoints import convert
+from engine.checkpoints.files import load_checkpoint, save_checkpoint
+from engine.checkpoints.origin import is_made_here
+from engine.checkpoints.progress import Progress
+from engine.config import described
+from engine.config.described import parse_described
+from engine.config.load import dump_run, flatten, load_run
+from engine.config.schema import Run
+from engine.runtime.errors import UserError
+from models import create_model
+from tests.support.launcher import ROOT
+
+OPTIONS = ["model.depth=1", "model.embed_dim=24", "model.img_size=8", "attention={name: softmax}", "train.device=cpu"]
+HANDS = {
+    "data": {
+        **{
+            "dataset": "mds",
+            "root": "http://127.0.0.1:9/x y",
+            "train_split": "t",
+            "val_split": "../v",
+            "classes": "/c",
+        },
+        **{"cache_dir": "CACHE", "cache_gb": 0.0003, "workers": 200, "timeout_minutes": 9.0, "shuffle_shards": 999},
+    },
+    "train": {"device": "cuda", "compile": True, "timeout_minutes": 9.0, "async_checkpoint": True},
+    "report": {"wandb": "theirs", "mlflow": "theirs"},
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint() -> dict:
+    run = load_run(ROOT / "configs/quickstart.yaml", OPTIONS)
+    state = create_model(attention=run.attention, **run.model).state_dict()
+    progress = vars(Progress(epoch=1, step=3))
+    classes = [*"0123456789"]
+    return {
+        "config": dump_run(run),
+        "processes": 1,
+        "images": 9,
+        "progress": progress,
+        "classes": classes,
+        "model": state,
+    }
+
+
+@pytest.fixture
+def hostile(checkpoint: dict, tmp_path: Path) -> Path:
+    """A checkpoint whose configuration has `HANDS`."""
+    config = copy.deepcopy(checkpoint["config"])
+    for section, values in HANDS.items():
+        config[section] |= values
+    config["data"]["cache_dir"] = str(tmp_path / "cache")
+    save_checkpoint(tmp_path / "stranger.pt", checkpoint | {"config": config})
+    return tmp_path / "stranger.pt"
+
+
+def test_every_option_is_in_one_list():
+    """A new option must be classified: may a stranger's file bring it?"""
+    sections = {name: kind for name, kind in typing.get_type_hints(Run).items() if dataclasses.is_dataclass(kind)}
+    options = {f"{name}.{field.name}": name for name, kind in sections.items() for field in dataclasses.fields(kind)}
+    options |= {field.name: field.name for field in dataclasses.fields(Run) if field.name not in sections}
+    lists = [described.DESCRIBED, described.CHOICE_OF_IMAGES, described.PLACE, described.COMMAND_LINE]
+    for key, section in options.items():
+        assert sum(key in names or section in names for names in lists) == 1, key
+    assert set().union(*lists) <= {*options, *sections}
+
+
+@pytest.mark.parametrize("is_own", [False, True])
+def test_a_file_brings_what_describes_it(is_own: bool, hostile: Path):
+    config = load_checkpoint(hostile)["config"]
+    run = parse_described(config, "x", is_own=is_own)
+    there, here = (flatten(options) for options in (config, dump_run(run)))
+    allowed = described.DESCRIBED | (described.CHOICE_OF_IMAGES | described.PLACE if is_own else set())
+    default = flatten(dump_run(Run(model={}, attention={})))
+    for key in there:
+        section = key.partition(".")[0]
+        brought = {key, section} & allowed
+        assert here[key] == (there[key] if brought else default[key]), key
+
+
+def refusal(capsys: pytest.CaptureFixture, *arguments) -> str:
+    with pytest.raises(SystemExit) as caught:
+        validate.main([*map(str, arguments)])
+    assert caught.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+def test_images_are_chosen_by_the_command_line(hostile: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    """Nothing is opened or made; the line has the file's values as arguments."""
+    monkeypatch.setattr(validate, "create_val_loader", lambda *args, **options: pytest.fail("opened"))
+    line = refusal(capsys, hostile)
+    assert line.startswith(f"error: {hostile}: does not choose what is opened")
+    given = shlex.split(line.partition("; add ")[2].partition(" for the images")[0])
+    assert sorted(text.partition("=")[0] for text in given) == sorted(
+        described.CHOICE_OF_IMAGES | {"data.cache_dir", "data.cache_gb"}
+    )
+    config = load_checkpoint(hostile)["config"]
+    run = parse_described(config, "x", given, reads_images=True)
+    assert {key: flatten(dump_run(run))[key] for key in described.CHOICE_OF_IMAGES} == {
+        key: flatten(config)[key] for key in described.CHOICE_OF_IMAGES
+    }
+    assert not (hostile.parent / "cache").exists()
+
+
+@pytest.mark.parametrize("value", ["null", "017", "a: b", "{a: 1}", "it's", "$HOME `x`", "1e3", "", "-"])
+def test_the_arguments_are_the_values(value: str, checkpoint: dict):
+    config = copy.deepcopy(checkpoint["config"])
+    config["data"] |= {"dataset": "folder", "root": value}
+    with pytest.raises(UserError) as caught:
+        parse_described(config, "x", reads_images=True)
+    given = shlex.split(str(caught.value).partition("; add ")[2].partition(" for the images")[0])
+    assert parse_described(config, "x", given, reads_images=True).data.root == value
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose images are in files."""
+    base = tmp_path_factory.mktemp("runs")
+    options = [*OPTIONS, "schedule.epochs=1", "schedule.warmup_epochs=0", "data.workers=0", "data.dataset=idx"]
+    options += [f"data.root={ROOT}/reference", "data.train_split=t10k", "data.val_split=t10k", "data.subset=13"]
+    options += ["model.in_chans=1", "train.total_batch_size=64", "data.levels=null"]
+    train.main([str(ROOT / "configs/quickstart.yaml"), *options, "--output", str(base / "run")])
+    return base / "run"
+
+
+def test_a_run_directory_of_this_machine_chooses_its_images(directory: Path, tmp_path: Path, capsys):
+    """Under another name too. A copy of it does not, nor does its checkpoint alone."""
+    moved = directory.with_name("moved")
+    directory.rename(moved)
+    try:
+        assert is_made_here(moved)
+        validate.main([str(moved), "data.workers=0"])
+        assert " 2000 " in capsys.readouterr().out
+        shutil.copytree(moved, tmp_path / "copy")
+        file = next(moved.glob("step_*_epoch_1.pt"))
+        for source in (tmp_path / "copy", file):
+            assert f"add data.dataset=idx data.root={ROOT}/reference" in refusal(capsys, source)
+    finally:
+        moved.rename(directory)
+
+
+def test_a_run_that_goes_on_in_a_copy_is_no_run_of_this_machine(directory: Path, tmp_path: Path):
+    shutil.copytree(directory, tmp_path / "copy")
+    arguments = [str(directory / "config.yaml"), "schedule.epochs=2", "--allow-change", "schedule.epochs"]
+    train.main([*arguments, "--output", str(tmp_path / "copy")])
+    assert not is_made_here(tmp_path / "copy")
+
+
+def test_an_export_of_a_strangers_file_keeps_its_model_alone(hostile: Path, capsys):
+    output = hostile.with_name("x.safetensors")
+    convert.main([str(hostile), str(output)])
+    config = load_checkpoint(output)["config"]
+    assert (config["data"]["root"], config["data"]["cache_dir"], config["report"]["wandb"]) == (None, None, None)
+    assert config["model"] == load_checkpoint(hostile)["config"]["model"]
