@@ -1,7 +1,8 @@
 """Derives the images, classes and order of a split from the paths of its files, for class folders and tar files alike.
 
 The classes are the folders of the first level, as in torchvision's `ImageFolder`: an image at any depth belongs to the
-first folder of its path. A file is an image if it has the suffix of one; other files are ignored, and listed.
+first folder of its path. A file is an image if it has the suffix of one and is not hidden; other files are ignored, and
+listed.
 """
 
 import posixpath
@@ -21,6 +22,9 @@ from engine.data.images import SUFFIXES
 
 NO_IMAGES = f"no images (files named {', '.join(f'*{suffix}' for suffix in SUFFIXES)})"
 
+
+HIDDEN = ("/.", *(f"/{name}/" for name in ("@eaDir", "__MACOSX", "#recycle", "$RECYCLE.BIN", "lost+found")))
+"""Beginning of a hidden name in a path between slashes, and folders of operating systems, which hold copies."""
 
 LOOSE = (
     "move each image into a folder that is named for its class, or list them in a CSV file with the columns file and"
@@ -115,7 +119,7 @@ class Layout(NamedTuple):
 
     Attributes:
         samples: path and class index of every image. class_to_idx: class name -> index.
-        ignored: paths of other files.
+        ignored: paths of other files, and of hidden files and folders.
     """
 
     samples: Samples
@@ -126,6 +130,8 @@ class Layout(NamedTuple):
 def classify(paths: Iterable[str]) -> Layout:
     """Returns the layout of a split from the relative `paths` of its files; one that ends in "/" is an empty folder.
 
+    Hidden files are ignored, see `is_hidden`.
+
     Raises:
         LayoutError: there is no image, an image lies outside of all class folders, or a class folder holds no image.
     """
@@ -133,6 +139,9 @@ def classify(paths: Iterable[str]) -> Layout:
     others: list[str] = []
     for folder, group in groupby(paths, key=_first_folder):
         files = list(group)
+        if is_hidden("//".join(files)):
+            others += filter(is_hidden, files)
+            files = [path for path in files if not is_hidden(path)]
         if images := [path for path in files if is_image(path)]:
             folders[folder].append("//".join([*images, ""]))  # a million strings would take three times as much
         if len(images) < len(files):
@@ -145,7 +154,7 @@ def classify(paths: Iterable[str]) -> Layout:
     class_to_idx = {name: index for index, name in enumerate(sort_naturally(folders))}
     others = sort_naturally(others)
     for path in others:
-        if (folder := _first_folder(path)) and folder not in class_to_idx:
+        if (folder := _first_folder(path)) and folder not in class_to_idx and not is_hidden(folder):
             raise LayoutError(f"the class folder {folder!r} holds no image; remove it")
 
     def parts() -> Iterator[tuple[int, Iterable[str]]]:
@@ -156,12 +165,23 @@ def classify(paths: Iterable[str]) -> Layout:
             for name, paths in groupby(images, key=_first_folder) if len(names) > 1 else [(names[0], images)]:
                 yield class_to_idx[name], paths
 
-    return Layout(Samples(parts()), class_to_idx, [path for path in others if not path.endswith("/")])
+    ignored = [path for path in others if not path.endswith("/") or is_hidden(path)]
+    return Layout(Samples(parts()), class_to_idx, ignored)
 
 
 def _split(texts: Iterable[str]) -> list[str]:
     """Splits `texts` into paths. Each path is followed by two slashes, which no path contains."""
     return "".join(texts).split("//")[:-1]
+
+
+def is_hidden(path: str) -> bool:
+    """Returns whether a name in a relative path is hidden (".name"), or that of a folder of an operating system.
+
+    Such files are no data of the user: thumbnails, checkpoints of notebooks, metadata beside the files of macOS. Of
+    paths that are joined by "//", it returns whether one is hidden.
+    """
+    path = f"/{path}/"
+    return any(mark in path for mark in HIDDEN)
 
 
 def is_image(path: str) -> bool:
@@ -175,6 +195,18 @@ def suffix_of(path: str) -> str:
     """Returns the suffix of a file's name in lower case, with its dot; "" if it has none."""
     name = path[path.rfind("/") + 1 :].lstrip(".")  # as posixpath.splitext, in a third of the time
     return name[name.rfind(".") :].lower() if "." in name else ""
+
+
+def describe_files(ignored: Iterable[str]) -> str:
+    """Returns the number of ignored files, and one of them, for the ten commonest suffixes; "" if there are none."""
+    named: dict[str, list[str]] = {}
+    for path in ignored:
+        suffix = suffix_of(path)
+        kind = "hidden or of the system" if is_hidden(path) else f"*{suffix}" if suffix else "without suffix"
+        named.setdefault(kind, []).append(path)
+    kinds = sorted(named.items(), key=lambda item: -len(item[1]))
+    texts = [f"{len(paths):,} {kind} ({paths[0]!r})" for kind, paths in kinds]
+    return f"ignored files: {', '.join([*texts[:10], *(['...'] if texts[10:] else [])])}" if texts else ""
 
 
 def _first_folder(path: str) -> str:

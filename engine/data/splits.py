@@ -25,7 +25,7 @@ from engine.data.datasets import TORCH, HfdsReader, TorchReader
 from engine.data.folders import open_class_folders
 from engine.data.idx import ENDINGS, IdxReader
 from engine.data.images import BrokenImage, Levels, decode
-from engine.data.layout import LOOSE, LayoutError, SplitReader, is_image, suffix_of
+from engine.data.layout import LOOSE, LayoutError, SplitReader, describe_files, is_hidden, is_image
 from engine.data.mds import MdsReader, is_split
 from engine.data.store import is_url
 from engine.data.subset import SubsetReader, choose_classes, choose_images, hold_out
@@ -170,7 +170,7 @@ def find_split(data: Data, split: str, key: str) -> tuple[Callable[[str], SplitR
         known = tuple(ending for _, endings in READERS.values() for ending in endings if ending)
         entries = sorted(root.iterdir())
         found = [entry.name for entry in entries if entry.is_dir() or entry.name.endswith(known)][:20]
-        if loose := [entry.name for entry in entries if is_image(entry.name)]:
+        if loose := [name for entry in entries if is_image(name := entry.name) and not is_hidden(name)]:
             found.insert(0, f"{len(loose):,} images in no folder, such as {loose[0]!r}")
         problem = f"no {paths[0].name!r} in {data.root!r}; found there: {one_line(', '.join(found)) or 'nothing'}"
         raise OptionError(key, f"{problem}{_advise(key, data.dataset, bool(loose))}")
@@ -210,13 +210,8 @@ def count_classes(dataset: Images, option: str) -> np.ndarray:
 
 
 def describe_ignored(dataset: Images) -> str:
-    """The number of files that are no images, and one of them, for the ten commonest suffixes; "" if there are none."""
-    named: dict[str, list[str]] = {}
-    for path in dataset.reader.ignored:
-        named.setdefault(suffix_of(path), []).append(path)
-    kinds = sorted(named.items(), key=lambda item: -len(item[1]))
-    texts = [f"{len(paths):,} {f'*{suffix}' if suffix else 'without suffix'} ({paths[0]!r})" for suffix, paths in kinds]
-    return f"ignored files: {', '.join([*texts[:10], *(['...'] if texts[10:] else [])])}" if texts else ""
+    """Returns `describe_files` of the files that are no images."""
+    return describe_files(dataset.reader.ignored)
 
 
 def report_split(data: Data, option: Literal["train_split", "val_split"], images: Images, img_size: Size) -> None:
