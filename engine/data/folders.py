@@ -108,7 +108,7 @@ def _read_index(path: Path, root: str) -> Layout:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise LayoutError(f"{path.name} is damaged ({describe_error(error)}); make it anew") from error
     if notes.get("hidden") != "ignored":
-        raise LayoutError(f"{path.name} is of an earlier version, which listed hidden files; make it anew, or remove it")
+        raise LayoutError(f"{path.name} is of an earlier version, which listed hidden files; make it anew")
     if changed:
         problem = f"{path.name} is older than the folder {one_line(changed[0], 100)!r}, or of other folders"
         raise LayoutError(f"{problem}; make it anew (python -m engine.data.prepare ROOT --index), or remove it")

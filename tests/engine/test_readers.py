@@ -246,7 +246,7 @@ def rewrite(root, texts, samples=None):
     known, class_to_idx, _, _ = map_table(path)
     with safe_open(path, "numpy") as file:
         notes = file.metadata()
-    write_table(path, samples or known, class_to_idx, {name: notes[name] for name in ("folders", "ignored", "hidden")} | texts)
+    write_table(path, samples or known, class_to_idx, {n: notes[n] for n in ("folders", "ignored", "hidden")} | texts)
 
 
 def test_folders_that_change_while_they_are_listed_get_no_index(tmp_path, capsys, monkeypatch):
