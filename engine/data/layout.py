@@ -19,6 +19,7 @@ from timm.data.readers.reader import Reader
 from timm.utils.misc import natural_key
 
 from engine.data.images import SUFFIXES
+from engine.runtime.text import to_nfc
 
 NO_IMAGES = f"no images (files named {', '.join(f'*{suffix}' for suffix in SUFFIXES)})"
 
@@ -68,6 +69,20 @@ class SplitReader(Reader):
 
 class LayoutError(ValueError):
     """Files that cannot be read as a split of classes. The message gives the reason and the remedy."""
+
+
+def name_classes(class_to_idx: Mapping[str, int]) -> dict[str, int]:
+    """Returns class name -> index with the names in NFC, in which those of macOS are equal to those of other systems.
+
+    Raises:
+        LayoutError: two names become one.
+    """
+    known: dict[str, str] = {}
+    for name in class_to_idx:
+        if (first := known.setdefault(to_nfc(name), name)) != name:
+            problem = f"the classes {first!a} and {name!a} are one name in two Unicode normalisations"
+            raise LayoutError(f"{problem}; rename or merge them")
+    return {to_nfc(name): index for name, index in class_to_idx.items()}
 
 
 class Samples(Sequence[tuple[str, int]]):
@@ -159,7 +174,7 @@ def classify(paths: Iterable[str]) -> Layout:
 
     def parts() -> Iterator[tuple[int, Iterable[str]]]:
         # Folders whose names are equal in timm's order are sorted as one, so that the order of whole paths holds.
-        for _, group in groupby(sort_naturally(f"{name}/" for name in folders), key=natural_key):
+        for _, group in groupby(sort_naturally(f"{name}/" for name in folders), key=_natural_key):
             names = [name.removesuffix("/") for name in group]
             images = sort_naturally(_split(chain.from_iterable(map(folders.pop, names))))
             for name, paths in groupby(images, key=_first_folder) if len(names) > 1 else [(names[0], images)]:
@@ -215,12 +230,21 @@ def _first_folder(path: str) -> str:
 
 
 def sort_naturally(names: Iterable[str]) -> list[str]:
-    """Sorts names in timm's order, numbers by value; names equal in it ("01" and "1", "A" and "a") sort as text."""
+    """Sorts names in timm's order, numbers by value; names equal in it ("01" and "1", "A" and "a") sort as text.
+
+    The order does not depend on the Unicode normalisation.
+    """
     names = sorted(names)
+    if not all(map(str.isascii, names)):
+        return sorted(sorted(names, key=to_nfc), key=_natural_key)
     numbers = _numbers(names)
     if numbers is None:
         return sorted(names, key=natural_key)
     return [names[index] for index in sorted(range(len(names)), key=numbers.__getitem__)]
+
+
+def _natural_key(name: str) -> list[int | str]:
+    return natural_key(to_nfc(name))
 
 
 def _numbers(names: Sequence[str]) -> list[int] | None:

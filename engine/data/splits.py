@@ -25,7 +25,7 @@ from engine.data.datasets import TORCH, HfdsReader, TorchReader
 from engine.data.folders import open_class_folders
 from engine.data.idx import ENDINGS, IdxReader
 from engine.data.images import BrokenImage, Levels, decode
-from engine.data.layout import LOOSE, LayoutError, SplitReader, describe_files, is_hidden, is_image
+from engine.data.layout import LOOSE, LayoutError, SplitReader, describe_files, is_hidden, is_image, name_classes
 from engine.data.mds import MdsReader, is_split
 from engine.data.store import is_url
 from engine.data.subset import SubsetReader, choose_classes, choose_images, hold_out
@@ -124,6 +124,7 @@ def open_split(data: Data, option: str, key: str | None = None) -> Images:
     open_reader, path = find_split(data, getattr(data, option), key)
     try:
         reader = open_reader(path)
+        reader.class_to_idx = name_classes(reader.class_to_idx)
     except (tarfile.TarError, OSError) as error:
         raise OptionError(key, f"{path!r} is not a readable {data.dataset} file ({error})") from error
     except LayoutError as error:

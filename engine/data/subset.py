@@ -12,7 +12,7 @@ from engine.config.schema import Data
 from engine.data.layout import SplitReader
 from engine.runtime.distributed import mix_seeds
 from engine.runtime.reading import open_regular
-from engine.runtime.text import one_line
+from engine.runtime.text import one_line, to_nfc
 
 LIMIT = 2**24
 """Largest size of a file of class names, bytes; the rest is not read."""
@@ -148,7 +148,7 @@ def read_names(path: str) -> dict[str, int]:
         raise OptionError("data.classes", f" = {path!r}: cannot be read: {error.strerror}; {ALL_CLASSES}") from None
     lines: dict[str, int] = {}
     for number, line in enumerate(text.splitlines(), 1):
-        if (name := line.strip()) and lines.setdefault(name, number) != number:
+        if (name := to_nfc(line.strip())) and lines.setdefault(name, number) != number:
             shown = one_line(name, 100)
             raise OptionError("data.classes", f" = {path!r}: line {number} names {shown!r} again; leave one out")
     if not lines:

@@ -36,8 +36,8 @@ def parsing(place: str | Path, remedy: str = "", refuse: Callable[[str], Excepti
     except Exception as error:
         if isinstance(refuse, type) and isinstance(error, refuse):
             raise
-        unread = isinstance(error, OSError) and error.strerror
-        problem = f"cannot be read: {error.strerror}" if unread else f"damaged ({describe_error(error)})"
+        unread = error.strerror if isinstance(error, OSError) else None
+        problem = f"cannot be read: {unread}" if unread else f"damaged ({describe_error(error)})"
         raise refuse(f"{place}: {problem}{'; ' * bool(remedy)}{remedy}") from error
 
 
