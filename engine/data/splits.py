@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 from PIL import Image
@@ -79,7 +79,7 @@ class Images(Dataset):
             return BrokenImage(f"{self.filename(index)}: {error}")
         return inputs, label if self.create_target is None else self.create_target(index)
 
-    def _read(self, index: int) -> tuple[Image.Image, int]:
+    def _read(self, index: int) -> tuple[Any, int]:
         """The decoded image and its class index.
 
         Raises:
@@ -88,9 +88,13 @@ class Images(Dataset):
         try:
             file, label = self.reader[index]
             with file:
-                return decode(file, self.mode, self.levels), int(label)
+                return self.parse(file), int(label)
         except (OSError, tarfile.TarError) as error:
             raise BrokenImage(str(error)) from error
+
+    def parse(self, file: BinaryIO) -> Any:
+        """Returns what `transform` takes of an open file: its decoded image."""
+        return decode(file, self.mode, self.levels)
 
 
 def open_images(run: Run, option: Literal["train_split", "val_split"], img_size: Size, as_bytes: bool) -> Images:
