@@ -18,6 +18,7 @@ from engine.data.splits import open_split
 from engine.objectives.distillation import Distill
 from engine.runtime.files import write_file
 from engine.runtime.processes import run_to_end
+from engine.runtime.reading import MAX_TEXT, parsing, read_bounded
 
 ABLATE = Path(__file__).parents[1] / "ablate.py"
 
@@ -79,9 +80,13 @@ def tune(
     print(f"fine-tuning: python {' '.join(command)}", flush=True)
     status = run_to_end([sys.executable, *command])
     table = directory / "table.json"
-    rows = json.loads(table.read_bytes())["rows"] if table.exists() else [{"runs": {}}] * len(starts)
-    return status, [_result(list(row["runs"].values())) for row in rows]
+    if not table.exists():
+        return status, [None] * len(starts)
+    with parsing(table, "delete it, and give the command again"):
+        return status, [
+            _result(list(row["runs"].values())) for row in json.loads(read_bounded(table, MAX_TEXT))["rows"]
+        ]
 
 
 def _result(runs: Sequence[Mapping[str, Any]]) -> Tuned | None:
-    return Tuned(runs[0]["top1"], runs[0]["elapsed_seconds"] / 60) if runs else None
+    return Tuned(float(runs[0]["top1"]), float(runs[0]["elapsed_seconds"]) / 60) if runs else None

@@ -28,8 +28,8 @@ from engine.data.layout import (
 )
 from engine.data.table import map_table, write_table
 from engine.runtime.errors import UserError
-from engine.runtime.reading import open_regular
-from engine.runtime.text import describe_error, one_line
+from engine.runtime.reading import open_regular, parsing
+from engine.runtime.text import one_line
 
 INDEX = ".folders.safetensors"
 """Ending of an index, after the name of the split; one of WebDataset shards may lie beside it."""
@@ -100,13 +100,11 @@ def _list(root: str) -> Layout:
 
 def _read_index(path: Path, root: str) -> Layout:
     samples, class_to_idx, _, notes = map_table(path)
-    try:
+    with parsing(path.name, "make it anew", LayoutError):
         times, ignored = json.loads(notes["folders"]), json.loads(notes["ignored"])
         changed = [folder for folder, time in times.items() if time != _changed_at(root, folder)]
         if not all(isinstance(name, str) for name in ignored):
             raise ValueError("files that have no names")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise LayoutError(f"{path.name} is damaged ({describe_error(error)}); make it anew") from error
     if notes.get("hidden") != "ignored":
         raise LayoutError(f"{path.name} is of an earlier version, which listed hidden files; make it anew")
     if changed:
@@ -119,7 +117,7 @@ def _changed_at(root: str, folder: str) -> int:
     """Time of the last change of a folder in `root`, nanoseconds; -1 if it is not there."""
     try:
         return os.stat(os.path.join(root, folder)).st_mtime_ns
-    except OSError:
+    except (OSError, ValueError):  # ValueError: a name that no file has
         return -1
 
 
@@ -129,7 +127,7 @@ def measure_files(paths: Iterable[str]) -> np.ndarray:
     def measure(path: str) -> int:
         try:
             return os.stat(path).st_size
-        except OSError:  # such as a link that leads nowhere: a broken image
+        except (OSError, ValueError):  # a link that leads nowhere, or a name that no file has: a broken image
             return -1
 
     return np.fromiter(map(measure, paths), np.int64)
@@ -158,7 +156,7 @@ def list_files(names: Iterable[str]) -> list[str]:
             else:
                 os.stat(name)
                 found = [name]
-        except (OSError, LayoutError) as error:
+        except (OSError, ValueError) as error:  # of a LayoutError, or a null character
             raise UserError(f"{one_line(name)}: {getattr(error, 'strerror', error)}") from None
         if not found:
             raise UserError(f"{one_line(name)}: {'no file is named on standard input' if name == '-' else NO_IMAGES}")

@@ -22,7 +22,6 @@ import argparse
 import io
 import shutil
 import sys
-import tarfile
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
@@ -39,7 +38,6 @@ from engine.config.schema import Data
 from engine.data import folders, webdataset
 from engine.data.cache import INDEX, CacheReader, encode, pixels_of, write_cache
 from engine.data.images import BrokenImage
-from engine.data.layout import LayoutError
 from engine.data.mds import MdsReader, write_mds
 from engine.data.splits import Images, describe_ignored, find_split
 from engine.data.subset import SubsetReader
@@ -47,6 +45,7 @@ from engine.data.verify import add_source, digest, list_copies, open_splits, rea
 from engine.runtime.arguments import ArgumentParser
 from engine.runtime.errors import UserError, refuse_bad_input
 from engine.runtime.signals import end_at_interrupt
+from engine.runtime.text import one_line
 
 
 @end_at_interrupt()
@@ -105,10 +104,10 @@ def index_splits(args: argparse.Namespace) -> None:
         index = (webdataset if args.dataset == "wds" else folders).index_of(path)
         try:
             layout = webdataset.write_index(path, args.workers) if args.dataset == "wds" else folders.write_index(path)
-        except (LayoutError, tarfile.TarError) as error:
-            raise OptionError("--splits", f"{path!r}: {error}") from error
         except OSError as error:
             raise UserError(f"{index}: {error.strerror or error}") from error
+        except Exception as error:  # of a damaged shard
+            raise OptionError("--splits", f"{path!r}: {one_line(str(error))}") from error
         print(f"{index}: {len(layout.samples):,} images of {len(layout.class_to_idx):,} classes")
 
 

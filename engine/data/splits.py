@@ -3,7 +3,8 @@
 import math
 import sys
 import tarfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,7 +33,8 @@ from engine.data.subset import SubsetReader, choose_classes, choose_images, hold
 from engine.data.tar import TarReader
 from engine.data.webdataset import WdsReader
 from engine.objectives import choose_objective
-from engine.runtime.text import one_line
+from engine.runtime.errors import UserError
+from engine.runtime.text import describe_error, one_line
 
 READERS: dict[str, tuple[Callable[[str], SplitReader], Sequence[str]]] = {
     "folder": (open_class_folders, ("",)),
@@ -126,13 +128,9 @@ def open_split(data: Data, option: str, key: str | None = None) -> Images:
     option = "train_split" if data.held_out_by else option
     key = key or f"data.{option}"
     open_reader, path = find_split(data, getattr(data, option), key)
-    try:
+    with refusing(key, path, data.dataset):
         reader = open_reader(path)
         reader.class_to_idx = name_classes(reader.class_to_idx)
-    except (tarfile.TarError, OSError) as error:
-        raise OptionError(key, f"{path!r} is not a readable {data.dataset} file ({error})") from error
-    except LayoutError as error:
-        raise OptionError(key, f"{path!r}: {error}") from error
     if data.classes is not None:
         reader = choose_classes(reader, data.classes)
     if data.subset is not None and option == "train_split":
@@ -140,6 +138,20 @@ def open_split(data: Data, option: str, key: str | None = None) -> Images:
     if data.held_out_by:
         reader = hold_out(reader, data)[is_validation]
     return Images(reader, levels=data.levels)
+
+
+@contextmanager
+def refusing(key: str, path: str, dataset: str) -> Iterator[None]:
+    """Context in which a split is read, whose failure of any kind becomes an OptionError: a parser raises many."""
+    try:
+        yield
+    except (UserError, OptionError):
+        raise
+    except LayoutError as error:
+        raise OptionError(key, f"{path!r}: {error}") from error
+    except Exception as error:
+        reason = error if isinstance(error, OSError | tarfile.TarError) else describe_error(error)
+        raise OptionError(key, f"{path!r} is not a readable {dataset} file ({one_line(str(reason))})") from error
 
 
 def find_split(data: Data, split: str, key: str) -> tuple[Callable[[str], SplitReader], str]:

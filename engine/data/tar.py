@@ -10,6 +10,7 @@ from typing import BinaryIO
 import numpy as np
 
 from engine.data.layout import LayoutError, LayoutReader, classify, is_hidden, is_image, suffix_of
+from engine.runtime.reading import open_regular
 
 
 class TarReader(LayoutReader):
@@ -23,7 +24,7 @@ class TarReader(LayoutReader):
     """
 
     def __init__(self, path: str):
-        with tarfile.open(path, "r:") as tar:
+        with open_regular(path) as file, tarfile.open(fileobj=file, mode="r:") as tar:
             places = {name: place for name, *place in find_members(tar)}
         folders = {posixpath.dirname(name) for name in places if is_image(name) and not is_hidden(name)}
         shared = posixpath.commonpath(folders) if folders else ""
@@ -43,7 +44,7 @@ class TarReader(LayoutReader):
 
 def read_member(path: str, begin: int, size: int) -> BinaryIO:
     """Reads `size` bytes of the file `path` from byte `begin` on, or fewer if the file ends before."""
-    with open(path, "rb", buffering=0) as file:  # not kept open: workers would share its position
+    with open_regular(path) as file:  # not kept open: workers would share its position
         return io.BytesIO(os.pread(file.fileno(), size, begin))
 
 

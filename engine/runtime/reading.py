@@ -52,15 +52,20 @@ def read_json(path: Path, limit: int = MAX_TEXT, remedy: str = "") -> Any:
     return parse_json(read_bounded(path, limit), path, remedy)
 
 
+def read_text(path: Path, limit: int = MAX_TEXT) -> str:
+    """Reads a text for people, of at most `limit` bytes; what is not UTF-8 is replaced. Errors: `read_bounded`."""
+    return read_bounded(path, limit).decode(errors="replace")
+
+
 def read_csv(path: Path, limit: int = MAX_TEXT, remedy: str = "") -> list[dict[str, str]]:
     """Reads the rows of a CSV file, column -> text; a cell that a short row lacks is "".
 
     Raises:
-        UserError: it cannot be parsed, or a row has more cells than the header. FileNotFoundError: there is none.
+        UserError: it is not there, cannot be parsed, or a row has more cells than the header.
     """
-    content = read_bounded(path, limit)
     with parsing(path, remedy):
-        rows = list(csv.DictReader(io.StringIO(content.decode(), newline=""), restval="", strict=True))
+        text = io.StringIO(read_bounded(path, limit).decode("utf-8-sig"), newline="")
+        rows = list(csv.DictReader(text, restval="", strict=True))
         if long := next((number for number, row in enumerate(rows, 2) if None in row), None):
             raise ValueError(f"row {long} has more cells than the header")
         return rows
@@ -79,7 +84,10 @@ def open_regular(path: str | Path, flags: int = 0, mode: str = "rb") -> Any:
 
 def open_descriptor(path: str | Path, flags: int = 0) -> int:
     """Returns a descriptor of a regular file; arguments and errors are those of `open_regular`."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | flags, 0o666)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | flags, 0o666)
+    except ValueError:  # a null character, or half of a pair of UTF-16
+        raise OSError(errno.EINVAL, "a name that no file has") from None
     kind = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(kind):
         os.close(descriptor)

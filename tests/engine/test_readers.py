@@ -226,7 +226,7 @@ def test_a_damaged_index_of_folders_is_refused(tmp_path, texts, problem):
     write_folder(tmp_path, FILES)
     write_index(tmp_path)
     rewrite(tmp_path, texts)
-    with pytest.raises(OptionError, match=rf"train.folders.safetensors is damaged \({problem}.*; make it anew"):
+    with pytest.raises(OptionError, match=rf"train.folders.safetensors: damaged \({problem}.*; make it anew"):
         split_of(tmp_path, "folder")
 
 
