@@ -79,14 +79,19 @@ def tune(
     command += ["--jobs", str(jobs)]
     print(f"fine-tuning: python {' '.join(command)}", flush=True)
     status = run_to_end([sys.executable, *command])
-    table = directory / "table.json"
+    return status, read_results(directory / "table.json", len(starts))
+
+
+def read_results(table: Path, number: int) -> list[Tuned | None]:
+    """Reads the result of each of so many runs from the table of their ablation; None: it is not finished.
+
+    Raises:
+        UserError: it is no such table.
+    """
     if not table.exists():
-        return status, [None] * len(starts)
+        return [None] * number
     with parsing(table, "delete it, and give the command again"):
-        return status, [
-            _result(list(row["runs"].values())) for row in json.loads(read_bounded(table, MAX_TEXT))["rows"]
-        ]
-
-
-def _result(runs: Sequence[Mapping[str, Any]]) -> Tuned | None:
-    return Tuned(float(runs[0]["top1"]), float(runs[0]["elapsed_seconds"]) / 60) if runs else None
+        runs = [[*row["runs"].values()] for row in json.loads(read_bounded(table, MAX_TEXT))["rows"]]
+        if len(runs) != number:
+            raise ValueError(f"{len(runs)} rows for {number} runs")
+        return [Tuned(float(run[0]["top1"]), float(run[0]["elapsed_seconds"]) / 60) if run else None for run in runs]

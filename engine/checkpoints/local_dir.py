@@ -62,7 +62,7 @@ def read_local_dir(found: Found) -> dict[str, Any]:
     """
     directory = found.path.parent
     path = directory / CONFIG
-    text = read_regular(path.resolve(), MAX_CONFIG)  # a link in the cache of the Hugging Face hub
+    text = read_regular(path, MAX_CONFIG, follow_links=True)  # a link in the cache of the Hugging Face hub
     try:
         there = json.loads(text)
         name, cfg, args = there["architecture"], there["pretrained_cfg"], dict(there.get("model_args", {}))

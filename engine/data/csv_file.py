@@ -9,6 +9,7 @@ import os
 import posixpath
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import partial
 from io import TextIOWrapper
 
 import numpy as np
@@ -19,6 +20,9 @@ from engine.runtime.reading import open_regular
 from engine.runtime.text import one_line
 
 COLUMNS = ("file", "label")
+
+MAX_LINE = 2**20
+"""Characters of a line that are read at a time; a field has fewer, by Python's limit."""
 
 
 def open_csv(path: str) -> FolderReader:
@@ -50,7 +54,7 @@ def open_csv(path: str) -> FolderReader:
 def _read_rows(path: str) -> Iterator[tuple[int, str, str]]:
     """Yields number of the line, file and label of every row."""
     with open_regular(path) as file, TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline="") as text:
-        rows = csv.reader(text, strict=True)
+        rows = csv.reader(iter(partial(text.readline, MAX_LINE), ""), strict=True)
         try:
             titles = [title.strip() for title in next(rows, [])]
             if sorted(titles) != sorted(COLUMNS):

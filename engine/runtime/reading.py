@@ -103,32 +103,33 @@ def read_bounded(path: Path, limit: int) -> bytes:
     """
     try:
         with open_regular(path) as file:
-            content = file.read(limit + 1)
+            size = os.fstat(file.fileno()).st_size
+            content = file.read(limit + 1) if size <= limit else b""
     except FileNotFoundError:
         raise
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-    if len(content) > limit:
+    if max(size, len(content)) > limit:
         raise UserError(f"{path}: larger than {limit:,} bytes")
     return content
 
 
-def read_regular(path: Path, limit: int = -1) -> bytes:
+def read_regular(path: Path, limit: int = -1, follow_links: bool = False) -> bytes:
     """Reads `path`, which must be a regular file: a link may lead anywhere, a pipe or device may never end.
 
     Args:
-        limit: bytes to read at most; -1: all.
+        limit: bytes to read at most; -1: all. follow_links: read the file that a link leads to.
 
     Raises:
         UserError: it is not a regular file, or cannot be read.
     """
     try:
-        with open_regular(path, os.O_NOFOLLOW) as file:
+        with open_regular(path, 0 if follow_links else os.O_NOFOLLOW) as file:
             return file.read(limit)
     except MemoryError:
         raise UserError(f"{path}: larger than memory") from None
     except OSError as error:
-        if error.errno == errno.ELOOP:
+        if error.errno == errno.ELOOP and not follow_links:
             raise UserError(f"{path}: a symbolic link; name the file itself") from None
         if error.errno == errno.ENOENT:
             raise UserError(f"{path}: no checkpoint there") from None
