@@ -68,11 +68,11 @@ def direct_calls(tree: ast.AST) -> tuple[set[str], set[str]]:
         if isinstance(node, ast.Call):
             name, texts = ast.unparse(node.func), [x.value for x in node.args if isinstance(x, ast.Constant)]
             mode = next((text for text in texts if isinstance(text, str)), "r")
-            is_method = "." in name and name != "os.open"
+            is_opener = name == "open" or ("." in name and name.rpartition(".")[2] in OPENERS and name != "os.open")
             if name in PARSERS:
                 parsed.update(() if is_guarded else [name])
-            elif name.rpartition(".")[2] in OPENERS and name != "os.open" and not {*mode} & {*"wax"}:
-                opened.update([name] if is_method or name == "open" else ())
+            elif is_opener and not {*mode} & {*"wax"}:
+                opened.add(name)
         for child in ast.iter_child_nodes(node):
             visit(child, is_guarded)
 

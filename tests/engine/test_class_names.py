@@ -10,7 +10,7 @@ from PIL import Image
 
 import train
 import validate
-from attention.options import OptionError
+from attention.options import OptionError, nearest
 from engine.checkpoints.files import find_checkpoint, load_checkpoint, save_checkpoint
 from engine.config.schema import Data
 from engine.data import prepare
@@ -112,6 +112,12 @@ def test_a_run_resumes_starts_another_teaches_and_is_validated_with_either(tmp_p
     other = [*command[:-1], str(tmp_path / "other"), f"data.root={roots[1]}", f"init.weights={path}"]
     train.main([*other, f"distill.teacher={path}", "distill.alpha=0.5"])
     assert "matched by name" not in capsys.readouterr().out
+
+
+def test_a_suggestion_that_looks_alike_says_what_was_given():
+    assert nearest("\u0435va", ["eva", "lara"]) == "; did you mean 'eva'? (got '\\u0435va')"
+    assert nearest("\xe9l\xe9phan", ["\xe9l\xe9phant"]) == "; did you mean '\xe9l\xe9phant'?"
+    assert nearest("evb", ["eva", "lara"]) == "; did you mean 'eva'?"
 
 
 @pytest.mark.parametrize(
