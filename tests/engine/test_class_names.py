@@ -114,6 +114,17 @@ def test_a_run_resumes_starts_another_teaches_and_is_validated_with_either(tmp_p
     assert "matched by name" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("on_disk", "listed"), [("NFC", "NFD"), ("NFD", "NFC")])
+def test_a_csv_file_may_name_files_in_either(on_disk, listed, tmp_path):
+    data = write_split(tmp_path, on_disk, "csv")
+    expected = open_split(data, "train_split")
+    path = tmp_path / "train.csv"
+    path.write_text(unicodedata.normalize(listed, path.read_text()))
+    images = open_split(data, "train_split")
+    assert identify_split("train", images) == identify_split("train", expected)
+    assert images[0][0].tobytes() == expected[0][0].tobytes()
+
+
 def test_a_suggestion_that_looks_alike_says_what_was_given():
     assert nearest("\u0435va", ["eva", "lara"]) == "; did you mean 'eva'? (got '\\u0435va')"
     assert nearest("\xe9l\xe9phan", ["\xe9l\xe9phant"]) == "; did you mean '\xe9l\xe9phant'?"
