@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from engine.checkpoints.format import Content, read_archive, read_safetensors
 from engine.runtime.errors import UserError
 from engine.runtime.files import read_digests
-from engine.runtime.reading import read_regular
+from engine.runtime.reading import parsing, read_regular
 from engine.runtime.text import describe_error
 from models.convert import is_released
 
@@ -93,7 +93,8 @@ def identify(name: str | Path, follow_links: bool = False) -> Found:
         return Found(Kind.HUB, Path(name))
     path = Path(name).expanduser() if isinstance(name, str) else name
     if follow_links:
-        path = Path(os.path.realpath(path))  # resolve() would raise an error for a link to itself
+        with parsing(repr(str(path))):
+            path = Path(os.path.realpath(path))  # resolve() would raise an error for a link to itself
     if not path.exists():
         raise UserError(f"{path}: no such run directory or checkpoint")
     if not path.is_dir():

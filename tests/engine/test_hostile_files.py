@@ -25,6 +25,7 @@ from engine.checkpoints.files import load_checkpoint
 from engine.checkpoints.weight_sources import read_weights
 from engine.config.load import load_run
 from engine.config.schema import Data
+from engine.data.folders import list_files, measure_files
 from engine.data.splits import Images, open_split
 from engine.data.subset import read_names
 from engine.evaluation.label_matching import read_real_labels
@@ -34,7 +35,7 @@ from engine.runtime.errors import UserError
 from engine.runtime.files import read_digests
 from engine.runtime.locks import is_locked, lock_holder
 from engine.runtime.ownership import MARKER, owned_files
-from engine.runtime.reading import parsing, read_text
+from engine.runtime.reading import open_regular, parsing, read_text
 from tests.engine.test_formats import sample, write_shard
 
 SECONDS = 20
@@ -265,3 +266,16 @@ def test_a_changed_value_ends_in_one_line(name: str, tmp_path: Path):
         number += 1
     assert not {content: fault for content, fault in faults.items() if fault}
     assert number > 30
+
+
+@pytest.mark.parametrize("name", ["a\0b", "\ud800"])
+def test_a_name_that_no_file_has_ends_in_one_line(name: str):
+    with pytest.raises(OSError, match="a name that no file has"):
+        open_regular(name)
+    for read in (load_run, read_names, list_files_of, load_checkpoint, read_epochs, read_weights):
+        assert not fault_of(read, Path(name))
+    assert measure_files([name]).tolist() == [-1]
+
+
+def list_files_of(path: Path) -> None:
+    list_files([str(path)])
