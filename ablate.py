@@ -39,6 +39,7 @@ from engine.config.load import find_config
 from engine.runtime.arguments import PROCESSES, ArgumentParser
 from engine.runtime.errors import ConfigError, refuse_bad_input
 from engine.runtime.files import check_directory, make_output
+from engine.runtime.reading import read_text
 from engine.runtime.signals import end_at_interrupt
 from engine.runtime.terminal import warn_once
 
@@ -192,7 +193,7 @@ def exit_unless_finished(settings: Sequence[Setting], failures: Mapping[Path, in
         print(f"{len(unfinished)} of {len(cases)} runs are running elsewhere: {list_directories(unfinished)}")
     if failed:
         if jobs > 1:  # their logs say it too
-            print(*(failure_mark(case).read_text() for case in failed), sep="\n", file=sys.stderr)
+            print(*(read_text(failure_mark(case)) for case in failed), sep="\n", file=sys.stderr)
         sys.exit(f"error: {len(failed)} of {len(cases)} runs failed: {list_directories(failed)}")
     if unfinished and not are_elsewhere:
         sys.exit(f"error: {len(unfinished)} of {len(cases)} runs are not finished: {list_directories(unfinished)}")

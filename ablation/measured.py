@@ -22,7 +22,7 @@ from engine.runtime.files import write_file
 from engine.runtime.locks import hold_lock
 from engine.runtime.memory import is_out_of_memory, limit_memory, peak_bytes
 from engine.runtime.provenance import device_name
-from engine.runtime.reading import read_bounded
+from engine.runtime.reading import parsing, read_bounded
 
 MATCH_FILE = "match.json"
 """File of an output directory with the measurements of `match`."""
@@ -83,15 +83,13 @@ class Measurements:
         return is_other
 
     def _read(self) -> dict[str, dict[str, Any]]:
-        try:
+        if not self.path.exists():
+            return {}
+        with parsing(self.path, "delete it to measure again", ConfigError):
             known = json.loads(read_bounded(self.path, 2**24))
             if not all(map(is_answer, known.values())):
-                raise ValueError("other values than measurements")
+                raise ValueError("no measurements of a sweep")
             return known
-        except FileNotFoundError:
-            return {}
-        except (AttributeError, KeyError, TypeError, ValueError):
-            raise ConfigError(f"{self.path}: holds no measurements of a sweep; delete it to measure again") from None
 
 
 def is_answer(answer: Mapping[str, Any]) -> bool:

@@ -11,6 +11,7 @@ from tqdm import tqdm
 from ablation.estimate import Estimate, duration
 from ablation.settings import Setting
 from engine.runtime.locks import is_locked
+from engine.runtime.reading import open_regular
 from engine.runtime.terminal import CONSOLE
 from engine.runtime.text import one_line
 
@@ -135,7 +136,7 @@ class Progress:
 def last_line(directory: Path) -> str:
     """Returns the last line of a run's console log, with single spaces; "starting" if there is none."""
     try:
-        with (directory / CONSOLE).open("rb") as file:
+        with open_regular(directory / CONSOLE) as file:
             file.seek(max(0, file.seek(0, 2) - TAIL))
             lines = file.read().decode(errors="replace").split("\n")
     except OSError:

@@ -1,6 +1,5 @@
 """Measurements of a trained model with other attention, in single draws: rows of a table, and lines of a CSV file."""
 
-import csv
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from analysis.laboratory import Stage
 from analysis.tune import Tuned
 from engine.reporting.tables import Spread, spread
 from engine.runtime.errors import UserError
+from engine.runtime.reading import read_csv
 
 
 class Draw(NamedTuple):
@@ -93,14 +93,11 @@ def read_rows(path: Path) -> list[Row]:
     """
     found: dict[tuple[str, str, str], list[tuple[int, Draw]]] = {}
     try:
-        with path.open(newline="") as file:
-            for line in csv.DictReader(file, restval=""):
-                key = line["attention"], line["options"], line["mode"]
-                found.setdefault(key, []).append((int(line["seed"]), _read_draw(line)))
+        for line in read_csv(path):
+            key = line["attention"], line["options"], line["mode"]
+            found.setdefault(key, []).append((int(line["seed"]), _read_draw(line)))
     except KeyError as error:
         raise UserError(f"{path}: no column {error}; expected those of replace_draws.csv") from None
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise UserError(f"{path}: {error}") from None
     rows = []

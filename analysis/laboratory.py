@@ -34,6 +34,7 @@ from engine.runtime.errors import UserError
 from engine.runtime.files import check_directory
 from engine.runtime.memory import peak_bytes
 from engine.runtime.provenance import digest_code, provenance
+from engine.runtime.reading import parsing
 from models.base import attention_layers
 
 NUM_COMPARED = 32
@@ -139,12 +140,9 @@ class Laboratory:
         if values is None or not (self.training is None or weights.exists()):
             values = self._measure(attention, layers, seed, weights)
             self.kept.add(key, values)
-        stages = {
-            mode: (Stage(*replaced), aligned and Stage(*aligned))
-            for mode, (replaced, aligned) in values["stages"].items()
-        }
         start = self.trained.path if self.training is None else weights
-        return Measured(stages, values["seconds"], values["untrained"], values["peak"], start.resolve())
+        with parsing(self.kept.path, f"delete the line of {key}, to measure again"):
+            return to_measured(values, self.modes, start.resolve())
 
     def _measure(self, attention: Any, layers: Sequence[int], seed: int, weights: Path) -> dict[str, Any]:
         trained = self.trained
@@ -194,6 +192,21 @@ class Laboratory:
         """Returns the aligned model of a measurement."""
         path, run = measured.weights, replace(self.trained.run, attention=attention)
         return build_model(run, load_checkpoint(path)["model"], str(path)).to(self.trained.device).eval()
+
+
+def to_measured(values: Any, modes: Sequence[str], weights: Path) -> Measured:
+    """Returns the values of a kept measurement, which may have been changed, as numbers.
+
+    Raises:
+        LookupError, TypeError, ValueError and others: they are no measurement in these `modes`.
+    """
+    stages = {
+        mode: (Stage(*map(float, replaced)), None if aligned is None else Stage(*map(float, aligned)))
+        for mode, (replaced, aligned) in ((mode, values["stages"][mode]) for mode in modes)
+    }
+    seconds = values["seconds"]
+    times = None if seconds is None else float(seconds)
+    return Measured(stages, times, int(values["untrained"]), int(values["peak"]), weights)
 
 
 def measure_own(trained: Trained, sample: Sample) -> Own:

@@ -3,11 +3,13 @@
 import hashlib
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from engine.runtime.errors import UserError
 from engine.runtime.files import append_whole, explain_unwritten
-from engine.runtime.reading import open_regular
+from engine.runtime.reading import MAX_TEXT, parse_json, read_bounded
 
 
 class Measurements:
@@ -28,20 +30,20 @@ class Measurements:
         text = json.dumps({**self.basis, **question}, sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
-    def find(self, key: str) -> dict[str, Any] | None:
-        """Returns the values of the measurement `key`; None if there is none."""
+    def find(self, key: str) -> Any:
+        """Returns the values of the measurement `key`, which may have been changed; None if there is none.
+
+        Raises:
+            UserError: the file cannot be read.
+        """
         if key in self.added:
             return self.added[key]
-        if not self.path.exists():
-            return None
-        with open_regular(self.path) as file:
-            for line in file:
-                try:
-                    entry = json.loads(line)
-                    if entry["key"] == key:
-                        return entry["values"]
-                except (ValueError, LookupError, TypeError):  # the part of a line that a killed process has written
-                    continue
+        lines = read_bounded(self.path, MAX_TEXT).splitlines() if self.path.exists() else []
+        for line in lines:
+            with suppress(UserError):  # the part of a line that a killed process has written
+                entry = parse_json(line, self.path)
+                if isinstance(entry, dict) and entry.get("key") == key:
+                    return entry.get("values")
         return None
 
     def add(self, key: str, values: Mapping[str, Any]) -> None:

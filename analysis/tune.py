@@ -18,6 +18,7 @@ from engine.data.splits import open_split
 from engine.objectives.distillation import Distill
 from engine.runtime.files import write_file
 from engine.runtime.processes import run_to_end
+from engine.runtime.reading import MAX_TEXT, parsing, read_bounded
 
 ABLATE = Path(__file__).parents[1] / "ablate.py"
 
@@ -78,10 +79,19 @@ def tune(
     command += ["--jobs", str(jobs)]
     print(f"fine-tuning: python {' '.join(command)}", flush=True)
     status = run_to_end([sys.executable, *command])
-    table = directory / "table.json"
-    rows = json.loads(table.read_bytes())["rows"] if table.exists() else [{"runs": {}}] * len(starts)
-    return status, [_result(list(row["runs"].values())) for row in rows]
+    return status, read_results(directory / "table.json", len(starts))
 
 
-def _result(runs: Sequence[Mapping[str, Any]]) -> Tuned | None:
-    return Tuned(runs[0]["top1"], runs[0]["elapsed_seconds"] / 60) if runs else None
+def read_results(table: Path, number: int) -> list[Tuned | None]:
+    """Reads the result of each of so many runs from the table of their ablation; None: it is not finished.
+
+    Raises:
+        UserError: it is no such table.
+    """
+    if not table.exists():
+        return [None] * number
+    with parsing(table, "delete it, and give the command again"):
+        runs = [[*row["runs"].values()] for row in json.loads(read_bounded(table, MAX_TEXT))["rows"]]
+        if len(runs) != number:
+            raise ValueError(f"{len(runs)} rows for {number} runs")
+        return [Tuned(float(run[0]["top1"]), float(run[0]["elapsed_seconds"]) / 60) if run else None for run in runs]

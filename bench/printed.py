@@ -5,11 +5,12 @@ printed too, from more digits than the GB have. Milliseconds of another machine 
 LARA appendix H.5 does not say whether a gradient was computed, nor the batch.
 """
 
-import csv
 import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from engine.runtime.reading import read_csv
 
 PRINTED = Path(__file__).with_name("printed.csv")
 
@@ -25,8 +26,7 @@ class Printed(NamedTuple):
 @functools.cache
 def read_printed() -> dict[tuple[str, str, str], Printed]:
     """Reads the file: name, baseline and size of a row of the benchmark -> figures."""
-    with PRINTED.open() as file:
-        rows = list(csv.DictReader(file))
+    rows = read_csv(PRINTED)
     by_name = {(row["name"], row["size"]): row for row in rows}
     found = {}
     for row in rows:

@@ -3,7 +3,6 @@
 The command writes bench/quality.csv, which is installed with the package. Every value is a loss: less is better.
 """
 
-import csv
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -17,6 +16,7 @@ from engine.config.yaml_files import parse_yaml
 from engine.reporting.tables import spread
 from engine.runtime.errors import UserError
 from engine.runtime.files import to_csv, write_file
+from engine.runtime.reading import read_csv
 
 STORED = Path(__file__).with_name("quality.csv")
 MEASURED = Path(__file__).parents[1] / "docs/data"
@@ -67,13 +67,8 @@ def read_quality(path: Path = STORED) -> list[Quality]:
     Raises:
         UserError: the file is missing, or a row is malformed.
     """
-    try:
-        with path.open(newline="") as file:
-            rows = list(csv.DictReader(file))
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}; python -m bench.quality writes it") from error
     found = []
-    for number, row in enumerate(rows, 2):
+    for number, row in enumerate(read_csv(path, remedy="python -m bench.quality writes it"), 2):
         try:
             std = float(row["std"]) if row["std"] else None
             numbers = int(row["tokens"]), row["measure"], float(row["value"]), std, int(row["n"])
@@ -90,9 +85,7 @@ def derive(directory: Path = MEASURED) -> list[Quality]:
     for name, (reader, command) in READERS.items():
         path = directory / name
         if path.exists():
-            with path.open(newline="") as file:
-                rows = list(csv.DictReader(file))
-            found += [Quality(*fields, f"docs/data/{name}: {command}") for fields in reader(rows)]
+            found += [Quality(*fields, f"docs/data/{name}: {command}") for fields in reader(read_csv(path))]
     return found
 
 

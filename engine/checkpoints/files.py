@@ -36,6 +36,7 @@ from engine.checkpoints.progress import Progress, check_progress
 from engine.checkpoints.released import Unsupported, from_released_file
 from engine.runtime.errors import UserError
 from engine.runtime.files import read_digests, write_verified
+from engine.runtime.text import names_to_nfc
 
 METADATA = ("config", "processes", "images", "progress")
 """Metadata of every checkpoint."""
@@ -183,6 +184,8 @@ def read_checkpoint(found: Found) -> dict[str, Any]:
     try:
         checkpoint = READERS[found.kind](found)
         _check_values(checkpoint)
+        if checkpoint.get("classes"):
+            checkpoint["classes"] = names_to_nfc(checkpoint["classes"])  # as those of data
     except UserError:
         raise
     except Exception as error:  # a hostile file may fail in any way, and is refused in every case

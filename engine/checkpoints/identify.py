@@ -4,6 +4,7 @@
 """
 
 import hashlib
+import os
 import re
 from collections.abc import Mapping
 from enum import Enum
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 from engine.checkpoints.format import Content, read_archive, read_safetensors
 from engine.runtime.errors import UserError
 from engine.runtime.files import read_digests
-from engine.runtime.reading import read_regular
+from engine.runtime.reading import parsing, read_regular
 from engine.runtime.text import describe_error
 from models.convert import is_released
 
@@ -92,7 +93,8 @@ def identify(name: str | Path, follow_links: bool = False) -> Found:
         return Found(Kind.HUB, Path(name))
     path = Path(name).expanduser() if isinstance(name, str) else name
     if follow_links:
-        path = path.resolve()
+        with parsing(repr(str(path))):
+            path = Path(os.path.realpath(path))  # resolve() would raise an error for a link to itself
     if not path.exists():
         raise UserError(f"{path}: no such run directory or checkpoint")
     if not path.is_dir():
@@ -117,7 +119,7 @@ def identify_file(path: Path, need_digest: bool = False, follow_links: bool = Fa
     if path.suffix in GRAPHS:
         return Found(Kind.GRAPH, path)
     digests = read_digests(path)  # a running training removes the file before its digest,
-    content = read_regular(path.resolve() if follow_links else path)
+    content = read_regular(path, follow_links=follow_links)
     digests += read_digests(path)  # and replaces both
     if not digests and need_digest:
         remedy = f"`sha256sum {path.name} > {path.name}.sha256`, there, writes it"

@@ -17,7 +17,7 @@ from engine.checkpoints.progress import Progress
 from engine.config.schema import Run, num_channels, per_channel
 from engine.runtime.errors import UserError
 from engine.runtime.reading import parse_json, parsing, read_bounded
-from engine.runtime.text import one_line
+from engine.runtime.text import names_to_nfc, one_line
 from models import MODELS
 
 MAX_CONFIG = 2**22
@@ -120,4 +120,4 @@ def read_label_names(config: Mapping[str, Any], place: str) -> list[str] | None:
             remedy = f"number the classes from 0 to {len(names) - 1}, or list their names in the classifier's order"
             raise UserError(f"{place}: label_names has the keys {keys}; {remedy}")
         names = [named[number] for number in numbers]
-    return [*map(str, names)] if names and isinstance(names, list | tuple) else None
+    return names_to_nfc([*map(str, names)]) if names and isinstance(names, list | tuple) else None

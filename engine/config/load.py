@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from attention import ATTENTION
 from attention.options import OptionError, UnknownOptionError, parse_options, to_yaml
@@ -28,7 +27,7 @@ from attention.plugins import FLAG, load_plugin, plugin_of
 from attention.registry import UnknownMechanism
 from engine.config.checks import check_run
 from engine.config.schema import Run
-from engine.config.yaml_files import Keys, Tree, override, read_config
+from engine.config.yaml_files import Keys, Tree, override, parse_yaml, read_config
 from engine.runtime.errors import ConfigError
 from models import MODELS, create_model, parse_model, resolve_attention, split_name
 from models.assignment import Place, assign, split_place
@@ -117,7 +116,7 @@ def flatten(options: Any, path: str = "") -> dict[str, Any]:
 def is_overridden(option: str, overrides: Sequence[str]) -> bool:
     """Returns whether one of the valid `overrides` sets `option`."""
     keys_and_values = (override.partition("=")[::2] for override in overrides)
-    return any(option in flatten({key: yaml.safe_load(text)}) for key, text in keys_and_values)
+    return any(option in flatten({key: parse_yaml(text, str).values}) for key, text in keys_and_values)
 
 
 def _read(path: str | Path, overrides: Sequence[str]) -> tuple[Tree, Run]:

@@ -13,6 +13,7 @@ import yaml
 from attention.options import OptionError
 from engine.runtime.errors import ConfigError
 from engine.runtime.reading import open_regular
+from engine.runtime.text import one_line
 
 _MAX_BYTES, _MAX_DEPTH, _MAX_NODES = 2**15, 50, 2_000
 """Limits of a file: size in bytes, depth of nesting, and number of values with aliases written out. Files are not
@@ -111,9 +112,7 @@ def read_yaml(path: str | Path) -> Tree:
         with open_regular(path) as file:
             content = file.read(_MAX_BYTES + 1)
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from None
-    except ValueError:
-        raise ConfigError(f"{str(path)!r}: holds a null character, which no path can") from None
+        raise ConfigError(f"{one_line(str(path))}: {error.strerror}") from None
     if content.startswith(codecs.BOM_UTF8):
         raise ConfigError(f"{path}:1: begins with a byte order mark; save it as UTF-8 without one")
     try:

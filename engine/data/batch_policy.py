@@ -181,7 +181,9 @@ def _refuse(name: str) -> None:
 def crop(image: Image.Image, how: RandomResizedCropAndInterpolation) -> Tensor:
     """Draws a crop of `image` as timm does, and resizes it in uint8, (C, H, W), which is faster than Pillow.
 
-    Levels differ from those of Pillow by at most 3, and by less than 0.1 on average.
+    Levels differ by at most 2 from those of Pillow where it resizes the width first, as this does. Pillow 13 resizes
+    the height first for some tall crops. Levels that overshoot are clipped in between, so that these differ more: by at
+    most 3 in photographs, and by up to 31 in noise.
     """
     top, left, height, width = how.get_params(image, how.scale, how.ratio)
     modes = how.interpolation

@@ -1,21 +1,19 @@
-"""Reads every image of a run once, before it is trained, and says whether broken ones would stop it."""
+"""Reads every image of a run once, before it is trained: whether broken ones would stop it, and copies of images."""
 
-from dataclasses import replace
 from typing import cast
 
 import torch
 
 from engine.config.schema import Run
-from engine.data.images import BrokenImage
 from engine.data.loaders import create_loaders, images_of
 from engine.data.sampler import EpochSampler
 from engine.data.splits import classes_of
-from engine.data.verify import discard, read_all
+from engine.data.verify import list_copies, read_checked
 from engine.runtime.distributed import World
 
 
 def check_images(run: Run) -> bool:
-    """Reads both splits of `run`, prints the broken images, and returns whether the run could read what it needs.
+    """Reads both splits of `run`, prints broken images and copies; returns whether the run could read what it needs.
 
     The order of every epoch is known, and so is the number of broken images that it would leave out.
 
@@ -24,14 +22,14 @@ def check_images(run: Run) -> bool:
     """
     world, model = World(torch.device("cpu")), run.model
     train, val, _ = create_loaders(run, world, img_size=model["img_size"], num_classes=model["num_classes"])
-    broken = {}
+    broken, digests = {}, {}
     for name, loader in {"train": train, "val": val}.items():
-        images = replace(images_of(loader), transform=discard, create_target=None)
-        samples = enumerate(read_all(images, run.data.workers, name))
-        broken[name] = {index: sample for index, sample in samples if isinstance(sample, BrokenImage)}
+        images = images_of(loader)
+        broken[name], digests[name] = read_checked(images, run.data.workers, name)
         number = f"{len(broken[name]):,} broken"
         print(f"{name}: {len(images):,} images of {len(classes_of(images)):,} classes, {number}")
         print("".join(f"  {sample}\n" for sample in broken[name].values()), end="")
+    print("".join(f"{line}\n" for line in list_copies(digests)), end="")
     problems = []
     counts = count_skipped(cast(EpochSampler, train.sampler), [*broken["train"]], run.schedule.epochs)
     if stops := [epoch for epoch, count in enumerate(counts, start=1) if count > run.data.max_broken]:

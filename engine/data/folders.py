@@ -21,13 +21,15 @@ from engine.data.layout import (
     LayoutReader,
     SplitReader,
     classify,
+    describe_files,
+    is_hidden,
     is_image,
     sort_naturally,
 )
 from engine.data.table import map_table, write_table
 from engine.runtime.errors import UserError
-from engine.runtime.reading import open_regular
-from engine.runtime.text import describe_error, one_line
+from engine.runtime.reading import open_regular, parsing
+from engine.runtime.text import one_line
 
 INDEX = ".folders.safetensors"
 """Ending of an index, after the name of the split; one of WebDataset shards may lie beside it."""
@@ -87,7 +89,7 @@ def write_index(root: str) -> Layout:
     times = {folder: _changed_at(root, folder) for folder, _, _ in _walk(root)}
     if layout.samples.text != _list(root).samples.text:
         raise LayoutError("files are added or removed; make the index when that has ended")
-    notes = {"folders": json.dumps(times), "ignored": json.dumps(layout.ignored)}
+    notes = {"folders": json.dumps(times), "ignored": json.dumps(layout.ignored), "hidden": "ignored"}
     write_table(index_of(root), layout.samples, layout.class_to_idx, notes)
     return layout
 
@@ -98,13 +100,13 @@ def _list(root: str) -> Layout:
 
 def _read_index(path: Path, root: str) -> Layout:
     samples, class_to_idx, _, notes = map_table(path)
-    try:
+    with parsing(path.name, "make it anew", LayoutError):
         times, ignored = json.loads(notes["folders"]), json.loads(notes["ignored"])
         changed = [folder for folder, time in times.items() if time != _changed_at(root, folder)]
         if not all(isinstance(name, str) for name in ignored):
             raise ValueError("files that have no names")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise LayoutError(f"{path.name} is damaged ({describe_error(error)}); make it anew") from error
+    if notes.get("hidden") != "ignored":
+        raise LayoutError(f"{path.name} is of an earlier version, which listed hidden files; make it anew")
     if changed:
         problem = f"{path.name} is older than the folder {one_line(changed[0], 100)!r}, or of other folders"
         raise LayoutError(f"{problem}; make it anew (python -m engine.data.prepare ROOT --index), or remove it")
@@ -115,7 +117,7 @@ def _changed_at(root: str, folder: str) -> int:
     """Time of the last change of a folder in `root`, nanoseconds; -1 if it is not there."""
     try:
         return os.stat(os.path.join(root, folder)).st_mtime_ns
-    except OSError:
+    except (OSError, ValueError):  # ValueError: a name that no file has
         return -1
 
 
@@ -125,7 +127,7 @@ def measure_files(paths: Iterable[str]) -> np.ndarray:
     def measure(path: str) -> int:
         try:
             return os.stat(path).st_size
-        except OSError:  # such as a link that leads nowhere: a broken image
+        except (OSError, ValueError):  # a link that leads nowhere, or a name that no file has: a broken image
             return -1
 
     return np.fromiter(map(measure, paths), np.int64)
@@ -134,8 +136,8 @@ def measure_files(paths: Iterable[str]) -> np.ndarray:
 def list_files(names: Iterable[str]) -> list[str]:
     """Lists the files that `names` stand for, in order.
 
-    A file stands for itself, a folder for all images below it, and "-" for the files and folders that standard input
-    names, one per line.
+    A file stands for itself, a folder for all images below it, without hidden ones, which are named on stderr, and "-"
+    for the files and folders that standard input names, one per line.
 
     Raises:
         UserError: a file or folder does not exist, a folder holds no images, or standard input is empty.
@@ -146,11 +148,15 @@ def list_files(names: Iterable[str]) -> list[str]:
             if name == "-":
                 found = list_files(os.fsdecode(line) for line in sys.stdin.buffer.read().splitlines() if line)
             elif os.path.isdir(name):
-                found = [os.path.join(name, path) for path in sort_naturally(filter(is_image, find_files(name)))]
+                inside = [*find_files(name)]
+                if hidden := [*filter(is_hidden, inside)]:
+                    print(f"{one_line(name)}: {describe_files(hidden)}", file=sys.stderr)
+                    inside = [path for path in inside if not is_hidden(path)]
+                found = [os.path.join(name, path) for path in sort_naturally(filter(is_image, inside))]
             else:
                 os.stat(name)
                 found = [name]
-        except (OSError, LayoutError) as error:
+        except (OSError, ValueError) as error:  # of a LayoutError, or a null character
             raise UserError(f"{one_line(name)}: {getattr(error, 'strerror', error)}") from None
         if not found:
             raise UserError(f"{one_line(name)}: {'no file is named on standard input' if name == '-' else NO_IMAGES}")
@@ -159,9 +165,9 @@ def list_files(names: Iterable[str]) -> list[str]:
 
 
 def find_files(root: str) -> Iterator[str]:
-    """Yields the paths of the files below `root`, relative to it, and those of empty folders with a "/" at the end.
+    """Yields the paths of the files below `root`, relative to it; empty or hidden folders have a "/" at the end.
 
-    Links to folders are followed.
+    Links to folders are followed. Hidden folders are not entered.
 
     Raises:
         LayoutError: two paths lead to one folder. OSError: a folder cannot be read.
@@ -175,6 +181,8 @@ def find_files(root: str) -> Iterator[str]:
 
 def _walk(root: str) -> Iterator[tuple[str, list[str], list[str]]]:
     """Yields the folders below `root`, relative to it, "." first, with the names of their folders and files.
+
+    Hidden folders stand among the files, with a "/" at the end.
 
     Raises:
         LayoutError, OSError: as in `find_files`.
@@ -190,6 +198,8 @@ def _walk(root: str) -> Iterator[tuple[str, list[str], list[str]]]:
         first = known.setdefault((status.st_dev, status.st_ino), path)
         if first != path:
             raise LayoutError(f"{path!r} and {first!r} are one folder; remove the link")
+        files += [f"{name}/" for name in subfolders if is_hidden(name)]
+        subfolders[:] = [name for name in subfolders if not is_hidden(name)]
         yield path, subfolders, files
 
 

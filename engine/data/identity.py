@@ -11,6 +11,7 @@ from engine.config.schema import Data
 from engine.data.splits import Images, classes_of
 from engine.data.subset import SubsetReader
 from engine.runtime.errors import UserError
+from engine.runtime.text import to_nfc
 
 
 def identify_data(train: Images, val: Images) -> dict[str, Any]:
@@ -64,11 +65,11 @@ def check_held_out(data: Data, checkpoint: Mapping[str, Any], identity: Mapping[
 
 
 def digest_files(images: Images) -> str:
-    """SHA-256 of the class index and the name, relative to the split, of every image in order."""
+    """SHA-256 of the class index and the name (relative to the split, in NFC) of every image in order."""
     digest, names, labels = hashlib.sha256(), iter(images.reader.filenames()), images.reader.labels
     changes = [0, *(np.flatnonzero(np.diff(labels)) + 1).tolist(), len(labels)]
     for begin, end in pairwise(changes):  # classes rather than images, of which there may be a million
         label = f"{labels[begin]} "
         text = label + f"\0{label}".join(islice(names, end - begin)) + "\0"
-        digest.update(text.encode(errors="surrogateescape"))
+        digest.update(to_nfc(text).encode(errors="surrogateescape"))
     return digest.hexdigest()

@@ -8,7 +8,6 @@ import gzip
 import itertools
 import math
 import struct
-import zlib
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from engine.data.arrays import ArrayReader
 from engine.data.layout import LayoutError
 from engine.runtime.errors import UserError
 from engine.runtime.files import make_output, write_file
-from engine.runtime.reading import open_regular
+from engine.runtime.reading import open_regular, parsing
 
 IMAGES, LABELS = "-images-idx3-ubyte", "-labels-idx1-ubyte"
 """Endings of the two files of a split, after its name."""
@@ -37,8 +36,7 @@ class IdxReader(ArrayReader):
     """Reads the images in the file `path`, and their labels from the file beside it.
 
     Raises:
-        LayoutError: the files are damaged, cut off or larger than `LIMIT`, or do not belong together.
-        OSError: one of them cannot be read.
+        LayoutError: the files are damaged, cut off or larger than `LIMIT`, do not belong together or cannot be read.
     """
 
     def __init__(self, path: str):
@@ -59,22 +57,23 @@ def read_idx(path: Path, num_dims: int) -> np.ndarray:
 
     Raises:
         LayoutError: the file is damaged, cut off, empty or larger than `LIMIT`, or has another type or number of
-            dimensions.
-        OSError: the file cannot be read.
+            dimensions, or cannot be read.
     """
     header = struct.Struct(f">{1 + num_dims}I")
-    try:
-        with open_regular(path) as packed, gzip.open(packed) if path.suffix == ".gz" else packed as file:
-            begin = file.read(header.size)
-            magic, *shape = header.unpack(begin.ljust(header.size, b"\0"))
-            size = math.prod(shape)
-            if magic != UBYTE + num_dims:
-                raise LayoutError(f"{path.name!r} begins with {begin[:4].hex()}, not with {UBYTE + num_dims:08x}")
-            if not 0 < size <= LIMIT:
-                raise LayoutError(f"{path.name!r}: {size:,} bytes by its header; 1 to {LIMIT:,} can be read")
-            content = file.read(size + 1)
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise LayoutError(f"{path.name!r} is damaged or cut off: {error}") from None
+    packed = path.suffix == ".gz"
+    with (
+        parsing(path.name, refuse=LayoutError),
+        open_regular(path) as stored,
+        gzip.open(stored) if packed else stored as file,
+    ):
+        begin = file.read(header.size)
+        magic, *shape = header.unpack(begin.ljust(header.size, b"\0"))
+        size = math.prod(shape)
+        if magic != UBYTE + num_dims:
+            raise LayoutError(f"{path.name!r} begins with {begin[:4].hex()}, not with {UBYTE + num_dims:08x}")
+        if not 0 < size <= LIMIT:
+            raise LayoutError(f"{path.name!r}: {size:,} bytes by its header; 1 to {LIMIT:,} can be read")
+        content = file.read(size + 1)
     if len(content) != size:
         problem = "goes on after" if len(content) > size else f"ends after {len(content):,} of"
         raise LayoutError(f"{path.name!r} {problem} the {size:,} bytes of its header")

@@ -1,7 +1,8 @@
 """Derives the images, classes and order of a split from the paths of its files, for class folders and tar files alike.
 
 The classes are the folders of the first level, as in torchvision's `ImageFolder`: an image at any depth belongs to the
-first folder of its path. A file is an image if it has the suffix of one; other files are ignored, and listed.
+first folder of its path. A file is an image if it has the suffix of one and is not hidden; other files are ignored, and
+listed.
 """
 
 import posixpath
@@ -18,9 +19,13 @@ from timm.data.readers.reader import Reader
 from timm.utils.misc import natural_key
 
 from engine.data.images import SUFFIXES
+from engine.runtime.text import to_nfc
 
 NO_IMAGES = f"no images (files named {', '.join(f'*{suffix}' for suffix in SUFFIXES)})"
 
+
+HIDDEN = ("/.", *(f"/{name}/" for name in ("@eaDir", "__MACOSX", "#recycle", "$RECYCLE.BIN", "lost+found")))
+"""Beginning of a hidden name in a path between slashes, and folders of operating systems, which hold copies."""
 
 LOOSE = (
     "move each image into a folder that is named for its class, or list them in a CSV file with the columns file and"
@@ -65,6 +70,20 @@ class SplitReader(Reader):
 
 class LayoutError(ValueError):
     """Files that cannot be read as a split of classes. The message gives the reason and the remedy."""
+
+
+def name_classes(class_to_idx: Mapping[str, int]) -> dict[str, int]:
+    """Returns class name -> index with the names in NFC, in which those of macOS are equal to those of other systems.
+
+    Raises:
+        LayoutError: two names become one.
+    """
+    known: dict[str, str] = {}
+    for name in class_to_idx:
+        if (first := known.setdefault(to_nfc(name), name)) != name:
+            problem = f"the classes {first!a} and {name!a} are one name in two Unicode normalisations"
+            raise LayoutError(f"{problem}; rename or merge them")
+    return {to_nfc(name): index for name, index in class_to_idx.items()}
 
 
 class Samples(Sequence[tuple[str, int]]):
@@ -116,7 +135,7 @@ class Layout(NamedTuple):
 
     Attributes:
         samples: path and class index of every image. class_to_idx: class name -> index.
-        ignored: paths of other files.
+        ignored: paths of other files, and of hidden files and folders.
     """
 
     samples: Samples
@@ -127,6 +146,8 @@ class Layout(NamedTuple):
 def classify(paths: Iterable[str]) -> Layout:
     """Returns the layout of a split from the relative `paths` of its files; one that ends in "/" is an empty folder.
 
+    Hidden files are ignored, see `is_hidden`.
+
     Raises:
         LayoutError: there is no image, an image lies outside of all class folders, or a class folder holds no image.
     """
@@ -134,6 +155,9 @@ def classify(paths: Iterable[str]) -> Layout:
     others: list[str] = []
     for folder, group in groupby(paths, key=_first_folder):
         files = list(group)
+        if is_hidden("//".join(files)):
+            others += filter(is_hidden, files)
+            files = [path for path in files if not is_hidden(path)]
         if images := [path for path in files if is_image(path)]:
             folders[folder].append("//".join([*images, ""]))  # a million strings would take three times as much
         if len(images) < len(files):
@@ -146,23 +170,34 @@ def classify(paths: Iterable[str]) -> Layout:
     class_to_idx = {name: index for index, name in enumerate(sort_naturally(folders))}
     others = sort_naturally(others)
     for path in others:
-        if (folder := _first_folder(path)) and folder not in class_to_idx:
+        if (folder := _first_folder(path)) and folder not in class_to_idx and not is_hidden(folder):
             raise LayoutError(f"the class folder {folder!r} holds no image; remove it")
 
     def parts() -> Iterator[tuple[int, Iterable[str]]]:
         # Folders whose names are equal in timm's order are sorted as one, so that the order of whole paths holds.
-        for _, group in groupby(sort_naturally(f"{name}/" for name in folders), key=natural_key):
+        for _, group in groupby(sort_naturally(f"{name}/" for name in folders), key=_natural_key):
             names = [name.removesuffix("/") for name in group]
             images = sort_naturally(_split(chain.from_iterable(map(folders.pop, names))))
             for name, paths in groupby(images, key=_first_folder) if len(names) > 1 else [(names[0], images)]:
                 yield class_to_idx[name], paths
 
-    return Layout(Samples(parts()), class_to_idx, [path for path in others if not path.endswith("/")])
+    ignored = [path for path in others if not path.endswith("/") or is_hidden(path)]
+    return Layout(Samples(parts()), class_to_idx, ignored)
 
 
 def _split(texts: Iterable[str]) -> list[str]:
     """Splits `texts` into paths. Each path is followed by two slashes, which no path contains."""
     return "".join(texts).split("//")[:-1]
+
+
+def is_hidden(path: str) -> bool:
+    """Returns whether a name in a relative path is hidden (".name"), or that of a folder of an operating system.
+
+    Such files are no data of the user: thumbnails, checkpoints of notebooks, metadata beside the files of macOS. Of
+    paths that are joined by "//", it returns whether one is hidden.
+    """
+    path = f"/{path}/"
+    return any(mark in path for mark in HIDDEN)
 
 
 def is_image(path: str) -> bool:
@@ -178,18 +213,39 @@ def suffix_of(path: str) -> str:
     return name[name.rfind(".") :].lower() if "." in name else ""
 
 
+def describe_files(ignored: Iterable[str]) -> str:
+    """Returns the number of ignored files, and one of them, for the ten commonest suffixes; "" if there are none."""
+    named: dict[str, list[str]] = {}
+    for path in ignored:
+        suffix = suffix_of(path)
+        kind = "hidden or of the system" if is_hidden(path) else f"*{suffix}" if suffix else "without suffix"
+        named.setdefault(kind, []).append(path)
+    kinds = sorted(named.items(), key=lambda item: -len(item[1]))
+    texts = [f"{len(paths):,} {kind} ({paths[0]!r})" for kind, paths in kinds]
+    return f"ignored files: {', '.join([*texts[:10], *(['...'] if texts[10:] else [])])}" if texts else ""
+
+
 def _first_folder(path: str) -> str:
     """Returns the first folder of a path; "" if there is none."""
     return path.partition("/")[0] if "/" in path else ""
 
 
 def sort_naturally(names: Iterable[str]) -> list[str]:
-    """Sorts names in timm's order, numbers by value; names equal in it ("01" and "1", "A" and "a") sort as text."""
+    """Sorts names in timm's order, numbers by value; names equal in it ("01" and "1", "A" and "a") sort as text.
+
+    The order does not depend on the Unicode normalisation.
+    """
     names = sorted(names)
+    if not all(map(str.isascii, names)):
+        return sorted(sorted(names, key=to_nfc), key=_natural_key)
     numbers = _numbers(names)
     if numbers is None:
         return sorted(names, key=natural_key)
     return [names[index] for index in sorted(range(len(names)), key=numbers.__getitem__)]
+
+
+def _natural_key(name: str) -> list[int | str]:
+    return natural_key(to_nfc(name))
 
 
 def _numbers(names: Sequence[str]) -> list[int] | None:

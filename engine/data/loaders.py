@@ -201,6 +201,7 @@ def create_loaders(run: Run, world: World, *, img_size: Size, num_classes: int) 
         _check_num_classes(train, num_classes)
     if world.is_primary:
         report_split(run.data, "train_split", train, img_size)
+        val.reader.ignored = () if run.data.held_out_by else val.reader.ignored  # named once, with the training split
         report_split(run.data, "val_split", val, img_size)
     if len(train) < run.train.total_batch_size:
         problem = f" = {run.train.total_batch_size} exceeds the {len(train)} training images; lower it"

@@ -19,15 +19,16 @@ are, and may be put into a store.
 """
 
 import argparse
+import io
 import shutil
 import sys
-import tarfile
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from tqdm import tqdm
@@ -36,15 +37,15 @@ from attention.options import OptionError
 from engine.config.schema import Data
 from engine.data import folders, webdataset
 from engine.data.cache import INDEX, CacheReader, encode, pixels_of, write_cache
-from engine.data.images import BrokenImage, pass_on
-from engine.data.layout import LayoutError
+from engine.data.images import BrokenImage, DataError
 from engine.data.mds import MdsReader, write_mds
 from engine.data.splits import Images, describe_ignored, find_split
 from engine.data.subset import SubsetReader
-from engine.data.verify import add_source, discard, open_splits, read_all
+from engine.data.verify import add_source, digest, list_copies, open_splits, read_all, read_checked
 from engine.runtime.arguments import ArgumentParser, Count
 from engine.runtime.errors import UserError, refuse_bad_input
 from engine.runtime.signals import end_at_interrupt
+from engine.runtime.text import one_line
 
 
 @end_at_interrupt()
@@ -72,19 +73,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with refuse_bad_input():
         if args.index:
             return index_splits(args)
+        digests = {}
         for name, images in open_splits(args).items():
             asked = 0 if args.original else args.short_side
             short_side = min((side for side in (asked, images.reader.short_side) if side), default=None)
             try:
                 if args.format == "mds":
                     encoded = Originals(images.reader) if args.original else _encoded(images, short_side)
-                    prepare_shards(name, encoded, args.output, int(args.shard_mb * 1e6), args.workers, short_side)
+                    size = int(args.shard_mb * 1e6)
+                    digests[name] = prepare_shards(name, encoded, args.output, size, args.workers, short_side)
                 else:
-                    prepare(name, images, args.output, short_side, args.workers)
+                    digests[name] = prepare(name, images, args.output, short_side, args.workers)
             except OSError as error:
                 raise UserError(f"{args.output}: {error.strerror or error}") from error
             if text := describe_ignored(images):
                 print(f"{name}: {text}", file=sys.stderr, flush=True)
+        print("".join(f"{line}\n" for line in list_copies(digests)), end="", file=sys.stderr)
 
 
 def index_splits(args: argparse.Namespace) -> None:
@@ -98,16 +102,20 @@ def index_splits(args: argparse.Namespace) -> None:
         index = (webdataset if args.dataset == "wds" else folders).index_of(path)
         try:
             layout = webdataset.write_index(path, args.workers) if args.dataset == "wds" else folders.write_index(path)
-        except (LayoutError, tarfile.TarError) as error:
-            raise OptionError("--splits", f"{path!r}: {error}") from error
         except OSError as error:
             raise UserError(f"{index}: {error.strerror or error}") from error
+        except DataError:
+            raise
+        except Exception as error:  # of a damaged shard
+            raise OptionError("--splits", f"{path!r}: {one_line(str(error))}") from error
         print(f"{index}: {len(layout.samples):,} images of {len(layout.class_to_idx):,} classes")
 
 
-def prepare(name: str, images: Images, output: Path, short_side: int | None, workers: int) -> None:
+def prepare(name: str, images: Images, output: Path, short_side: int | None, workers: int) -> array:
     """Writes the split `name` of a prepared data set, reads it back and checks it.
 
+    Returns:
+        The `digest` of every image as it was written.
     Raises:
         UserError: the split exists already. OSError: no space, or no permission.
         BrokenImage: images that were read back differ from those written.
@@ -121,13 +129,14 @@ def prepare(name: str, images: Images, output: Path, short_side: int | None, wor
     try:
         with closing(read_all(encoded, workers, f"{name}: decoding")) as samples:
             write_cache(unchecked, _report_broken(samples), images.reader, short_side)
-        num_empty, num_bytes = check(unchecked, workers, f"{name}: checking")
+        num_empty, num_bytes, digests = check(unchecked, workers, f"{name}: checking")
         for file in (pixels_of(path), path):
             unchecked.with_suffix(file.suffix).replace(file)
     finally:
         for file in (pixels_of(unchecked), unchecked):
             file.unlink(missing_ok=True)
     print(f"{name}: {len(images):,} images, {num_bytes / 1e9:.3f} GB, {num_empty:,} broken")
+    return digests
 
 
 def _encoded(images: Images, short_side: int | None) -> Images:
@@ -135,25 +144,21 @@ def _encoded(images: Images, short_side: int | None) -> Images:
 
 
 class Originals(Images):
-    """The bytes of the files of a split, with the same value as of `encode`, and class index."""
+    """The bytes of the files of a split, in the form of what `encode` returns, and class index."""
 
-    def __getitem__(self, index: int) -> Any:
-        try:
-            file, label = self.reader[index]
-            with file:
-                return (file.read(), False), label
-        except (OSError, tarfile.TarError, BrokenImage) as error:
-            pass_on(error)
-            return BrokenImage(f"{self.filename(index)}: {error}")
+    def parse(self, file: BinaryIO) -> tuple[bytes, bool]:
+        return file.read(), False
 
 
 def prepare_shards(
     name: str, encoded: Images, output: Path, shard_bytes: int, workers: int, short_side: int | None
-) -> None:
+) -> array:
     """Writes the split `name` in shards of about `shard_bytes`, in random order, reads it back and checks it.
 
     Args:
         encoded: images as `encode` returns them. short_side: theirs, see `SplitReader`; None: 0.
+    Returns:
+        The `digest` of every image as it was written.
     Raises:
         UserError: the split exists already. OSError: no space, or no permission.
         BrokenImage: images that were read back differ from those written.
@@ -171,7 +176,8 @@ def prepare_shards(
             num_empty = write_mds(unchecked, contents, mixed.reader, shard_bytes, short_side or 0)
         reader = MdsReader(str(unchecked))
         samples = read_all(Originals(reader), workers, f"{name}: checking")
-        if (num_broken := sum(isinstance(sample, BrokenImage) for sample in samples)) != num_empty:
+        digests = array("q", (digest(io.BytesIO(x[0][0])) for x in samples if not isinstance(x, BrokenImage)))
+        if (num_broken := len(mixed) - len(digests)) != num_empty:
             raise BrokenImage(
                 f"{num_broken - num_empty} images were not read back as they were written; nothing is kept"
             )
@@ -181,21 +187,24 @@ def prepare_shards(
     num_bytes = sum(shard.file.size for shard in reader.shards)
     shards = f"{len(reader.shards):,} shards, {num_bytes / 1e9:.3f} GB"
     print(f"{name}: {len(mixed):,} images, {shards}, {num_empty:,} not to be read")
+    return digests
 
 
-def check(path: Path, workers: int, title: str) -> tuple[int, int]:
-    """Reads back every image of the index `path`; returns the number marked as broken, and the bytes of pixels.
+def check(path: Path, workers: int, title: str) -> tuple[int, int, array]:
+    """Reads back every image of the index `path`.
+
+    Returns:
+        The number of images marked as broken, the bytes of pixels, and the `digest` of every other image.
 
     Raises:
         BrokenImage: an image that is not marked as broken cannot be read.
     """
     reader = CacheReader(str(path))
-    written = Images(reader, discard)
     num_empty = int((reader.begins[1:] == reader.begins[:-1]).sum())
-    num_broken = sum(isinstance(sample, BrokenImage) for sample in read_all(written, workers, title))
-    if num_broken != num_empty:
-        raise BrokenImage(f"{num_broken - num_empty} images were not read back as they were written; nothing is kept")
-    return num_empty, int(reader.begins[-1])
+    broken, digests = read_checked(Images(reader), workers, title)
+    if len(broken) != num_empty:
+        raise BrokenImage(f"{len(broken) - num_empty} images were not read back as they were written; nothing is kept")
+    return num_empty, int(reader.begins[-1]), digests
 
 
 def _report_broken(samples: Iterable[tuple[Any, int] | BrokenImage]) -> Iterator[tuple[Any, int] | BrokenImage]:

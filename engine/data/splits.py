@@ -3,11 +3,12 @@
 import math
 import sys
 import tarfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 from PIL import Image
@@ -25,14 +26,15 @@ from engine.data.datasets import TORCH, HfdsReader, TorchReader
 from engine.data.folders import open_class_folders
 from engine.data.idx import ENDINGS, IdxReader
 from engine.data.images import BrokenImage, Levels, decode, pass_on
-from engine.data.layout import LOOSE, LayoutError, SplitReader, is_image, suffix_of
+from engine.data.layout import LOOSE, LayoutError, SplitReader, describe_files, is_hidden, is_image, name_classes
 from engine.data.mds import MdsReader, is_split
 from engine.data.store import is_url
 from engine.data.subset import SubsetReader, choose_classes, choose_images, hold_out
 from engine.data.tar import TarReader
 from engine.data.webdataset import WdsReader
 from engine.objectives import choose_objective
-from engine.runtime.text import one_line
+from engine.runtime.errors import UserError
+from engine.runtime.text import describe_error, one_line
 
 READERS: dict[str, tuple[Callable[[str], SplitReader], Sequence[str]]] = {
     "folder": (open_class_folders, ("",)),
@@ -79,7 +81,7 @@ class Images(Dataset):
             return BrokenImage(f"{self.filename(index)}: {error}")
         return inputs, label if self.create_target is None else self.create_target(index)
 
-    def _read(self, index: int) -> tuple[Image.Image, int]:
+    def _read(self, index: int) -> tuple[Any, int]:
         """The decoded image and its class index.
 
         Raises:
@@ -88,10 +90,14 @@ class Images(Dataset):
         try:
             file, label = self.reader[index]
             with file:
-                return decode(file, self.mode, self.levels), int(label)
+                return self.parse(file), int(label)
         except (OSError, tarfile.TarError) as error:
             pass_on(error)
             raise BrokenImage(str(error)) from error
+
+    def parse(self, file: BinaryIO) -> Any:
+        """Returns what `transform` takes of an open file: its decoded image."""
+        return decode(file, self.mode, self.levels)
 
 
 def open_images(run: Run, option: Literal["train_split", "val_split"], img_size: Size, as_bytes: bool) -> Images:
@@ -123,12 +129,9 @@ def open_split(data: Data, option: str, key: str | None = None) -> Images:
     option = "train_split" if data.held_out_by else option
     key = key or f"data.{option}"
     open_reader, path = find_split(data, getattr(data, option), key)
-    try:
+    with refusing(key, path, data.dataset):
         reader = open_reader(path)
-    except (tarfile.TarError, OSError) as error:
-        raise OptionError(key, f"{path!r} is not a readable {data.dataset} file ({error})") from error
-    except LayoutError as error:
-        raise OptionError(key, f"{path!r}: {error}") from error
+        reader.class_to_idx = name_classes(reader.class_to_idx)
     if data.classes is not None:
         reader = choose_classes(reader, data.classes)
     if data.subset is not None and option == "train_split":
@@ -136,6 +139,20 @@ def open_split(data: Data, option: str, key: str | None = None) -> Images:
     if data.held_out_by:
         reader = hold_out(reader, data)[is_validation]
     return Images(reader, levels=data.levels)
+
+
+@contextmanager
+def refusing(key: str, path: str, dataset: str) -> Iterator[None]:
+    """Context in which a split is read, whose failure of any kind becomes an OptionError: a parser raises many."""
+    try:
+        yield
+    except (UserError, OptionError):
+        raise
+    except LayoutError as error:
+        raise OptionError(key, f"{path!r}: {error}") from error
+    except Exception as error:
+        reason = error if isinstance(error, OSError | tarfile.TarError) else describe_error(error)
+        raise OptionError(key, f"{path!r} is not a readable {dataset} file ({one_line(str(reason))})") from error
 
 
 def find_split(data: Data, split: str, key: str) -> tuple[Callable[[str], SplitReader], str]:
@@ -171,7 +188,7 @@ def find_split(data: Data, split: str, key: str) -> tuple[Callable[[str], SplitR
         known = tuple(ending for _, endings in READERS.values() for ending in endings if ending)
         entries = sorted(root.iterdir())
         found = [entry.name for entry in entries if entry.is_dir() or entry.name.endswith(known)][:20]
-        if loose := [entry.name for entry in entries if is_image(entry.name)]:
+        if loose := [name for entry in entries if is_image(name := entry.name) and not is_hidden(name)]:
             found.insert(0, f"{len(loose):,} images in no folder, such as {loose[0]!r}")
         problem = f"no {paths[0].name!r} in {data.root!r}; found there: {one_line(', '.join(found)) or 'nothing'}"
         raise OptionError(key, f"{problem}{_advise(key, data.dataset, bool(loose))}")
@@ -211,13 +228,8 @@ def count_classes(dataset: Images, option: str) -> np.ndarray:
 
 
 def describe_ignored(dataset: Images) -> str:
-    """The number of files that are no images, and one of them, for the ten commonest suffixes; "" if there are none."""
-    named: dict[str, list[str]] = {}
-    for path in dataset.reader.ignored:
-        named.setdefault(suffix_of(path), []).append(path)
-    kinds = sorted(named.items(), key=lambda item: -len(item[1]))
-    texts = [f"{len(paths):,} {f'*{suffix}' if suffix else 'without suffix'} ({paths[0]!r})" for suffix, paths in kinds]
-    return f"ignored files: {', '.join([*texts[:10], *(['...'] if texts[10:] else [])])}" if texts else ""
+    """Returns `describe_files` of the files that are no images."""
+    return describe_files(dataset.reader.ignored)
 
 
 def report_split(data: Data, option: Literal["train_split", "val_split"], images: Images, img_size: Size) -> None:

@@ -3,6 +3,8 @@
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
@@ -12,11 +14,11 @@ from attention.options import OptionError, nearest
 from engine.config.schema import Data
 from engine.data.layout import SplitReader
 from engine.runtime.distributed import mix_seeds
-from engine.runtime.reading import open_regular
-from engine.runtime.text import one_line
+from engine.runtime.reading import parsing, read_bounded
+from engine.runtime.text import one_line, to_nfc
 
 LIMIT = 2**24
-"""Largest size of a file of class names, bytes; the rest is not read."""
+"""Largest size of a file of class names, bytes."""
 
 ALL_CLASSES = "data.classes=null takes the classes of the data"
 """Remedy of a file of class names that does not fit the data. Validation matches those by name, without the file."""
@@ -144,14 +146,11 @@ def choose_classes(reader: SplitReader, path: str) -> SubsetReader:
 
 def read_names(path: str) -> dict[str, int]:
     """Reads the names in the file `path`, one per line: name -> number of its line. Blank lines name nothing."""
-    try:
-        with open_regular(path) as file:
-            text = file.read(LIMIT).decode("utf-8-sig", "surrogateescape")  # as names of folders are
-    except OSError as error:
-        raise OptionError("data.classes", f" = {path!r}: cannot be read: {error.strerror}; {ALL_CLASSES}") from None
+    with parsing(f" = {path!r}", ALL_CLASSES, partial(OptionError, "data.classes")):
+        text = read_bounded(Path(path), LIMIT).decode("utf-8-sig", "surrogateescape")  # as names of folders are
     lines: dict[str, int] = {}
     for number, line in enumerate(text.splitlines(), 1):
-        if (name := line.strip()) and lines.setdefault(name, number) != number:
+        if (name := to_nfc(line.strip())) and lines.setdefault(name, number) != number:
             shown = one_line(name, 100)
             raise OptionError("data.classes", f" = {path!r}: line {number} names {shown!r} again; leave one out")
     if not lines:

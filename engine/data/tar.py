@@ -9,7 +9,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from engine.data.layout import LayoutError, LayoutReader, classify, is_image, suffix_of
+from engine.data.layout import LayoutError, LayoutReader, classify, is_hidden, is_image, suffix_of
 from engine.runtime.reading import open_regular
 
 
@@ -26,7 +26,7 @@ class TarReader(LayoutReader):
     def __init__(self, path: str):
         with open_regular(path) as file, tarfile.open(fileobj=file, mode="r:") as tar:
             places = {name: place for name, *place in find_members(tar)}
-        folders = {posixpath.dirname(name) for name in places if is_image(name)}
+        folders = {posixpath.dirname(name) for name in places if is_image(name) and not is_hidden(name)}
         shared = posixpath.commonpath(folders) if folders else ""
         shared = posixpath.dirname(shared) if folders == {shared} else shared
         prefix = f"{shared}/" if shared else ""
@@ -54,12 +54,12 @@ def find_members(tar: tarfile.TarFile, folder: str = "", begin: int = 0) -> Iter
         name = posixpath.normpath(posixpath.join(folder, member.name.lstrip("/")))
         if member.isreg() and not member.issparse():
             place = begin + member.offset_data
-            if suffix_of(name) == ".tar":
+            if suffix_of(name) == ".tar" and not is_hidden(name):
                 with tarfile.open(fileobj=tar.extractfile(member), mode="r:") as inner:
                     yield from find_members(inner, name[: -len(".tar")], place)
             else:
                 yield name, place, member.size
-        elif is_image(name) and not member.isdir():
+        elif is_image(name) and not member.isdir() and not is_hidden(name):
             raise LayoutError(f"{name!r} is stored as a link, or sparse; make the file with `tar --dereference`")
     tar.fileobj.seek(tar.offset)
     if tar.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):  # where tarfile stops without a word

@@ -1,4 +1,4 @@
-"""Reads every image of a data set as training would, and lists the broken ones.
+"""Reads every image of a data set as training would, lists the broken ones, and counts copies in two splits.
 
     python -m engine.data.verify /data/imagenet
     python -m engine.data.verify /data/imagenet --statistics    # also images per class, sizes, data.mean and data.std
@@ -8,12 +8,14 @@ Exit status: 0 if no image is broken, 1 if some are, 2 if the data set cannot be
 """
 
 import argparse
+import hashlib
 import os
 import sys
 from array import array
-from collections.abc import Generator, Sequence
-from dataclasses import replace
-from typing import Any, get_args
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any, BinaryIO, cast, get_args
 
 import numpy as np
 from PIL import Image
@@ -49,15 +51,17 @@ def verify(args: argparse.Namespace) -> int:
     Raises:
         OptionError: a split cannot be opened. UserError: the machine or the store fails.
     """
-    splits, num_broken = open_splits(args), 0
+    splits = open_splits(args)
+    num_broken, digests = 0, {name: array("q") for name in splits}
     for name, images in splits.items():
-        read = replace(images, transform=measure if args.statistics else discard)
         broken, rows = [], array("q")
-        for sample in read_all(read, args.workers, name):
+        for sample in read_all(checked(images, measure if args.statistics else discard), args.workers, name):
             if isinstance(sample, BrokenImage):
                 broken.append(sample)
-            elif args.statistics:
-                rows.extend((*sample[0], sample[1]))
+            else:
+                (digest, *measured), label = sample
+                digests[name].append(digest)
+                rows.extend([*measured, label] if args.statistics else [])
         num_broken += len(broken)
         print(f"{name}: {len(images):,} images of {len(classes_of(images)):,} classes, {len(broken):,} broken")
         print("".join(f"  {sample}\n" for sample in broken), end="")
@@ -68,6 +72,7 @@ def verify(args: argparse.Namespace) -> int:
     names = [classes_of(images) for images in splits.values()]
     if len(names) == 2 and names[0] != names[1]:
         print(f"classes differ: {describe_difference(*names)}")
+    print("".join(f"{line}\n" for line in list_copies(digests)), end="")
     return num_broken
 
 
@@ -106,14 +111,58 @@ def read_all(images: Images, workers: int, title: str) -> Generator[tuple[Any, i
             bar.update(len(samples))
 
 
-def discard(image: Any) -> None:
-    """Transform of images that only need to be decoded."""
+def discard(image: Image.Image) -> tuple[int, ...]:
+    """Returns nothing of an image that only needs to be decoded."""
+    return ()
 
 
 def measure(image: Image.Image) -> tuple[int, ...]:
     """Returns width and height of an RGB image, the sum of levels of each channel, and the sum of their squares."""
     counts, levels = np.array(image.histogram()).reshape(3, 256), np.arange(256)
     return *image.size, *(counts @ levels).tolist(), *(counts @ levels**2).tolist()
+
+
+@dataclass(eq=False)
+class Checked(Images):
+    """Images that are read to be checked: each is the `digest` of its file, and what `measure` makes of it."""
+
+    measure: Callable[[Image.Image], tuple[int, ...]] = discard
+
+    def parse(self, file: BinaryIO) -> tuple[int, ...]:
+        image = super().parse(file)
+        file.seek(0)
+        return digest(file), *self.measure(image)
+
+
+def checked(images: Images, measure: Callable[[Image.Image], tuple[int, ...]] = discard) -> Checked:
+    """Returns the images of a split as `Checked`."""
+    return Checked(images.reader, mode=images.mode, levels=images.levels, measure=measure)
+
+
+def read_checked(images: Images, workers: int, title: str) -> tuple[dict[int, BrokenImage], array]:
+    """Reads every image of a split; returns the broken ones by index, and the digests of the files of the others."""
+    broken, digests = {}, array("q")
+    for index, sample in enumerate(read_all(checked(images), workers, title)):
+        if isinstance(sample, BrokenImage):
+            broken[index] = sample
+        else:
+            digests.append(sample[0][0])
+    return broken, digests
+
+
+def digest(file: BinaryIO) -> int:
+    """Returns the first 8 bytes of the SHA-256 of an open file, as a number: equal ones are copies."""
+    return int.from_bytes(hashlib.file_digest(cast(Any, file), "sha256").digest()[:8], "little", signed=True)
+
+
+def list_copies(digests: Mapping[str, Sequence[int]]) -> list[str]:
+    """Returns a line for each two splits with exact copies of images: name -> digests of its images."""
+    lines = []
+    for first, second in combinations(digests, 2):
+        if count := np.isin(np.array(digests[second]), np.array(digests[first])).sum():
+            number = f"{count:,} of {len(digests[second]):,}"
+            lines.append(f"warning: {second}: {number} images are exact copies of images of {first}")
+    return lines
 
 
 def summarise(images: Images, rows: np.ndarray) -> list[str]:

@@ -18,7 +18,7 @@ import numpy as np
 from tqdm import tqdm
 
 from engine.data.images import BrokenImage, DataError
-from engine.data.layout import Layout, LayoutError, LayoutReader, Samples, is_image, sort_naturally
+from engine.data.layout import Layout, LayoutError, LayoutReader, Samples, is_hidden, is_image, sort_naturally
 from engine.data.table import map_table, write_table
 from engine.data.tar import find_members, read_member
 from engine.runtime.reading import open_regular, parsing
@@ -118,7 +118,7 @@ def list_shard(shard: str) -> Listed:
     """
     stem, (names, places, labels, ignored) = Path(shard).stem, (listed := Listed([], [], [], []))
     for key, members in _find_samples(shard):
-        images = [ending for ending in members if is_image(f"{key}.{ending}")]
+        images = [ending for ending in members if is_image(path := f"{key}.{ending}") and not is_hidden(path)]
         if not images:
             ignored += [f"{stem}/{key}.{ending}" for ending in members]
             continue

@@ -1,10 +1,11 @@
 """Evaluation on other data than a model was trained on: matching of classes, and ImageNet's ReaL labels."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
+import timm.data
 import torch
-from timm.data import RealLabelsImagenet
 from torch import Tensor, nn
 
 from attention import OptionError
@@ -12,6 +13,7 @@ from engine.checkpoints.weight_sources import describe_order, describe_unnamed
 from engine.data.splits import Images
 from engine.evaluation.predictions import PredictionTable
 from engine.runtime.errors import UserError
+from engine.runtime.reading import MAX_TEXT, parsing, read_bounded
 from engine.runtime.text import describe_difference, one_line
 
 PLACES = ("the checkpoint", "the data")
@@ -77,19 +79,17 @@ def read_real_labels(file: str, images: Images, columns: Sequence[int]) -> list[
     """
     names = [Path(images.filename(index)).name for index in range(len(images))]
     position = {column: index for index, column in enumerate(columns)}
-    try:
-        found = RealLabelsImagenet(names, None if file == "timm" else file).real_labels
-        if unknown := [name for name in names if name not in found]:
-            raise UserError(f"--real-labels: for files ILSVRC2012_val_*.JPEG, not for {one_line(unknown[0], 100)}")
-        labels = [{position[label] for label in found[name]} for name in names]
-    except OSError as error:
-        raise UserError(f"--real-labels: {file}: {error.strerror}") from None
-    except AssertionError:
-        raise UserError(f"--real-labels: {file} is not for {len(names):,} images, as many as the data has") from None
-    except KeyError as error:
-        raise UserError(f"--real-labels: {file}: the data has no class number {one_line(str(error), 100)}") from None
-    except (TypeError, ValueError, RecursionError):
-        raise UserError(f"--real-labels: {file} is no list, in JSON, of each image's list of class numbers") from None
+    path = Path(timm.data.__file__).with_name("_info") / "imagenet_real_labels.json" if file == "timm" else Path(file)
+    with parsing(f"--real-labels: {file}", "expected a list, in JSON, of each image's list of class numbers"):
+        content = [frozenset(labels) for labels in json.loads(read_bounded(path, MAX_TEXT))]
+    found = {f"ILSVRC2012_val_{number:08d}.JPEG": labels for number, labels in enumerate(content, 1)}
+    if len(found) != len(names):
+        raise UserError(f"--real-labels: {file} is not for {len(names):,} images, as many as the data has")
+    if unknown := [name for name in names if name not in found]:
+        raise UserError(f"--real-labels: for files ILSVRC2012_val_*.JPEG, not for {one_line(unknown[0], 100)}")
+    if missing := [label for name in names for label in found[name] if label not in position]:
+        raise UserError(f"--real-labels: {file}: the data has no class number {one_line(str(missing[0]), 100)}")
+    labels = [{position[label] for label in found[name]} for name in names]
     own = [label in real for label, real in zip(images.reader.labels, labels, strict=True) if real]
     if 2 * sum(own) <= len(own):  # ImageNet's labels agree on nine tenths
         problem = f"agree with the data's on {sum(own):,} of {len(own):,} images; are its classes ImageNet's?"

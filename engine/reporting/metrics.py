@@ -14,7 +14,7 @@ from typing import Any
 from engine.checkpoints.progress import Progress
 from engine.runtime.errors import UserError
 from engine.runtime.files import to_csv
-from engine.runtime.reading import open_regular
+from engine.runtime.reading import open_regular, parse_json
 from engine.runtime.terminal import warn_once
 from engine.runtime.text import one_line
 
@@ -111,8 +111,8 @@ def first_micro_batch_size(directory: Path) -> int | None:
 def _parse_record(line: bytes) -> dict[str, Any] | None:
     """Returns the record in `line`, of the types that all readers rely on; None if it holds no such record."""
     try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
+        record = parse_json(line, METRICS)
+    except UserError:
         return None
     if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
         return None

@@ -45,6 +45,7 @@ from engine.reporting.trackers import Launch, OpenTrackers
 from engine.runtime.distributed import World
 from engine.runtime.files import append_whole, naming, write_atomically
 from engine.runtime.provenance import provenance
+from engine.runtime.reading import open_regular
 from engine.runtime.terminal import CONSOLE, print_fields, progress_bar
 from engine.runtime.text import one_line
 
@@ -232,7 +233,7 @@ class Recorder:
     def sync(self) -> None:
         """Waits until the records are on disk, so that no checkpoint outlives them."""
         if self.directory is not None:
-            with naming(self.metrics), self.metrics.open("rb") as file:
+            with naming(self.metrics), open_regular(self.metrics) as file:
                 os.fsync(file.fileno())
 
     def close(self) -> None:

@@ -8,8 +8,6 @@ interrupted (it ended without a record). `changed` names options that --allow-ch
 column of `epochs.csv` can be compared; docs/logs.md explains them.
 """
 
-import csv
-import io
 import math
 from collections.abc import Sequence
 from datetime import timedelta
@@ -22,7 +20,7 @@ from engine.reporting.tables import align
 from engine.runtime.arguments import ArgumentParser
 from engine.runtime.errors import UserError, refuse_bad_input
 from engine.runtime.locks import is_locked, lock_holder
-from engine.runtime.reading import read_bounded
+from engine.runtime.reading import read_csv
 from engine.runtime.text import one_line
 
 
@@ -103,11 +101,7 @@ def read_epochs(path: Path) -> list[dict[str, Any]]:
     if path.is_dir():
         rows = EpochTable(stream_records(path, MAX_METRICS)).rows()
     else:
-        try:
-            text = io.StringIO(read_bounded(path, MAX_METRICS).decode(), newline="")
-            rows = [{name: _number(cell) for name, cell in row.items() if name} for row in csv.DictReader(text)]
-        except (OSError, UnicodeDecodeError, csv.Error) as error:
-            raise UserError(f"{path}: cannot be read as epochs.csv: {error}") from None
+        rows = [{name: _number(cell) for name, cell in row.items()} for row in read_csv(path, MAX_METRICS)]
     if not rows or not all(isinstance(epoch := row.get("epoch"), float | int) and epoch % 1 == 0 for row in rows):
         raise UserError(f"{path}: no epochs of a run; name its directory or its epochs.csv")
     return rows

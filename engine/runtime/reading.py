@@ -36,8 +36,8 @@ def parsing(place: str | Path, remedy: str = "", refuse: Callable[[str], Excepti
     except Exception as error:
         if isinstance(refuse, type) and isinstance(error, refuse):
             raise
-        unread = isinstance(error, OSError) and error.strerror
-        problem = f"cannot be read: {error.strerror}" if unread else f"damaged ({describe_error(error)})"
+        unread = error.strerror if isinstance(error, OSError) else None
+        problem = f"cannot be read: {unread}" if unread else f"damaged ({describe_error(error)})"
         raise refuse(f"{place}: {problem}{'; ' * bool(remedy)}{remedy}") from error
 
 
@@ -52,15 +52,20 @@ def read_json(path: Path, limit: int = MAX_TEXT, remedy: str = "") -> Any:
     return parse_json(read_bounded(path, limit), path, remedy)
 
 
+def read_text(path: Path, limit: int = MAX_TEXT) -> str:
+    """Reads a text for people, of at most `limit` bytes; what is not UTF-8 is replaced. Errors: `read_bounded`."""
+    return read_bounded(path, limit).decode(errors="replace")
+
+
 def read_csv(path: Path, limit: int = MAX_TEXT, remedy: str = "") -> list[dict[str, str]]:
     """Reads the rows of a CSV file, column -> text; a cell that a short row lacks is "".
 
     Raises:
-        UserError: it cannot be parsed, or a row has more cells than the header. FileNotFoundError: there is none.
+        UserError: it is not there, cannot be parsed, or a row has more cells than the header.
     """
-    content = read_bounded(path, limit)
     with parsing(path, remedy):
-        rows = list(csv.DictReader(io.StringIO(content.decode(), newline=""), restval="", strict=True))
+        text = io.StringIO(read_bounded(path, limit).decode("utf-8-sig"), newline="")
+        rows = list(csv.DictReader(text, restval="", strict=True))
         if long := next((number for number, row in enumerate(rows, 2) if None in row), None):
             raise ValueError(f"row {long} has more cells than the header")
         return rows
@@ -79,7 +84,10 @@ def open_regular(path: str | Path, flags: int = 0, mode: str = "rb") -> Any:
 
 def open_descriptor(path: str | Path, flags: int = 0) -> int:
     """Returns a descriptor of a regular file; arguments and errors are those of `open_regular`."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | flags, 0o666)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | flags, 0o666)
+    except ValueError:  # a null character, or half of a pair of UTF-16
+        raise OSError(errno.EINVAL, "a name that no file has") from None
     kind = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(kind):
         os.close(descriptor)
@@ -95,32 +103,33 @@ def read_bounded(path: Path, limit: int) -> bytes:
     """
     try:
         with open_regular(path) as file:
-            content = file.read(limit + 1)
+            size = os.fstat(file.fileno()).st_size
+            content = file.read(limit + 1) if size <= limit else b""
     except FileNotFoundError:
         raise
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-    if len(content) > limit:
+    if max(size, len(content)) > limit:
         raise UserError(f"{path}: larger than {limit:,} bytes")
     return content
 
 
-def read_regular(path: Path, limit: int = -1) -> bytes:
+def read_regular(path: Path, limit: int = -1, follow_links: bool = False) -> bytes:
     """Reads `path`, which must be a regular file: a link may lead anywhere, a pipe or device may never end.
 
     Args:
-        limit: bytes to read at most; -1: all.
+        limit: bytes to read at most; -1: all. follow_links: read the file that a link leads to.
 
     Raises:
         UserError: it is not a regular file, or cannot be read.
     """
     try:
-        with open_regular(path, os.O_NOFOLLOW) as file:
+        with open_regular(path, 0 if follow_links else os.O_NOFOLLOW) as file:
             return file.read(limit)
     except MemoryError:
         raise UserError(f"{path}: larger than memory") from None
     except OSError as error:
-        if error.errno == errno.ELOOP:
+        if error.errno == errno.ELOOP and not follow_links:
             raise UserError(f"{path}: a symbolic link; name the file itself") from None
         if error.errno == errno.ENOENT:
             raise UserError(f"{path}: no checkpoint there") from None

@@ -1,5 +1,6 @@
-"""Text for people: one printable line, and the difference between two lists of names."""
+"""Text for people: one printable line, Unicode's normal form, and the difference between two lists of names."""
 
+import unicodedata
 from collections.abc import Sequence
 
 
@@ -18,17 +19,33 @@ def describe_difference(
     first: Sequence[str], second: Sequence[str], places: Sequence[str] = ("training", "validation")
 ) -> str:
     """Returns the names that only one of two lists of class names has, at most ten of each; else, that their order
-    differs. `places` says where each list comes from.
+    differs. Names that look alike are escaped. `places` says where each list comes from.
     """
-    only = zip(places, (sorted(set(first) - set(second)), sorted(set(second) - set(first))), strict=True)
+    first, second = (sorted({*names} - {*others}) for names, others in ((first, second), (second, first)))
+    alike = {*map(_skeleton, first)} & {*map(_skeleton, second)}
+
+    def show(name: str) -> str:
+        return (ascii(name) if _skeleton(name) in alike or not name.isprintable() else name)[:100]
+
     texts = [
-        f"only in {place}: {', '.join(map(_printable, names[:10]))}{', ...' if names[10:] else ''} ({len(names)})"
-        for place, names in only
+        f"only in {place}: {', '.join(map(show, names[:10]))}{', ...' if names[10:] else ''} ({len(names)})"
+        for place, names in zip(places, (first, second), strict=True)
         if names
     ]
     return "; ".join(texts) or "the same names in another order"
 
 
-def _printable(name: str) -> str:
-    """Returns at most 100 characters of a name, with escapes where it cannot be printed."""
-    return (name if name.isprintable() else ascii(name))[:100]
+def _skeleton(name: str) -> str:
+    """Returns a name without accents, spaces and what is not seen: names that look alike have the same."""
+    return "".join(c for c in unicodedata.normalize("NFKD", name) if unicodedata.category(c)[0] not in "MCZ")
+
+
+def to_nfc(text: str) -> str:
+    """Returns `text` in Unicode's normal form NFC; macOS writes accented letters in another form."""
+    return text if text.isascii() else unicodedata.normalize("NFC", text)
+
+
+def names_to_nfc(names: Sequence[str]) -> list[str]:
+    """Returns names of classes in NFC; as they are, where two of them would become one."""
+    composed = [*map(to_nfc, names)]
+    return composed if len({*composed}) == len({*names}) else [*names]

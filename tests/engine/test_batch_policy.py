@@ -133,6 +133,28 @@ def test_the_crop_has_nearly_pillows_levels():
     assert found.float().mean() < 0.1
 
 
+@pytest.mark.parametrize("black_and_white", [False, True])
+def test_the_crop_of_noise_is_pillows_with_the_width_first(black_and_white: bool):
+    """Pillow 13 resizes the height of some tall crops first, and clips in between: levels then differ much more."""
+    run = Run(model={"in_chans": 3}, attention="softmax", augment=Augment(auto_augment=None, color_jitter=0.0, hflip=0))
+    batched = replace(run, augment=replace(run.augment, batched=True))
+    transforms = [create_transform(one, 224, is_training=True, as_bytes=True) for one in (run, batched)]
+    rng, resize = np.random.default_rng(0), Image.Resampling.BICUBIC
+    for number in range(24):
+        levels = 255 * rng.integers(2, size=(375, 500, 3)) if black_and_white else rng.integers(256, size=(375, 500, 3))
+        image = Image.fromarray(levels.astype(np.uint8))
+        seed_everything(number)
+        top, left, height, width = transforms[1].crop.get_params(image, transforms[1].crop.scale, (3 / 4, 4 / 3))
+        cropped = image.crop((left, top, left + width, top + height))
+        expected = np.asarray(cropped.resize((224, height), resize).resize((224, 224), resize)).astype(int)
+        seed_everything(number)
+        found = transforms[1](image).image.permute(1, 2, 0).numpy()
+        assert np.abs(found - expected).max() <= 2
+        assert np.abs(found - expected).mean() < 0.02
+        seed_everything(number)
+        assert np.abs(found - np.moveaxis(np.asarray(transforms[0](image)), 0, 2).astype(int)).max() <= 31
+
+
 def test_every_operation_occurs_as_often_as_drawn():
     """15 operations, two of them an image, each done half the time."""
     run = Run(model={"in_chans": 3}, attention="softmax", augment=Augment(batched=True))

@@ -51,6 +51,28 @@ def prepared(root, tmp_path_factory, request):
     return int(request.param), output
 
 
+@pytest.mark.parametrize("program", ["verify", "cache", "mds", "mds --original"])
+def test_copies_of_training_images_are_counted(program, root, tmp_path, capsys):
+    """Two files of the validation have the bytes of a training image; a third has its pixels, in another file."""
+    shutil.copytree(root, tmp_path / "data")
+    folder, content = tmp_path / "data/val/a", (root / "train/b/1.png").read_bytes()
+    for name in ("copy.png", "again.png"):
+        (folder / name).write_bytes(content)
+    with Image.open(root / "train/b/2.png") as image:
+        image.save(folder / "pixels.bmp")
+    copies, number = ("2", 8) if program == "verify" or "original" in program else ("3", 8)
+    number += "original" in program  # the broken image is a file as any other
+    if program == "verify":
+        with pytest.raises(SystemExit):  # an image is broken
+            verify.main([str(tmp_path / "data"), "--workers", "0"])
+    else:
+        options = ["--format", *program.split(), "--workers", "0", "--short-side", "16"]
+        prepare.main([str(tmp_path / "data"), str(tmp_path / "out"), *options])
+    shown = capsys.readouterr()
+    line = f"warning: val: {copies} of {number} images are exact copies of images of train"
+    assert (shown.out + shown.err).splitlines().count(line) == 1
+
+
 def make_run(dataset: str, root, **augment) -> Run:
     data = Data(dataset=dataset, root=str(root), workers=0)
     return Run(model={}, attention="softmax", data=data, augment=Augment(**augment), train=Train(total_batch_size=8))

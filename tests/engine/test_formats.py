@@ -387,6 +387,14 @@ def test_a_broken_image_of_a_shard_is_named_and_other_files_are_ignored(tmp_path
         open_wds(tmp_path)
 
 
+def test_hidden_members_of_a_shard_are_no_samples(tmp_path):
+    hidden = {"._00001.png": b"", "._00002.png": b"", "__MACOSX/00001.png": b"", "@eaDir/00001.png": b""}
+    write_shard(tmp_path / "train-0.tar", [sample(1), sample(2), hidden, {"@eaDir/00001.cls": b"3"}])
+    images = open_wds(tmp_path)
+    assert [*images.reader.filenames()] == ["train-0/00001.png", "train-0/00002.png"]
+    assert {*images.reader.ignored} == {f"train-0/{name}" for name in [*hidden, "@eaDir/00001.cls"]}
+
+
 def write_index(root, workers: int = 1) -> None:
     prepare.main([str(root), "--dataset", "wds", "--index", "--splits", "train", "--workers", str(workers)])
 

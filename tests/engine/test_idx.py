@@ -82,11 +82,11 @@ PACKED = gzip.compress(IMAGES_HEADER + PIXELS.tobytes())
         ({"labels": struct.pack(">2I", 2049, 0)}, "'train-labels-idx1-ubyte': 0 bytes by its header"),
         (
             {"ending": ".gz", "images": PACKED[:-9]},
-            "'train-images-idx3-ubyte.gz' is damaged or cut off: .*marker",
+            r"train-images-idx3-ubyte.gz: damaged \(EOFError: .*marker",
         ),
-        ({"ending": ".gz", "images": PACKED[:-8] + bytes(8)}, "is damaged or cut off: CRC check failed"),
-        ({"ending": ".gz", "images": PACKED[:30] + b"\xff" * 40}, "is damaged or cut off: "),
-        ({"ending": ".gz", "images": b"no gzip"}, "is damaged or cut off: Not a gzipped file"),
+        ({"ending": ".gz", "images": PACKED[:-8] + bytes(8)}, r"damaged \(BadGzipFile: CRC check failed"),
+        ({"ending": ".gz", "images": PACKED[:30] + b"\xff" * 40}, r"damaged \("),
+        ({"ending": ".gz", "images": b"no gzip"}, r"damaged \(BadGzipFile: Not a gzipped file"),
         ({"ending": ".gz", "labels": gzip.compress(LABELS_HEADER + bytes(10**6))}, "goes on after the 6 bytes"),
     ],
 )

@@ -239,6 +239,8 @@ def test_a_check_knows_what_would_stop_a_run(root, tmp_path, capsys, options, ve
     assert lines[0] == f"train: {NUM} images of {NUM} classes, {len(BROKEN)} broken"
     assert {line[2:].split("/")[0] for line in lines[1 : 1 + len(BROKEN)]} == BROKEN
     assert lines[1 + len(BROKEN)] == lines[0].replace("train", "val")
+    copies = NUM - len(BROKEN)
+    assert lines[-1] == f"warning: val: {copies} of {copies} images are exact copies of images of train"
     assert not (tmp_path / "runs").exists()
 
 

@@ -381,12 +381,12 @@ def test_real_labels_are_counted_as_timm_does(tmp_path, columns):
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        (None, "no.json: No such file or directory"),
-        ("{", "no.json is no list, in JSON, of each image's list of class numbers"),
+        (None, "no.json: cannot be read: No such file or directory"),
+        ("{", "no.json: damaged (JSONDecodeError: Expecting property name"),
         ("[[1]]", "no.json is not for 40 images, as many as the data has"),
         (json.dumps([[10]] * 40), "no.json: the data has no class number 10"),
-        (json.dumps([1] * 40), "no.json is no list, in JSON"),
-        (json.dumps([[[]]] * 40), "no.json is no list, in JSON"),
+        (json.dumps([1] * 40), "no.json: damaged (TypeError: "),
+        (json.dumps([[[]]] * 40), "no.json: damaged (TypeError: "),
         (json.dumps([[i * 3 % 10] for i in range(40)]), "no.json agree with the data's on "),
         (json.dumps([[]] * 40), "no.json agree with the data's on 0 of 0 images"),
         pytest.param("timm", "timm is not for 40 images", marks=pytest.mark.stress),

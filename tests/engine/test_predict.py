@@ -117,6 +117,17 @@ def test_what_is_no_image_is_named_and_counted(capsys):
     assert ask("runs/eva", "few/broken.png", status=1) == []
 
 
+def test_hidden_files_of_a_folder_are_named_once(capsys, tmp_path):
+    content = Path("digits/0.png").read_bytes()
+    for name in ("0.png", "._0.png", "@eaDir/0.png", ".ipynb_checkpoints/0-checkpoint.png"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    assert [row["file"] for row in ask("runs/eva", str(tmp_path))] == [f"{tmp_path}/0.png"]
+    assert capsys.readouterr().err == f"{tmp_path}: ignored files: 3 hidden or of the system ('._0.png')\n"
+    named = str(tmp_path / "._0.png")
+    assert [row["file"] for row in ask("runs/eva", named)] == [named]  # a file that is named is meant
+
+
 def test_files_may_be_listed_on_standard_input(monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"digits/7.png\n\nfew/broken.png\ndigits/3.png\n")))
     with pytest.raises(SystemExit, match="1"):

@@ -1,5 +1,6 @@
 """Class folders and tar files of them: classes are the first level, nothing is left out without being listed."""
 
+import hashlib
 import io
 import os
 import posixpath
@@ -103,6 +104,39 @@ def test_what_makes_no_classes_is_refused(open_paths, paths, problem):
     assert "\n" not in str(caught.value)
 
 
+COPIES = [
+    *("@eaDir/1.png", ".ipynb_checkpoints/1.png", "__MACOSX/a/._1.png", "._2.png", ".hidden/x/3.png"),  # no classes
+    *("a/@eaDir/1.png", "a/.ipynb_checkpoints/1-checkpoint.png", "a/._1.png", "b/__MACOSX/1.png", "b/x/.y/1.png"),
+]
+
+
+def test_hidden_files_and_those_of_operating_systems_are_no_data(open_paths):
+    """They hold copies of images: thumbnails, checkpoints of notebooks, metadata of macOS."""
+    paths = ["a/1.png", "a/@eaDirs/2.png", "b/x/3.png", "b/x.y/4.png"]
+    images = open_paths([*paths, *COPIES])
+    assert classes_of(images) == ["a", "b"]
+    assert {images.filename(i) for i in range(len(images))} == {*paths}
+    assert re.fullmatch(r"ignored files: \d+ hidden or of the system \('.*'\)", describe_ignored(images))
+
+
+def test_the_identity_of_data_without_hidden_files_is_what_it_was(tmp_path):
+    """SHA-256 of "LABEL PATH" of every image, with a null character behind each."""
+    write_folder(tmp_path, ["a/1.png", "b/c.d/2.png"])
+    expected = hashlib.sha256(b"0 a/1.png\x001 b/c.d/2.png\x00").hexdigest()
+    assert identify_split("train", split_of(tmp_path, "folder"))["train_files"] == expected
+    write_folder(tmp_path, COPIES)
+    assert identify_split("train", split_of(tmp_path, "folder"))["train_files"] == expected
+
+
+def test_an_index_of_an_earlier_version_is_refused(tmp_path):
+    """It has listed hidden files."""
+    write_folder(tmp_path, ["a/1.png"])
+    write_index(tmp_path)
+    rewrite(tmp_path, {"hidden": ""})
+    with pytest.raises(OptionError, match=r"train.folders.safetensors is of an earlier version, .*; make it anew"):
+        split_of(tmp_path, "folder")
+
+
 @pytest.mark.parametrize("kind", ["folder", "tar"])
 def test_images_without_any_folder_are_refused(tmp_path, kind):
     write_folder(tmp_path, ["1.png", "2.png"])
@@ -135,7 +169,7 @@ def write_index(root, *options: str) -> None:
 
 def test_an_index_opens_the_same_folders_without_listing_them(tmp_path, capsys, monkeypatch):
     """Names, order, classes, other files, identity and content."""
-    write_folder(tmp_path, FILES)
+    write_folder(tmp_path, [*FILES, "a/.x/1.png"])
     (tmp_path / "train/b/empty").mkdir()
     listed = split_of(tmp_path, "folder")
     write_index(tmp_path)
@@ -144,7 +178,7 @@ def test_an_index_opens_the_same_folders_without_listing_them(tmp_path, capsys, 
     found = split_of(tmp_path, "folder")
     assert list(found.reader.samples) == list(listed.reader.samples)
     assert found.reader.class_to_idx == listed.reader.class_to_idx
-    assert found.reader.ignored == listed.reader.ignored == ["a/notes.txt"]
+    assert found.reader.ignored == listed.reader.ignored == ["a/.x/", "a/notes.txt"]
     assert identify_split("train", found) == identify_split("train", listed)
     for number, (path, label) in enumerate(listed.reader.samples):
         file, found_label = found.reader[number]
@@ -185,14 +219,17 @@ def test_an_index_that_is_older_than_a_folder_is_refused(tmp_path, change, folde
         ({"folders": "7"}, "AttributeError"),
         ({"ignored": "[7]"}, "ValueError: files that have no names"),
         ({"ignored": "{"}, "JSONDecodeError"),
+        ({"folders": "[" * 100_000}, "RecursionError"),
+        ({"folders": '{"a\\u0000": 1}'}, None),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:40],
 )
 def test_a_damaged_index_of_folders_is_refused(tmp_path, texts, problem):
     write_folder(tmp_path, FILES)
     write_index(tmp_path)
     rewrite(tmp_path, texts)
-    with pytest.raises(OptionError, match=rf"train.folders.safetensors is damaged \({problem}.*; make it anew"):
+    problem = rf"damaged \({problem}.*" if problem else r"is older than the folder 'a\\\\x00', "
+    with pytest.raises(OptionError, match=rf"train.folders.safetensors:? {problem}.*; make it anew"):
         split_of(tmp_path, "folder")
 
 
@@ -212,7 +249,7 @@ def rewrite(root, texts, samples=None):
     known, class_to_idx, _, _ = map_table(path)
     with safe_open(path, "numpy") as file:
         notes = file.metadata()
-    write_table(path, samples or known, class_to_idx, {name: notes[name] for name in ("folders", "ignored")} | texts)
+    write_table(path, samples or known, class_to_idx, {n: notes[n] for n in ("folders", "ignored", "hidden")} | texts)
 
 
 def test_folders_that_change_while_they_are_listed_get_no_index(tmp_path, capsys, monkeypatch):

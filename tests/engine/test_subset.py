@@ -4,14 +4,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from attention.options import OptionError
 from engine.config.checks import check_run
 from engine.config.load import dump_run, load_run, parse_run
-from engine.config.schema import Data, Run
+from engine.config.schema import Data, Run, Train
 from engine.data.identity import digest_files
+from engine.data.loaders import create_loaders
 from engine.data.splits import classes_of, open_split, report_split
 from engine.data.subset import choose_images
+from engine.runtime.distributed import World
 from engine.runtime.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -137,6 +140,18 @@ def test_one_folder_of_class_folders_is_enough(tmp_path, capsys):
     report_split(data, "val_split", val, img_size=28)
     told = "validation: 4 images held out of data.train_split = '.' (data.val_fraction = 0.2); data.val_split is not"
     assert capsys.readouterr().err.startswith(told)
+
+
+def test_ignored_files_are_named_once_where_images_are_held_out(tmp_path, capsys):
+    for name in ("a/0.png", "a/1.png", "a/2.png", "a/3.png", "a/._0.png", "a/notes.txt", "b/0.png", "b/1.png"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    data = Data(root=str(tmp_path), train_split=".", val_fraction=0.5, workers=0)
+    run = Run(model={}, attention="softmax", data=data, train=Train(total_batch_size=2))
+    create_loaders(run, World(torch.device("cpu")), img_size=8, num_classes=2)
+    told = [line for line in capsys.readouterr().err.splitlines() if "ignored" in line]
+    hidden = "1 hidden or of the system ('a/._0.png')"
+    assert told == [f"data.train_split: ignored files: {hidden}, 1 *.txt ('a/notes.txt')"]
 
 
 def test_loose_images_are_told_how_to_go_on(tmp_path):

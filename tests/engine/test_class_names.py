@@ -1,0 +1,145 @@
+"""Class names in two Unicode normalisations, as macOS (NFD) and other systems (NFC) write them, are the same names."""
+
+import json
+import unicodedata
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import train
+import validate
+from attention.options import OptionError, nearest
+from engine.checkpoints.files import find_checkpoint, load_checkpoint, save_checkpoint
+from engine.config.schema import Data
+from engine.data import prepare
+from engine.data.identity import identify_split
+from engine.data.splits import classes_of, open_split
+from engine.runtime.text import describe_difference
+from tests.engine.test_readers import make_tar
+from tests.engine.test_validate import ROOT, TINY
+
+NAMES = ["chat", "e2", "zèbre", "Ångström 9", "Ångström 10", "éléphant"]
+"""Classes in NFC and in their order, which would be another in NFD."""
+
+KINDS = ["folder", "index", "tar", "csv", "cache", "mds"]
+
+
+def write_split(root: Path, form: str, kind: str, names=NAMES, split: str = "train") -> Data:
+    """Writes ten images of every class, and returns the options of the split."""
+    files = {}
+    for label, name in enumerate(names):
+        for number in range(10):
+            folder = root / split / unicodedata.normalize(form, name)
+            folder.mkdir(parents=True, exist_ok=True)
+            path = folder / unicodedata.normalize(form, f"é{number}.png")
+            rng = np.random.default_rng((label, number))
+            Image.fromarray((40 * label + rng.integers(20, size=(8, 8))).astype(np.uint8)).save(path)
+            files[str(path.relative_to(root / split))] = path.read_bytes()
+    if kind == "tar":
+        (root / f"{split}.tar").write_bytes(make_tar(files, contents=files))
+    elif kind == "csv":
+        rows = [f"{split}/{path},{path.split('/')[0]}" for path in files]
+        (root / f"{split}.csv").write_text("\n".join(["file,label", *rows]))
+    elif kind == "index":
+        prepare.main([str(root), "--index", "--splits", split])
+    elif kind in ("cache", "mds"):
+        prepare.main([str(root), str(root / kind), "--splits", split, "--workers", "0", "--format", kind])
+        return Data(dataset=kind, root=str(root / kind))
+    return Data(dataset="folder" if kind == "index" else kind, root=str(root))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_data_are_the_same_in_both(kind, tmp_path):
+    """Classes, their order, the order of images, and the identity, by which a run resumes."""
+    splits = [open_split(write_split(tmp_path / form, form, kind), "train_split") for form in ("NFC", "NFD")]
+    assert [classes_of(images) for images in splits] == [NAMES] * 2
+    assert splits[0].reader.labels.tolist() == splits[1].reader.labels.tolist()
+    identities = [identify_split("train", images) for images in splits]
+    if kind != "mds":  # its identity is the digest of an index of files
+        assert identities[0] == identities[1]
+
+
+@pytest.mark.parametrize("kind", ["folder", "csv", "tar"])
+def test_names_that_become_one_are_refused(kind, tmp_path):
+    for form in ("NFC", "NFD"):
+        data = write_split(tmp_path, form, "folder", ["été"])
+    if kind == "csv":
+        rows = [f"{path.relative_to(tmp_path)},{path.parent.name}" for path in (tmp_path / "train").rglob("*.png")]
+        (tmp_path / "train.csv").write_text("\n".join(["file,label", *sorted(rows, reverse=True)]))
+    elif kind == "tar":
+        paths = sorted(str(path.relative_to(tmp_path / "train")) for path in (tmp_path / "train").rglob("*.png"))
+        (tmp_path / "train.tar").write_bytes(make_tar(reversed(paths)))
+    data = Data(dataset=kind if kind in ("csv", "tar") else "folder", root=data.root)
+    shown = r"'e\u0301te\u0301' and '\xe9t\xe9'"
+    with pytest.raises(OptionError, match=r"^data.train_split: .*: the classes '.*; rename or merge them$") as caught:
+        open_split(data, "train_split")
+    assert f"the classes {shown} are one name in two Unicode normalisations" in str(caught.value)
+
+
+def test_a_file_of_class_names_may_have_either(tmp_path):
+    data = write_split(tmp_path, "NFC", "folder")
+    for form in ("NFC", "NFD"):
+        (tmp_path / "classes.txt").write_text(unicodedata.normalize(form, "éléphant\nzèbre"))
+        images = open_split(Data(root=data.root, classes=str(tmp_path / "classes.txt")), "train_split")
+        assert classes_of(images) == ["éléphant", "zèbre"]
+
+
+def test_a_run_resumes_starts_another_teaches_and_is_validated_with_either(tmp_path, capsys):
+    roots = [tmp_path / form for form in ("NFC", "NFD")]
+    for root in roots:
+        for split in ("train", "val"):
+            write_split(root, root.name, "folder", split=split)
+    options = [*TINY, "data.dataset=folder", "model.num_classes=6", "train.total_batch_size=20", "model.in_chans=1"]
+    command = [str(ROOT / "configs/quickstart.yaml"), *options, "--output", str(tmp_path / "run")]
+    for root in roots:  # the second resumes from the end of the first, of the same data
+        train.main([*command, f"data.root={root}"])
+    path, checkpoint = find_checkpoint(tmp_path / "run", "last")
+    assert checkpoint["progress"]["epoch"] == 2
+    written = [unicodedata.normalize("NFD", name) for name in NAMES]
+    save_checkpoint(tmp_path / "nfd.pt", checkpoint | {"classes": written})
+    assert load_checkpoint(tmp_path / "nfd.pt")["classes"] == NAMES
+    capsys.readouterr()
+    losses = set()
+    for file in (path, tmp_path / "nfd.pt"):
+        for root in roots:
+            validate.main([str(file), f"data.root={root}", "data.workers=0", "--weights", "plain", "--json"])
+            out, err = capsys.readouterr()
+            assert "classes" not in err
+            losses.add(json.loads(out)["plain"]["loss"])
+    assert len(losses) == 1
+    other = [*command[:-1], str(tmp_path / "other"), f"data.root={roots[1]}", f"init.weights={path}"]
+    train.main([*other, f"distill.teacher={path}", "distill.alpha=0.5"])
+    assert "matched by name" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("on_disk", "listed"), [("NFC", "NFD"), ("NFD", "NFC")])
+def test_a_csv_file_may_name_files_in_either(on_disk, listed, tmp_path):
+    data = write_split(tmp_path, on_disk, "csv")
+    expected = open_split(data, "train_split")
+    path = tmp_path / "train.csv"
+    path.write_text(unicodedata.normalize(listed, path.read_text()))
+    images = open_split(data, "train_split")
+    assert identify_split("train", images) == identify_split("train", expected)
+    assert images[0][0].tobytes() == expected[0][0].tobytes()
+
+
+def test_a_suggestion_that_looks_alike_says_what_was_given():
+    assert nearest("\u0435va", ["eva", "lara"]) == "; did you mean 'eva'? (got '\\u0435va')"
+    assert nearest("\xe9l\xe9phan", ["\xe9l\xe9phant"]) == "; did you mean '\xe9l\xe9phant'?"
+    assert nearest("evb", ["eva", "lara"]) == "; did you mean 'eva'?"
+
+
+@pytest.mark.parametrize(
+    ("names", "shown"),
+    [
+        (("été", "e\u0301te\u0301"), ("'\\xe9t\\xe9'", "'e\\u0301te\\u0301'")),
+        (("cat", "cat "), ("'cat'", "'cat '")),
+        (("❤", "❤\ufe0f"), ("'\\u2764'", "'\\u2764\\ufe0f'")),
+        (("été", "hiver"), ("été", "hiver")),
+    ],
+)
+def test_names_that_look_alike_are_escaped(names, shown):
+    first, second = ([name] for name in names)
+    assert describe_difference(first, second) == f"only in training: {shown[0]} (1); only in validation: {shown[1]} (1)"

@@ -1,0 +1,104 @@
+"""Files of strangers are opened by engine/runtime/reading.py alone, and parsed there or in its context `parsing`."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("ablation", "analysis", "attention", "bench", "engine", "models")
+FILES = [*ROOT.glob("*.py"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))]
+PARSERS = {
+    *("json.load", "json.loads", "csv.reader", "csv.DictReader", "yaml.load", "yaml.safe_load", "yaml.safe_load_all"),
+    *("np.load", "np.loadtxt", "np.genfromtxt", "np.fromfile", "np.memmap", "pickle.load", "pickle.loads"),
+    *("torch.load", "safe_open", "load_file", "safetensors.torch.load", "safetensors.torch.load_file"),
+    *("tarfile.open", "zipfile.ZipFile", "gzip.open", "gzip.decompress", "zlib.decompress", "tomllib.loads"),
+    *("Image.open", "ast.literal_eval", "struct.unpack", "struct.unpack_from"),
+}
+OPENERS = {"open", "read_text", "read_bytes"}
+"""Functions and methods that open a file, which may be a pipe or a device and of any size."""
+
+OF_READER = "engine.data.splits.refusing, in which every split is opened, refuses whatever a reader raises"
+OF_CHECKPOINT = "engine.checkpoints.files.read_checkpoint refuses whatever a file raises"
+MAY_PARSE = {
+    "ablation/report.py": "texts of options that the sweep has formatted itself",
+    "ablation/short_names.py": "texts of options that the sweep has formatted itself",
+    "bench/scale.py": "the output of its own process",
+    "engine/checkpoints/files.py": OF_CHECKPOINT,
+    "engine/checkpoints/format.py": OF_CHECKPOINT,
+    "engine/checkpoints/local_dir.py": OF_CHECKPOINT,
+    "engine/data/arrays.py": "the digits that scikit-learn installs",
+    "engine/data/cache.py": OF_READER,
+    "engine/data/csv_file.py": OF_READER,
+    "engine/data/images.py": "decode refuses whatever an image raises",
+    "engine/data/mds.py": OF_READER,
+    "engine/data/table.py": OF_READER,
+    "engine/data/tar.py": OF_READER,
+    "engine/data/webdataset.py": OF_READER,
+    "engine/reporting/charts.py": "a figure that was drawn in memory",
+}
+"""Module that parses outside of `parsing` -> the reason."""
+
+MAY_OPEN = {
+    "ablation/worker.py": "a pipe of its own",
+    "attention/plugins.py": "code of the user, which is run",
+    "bench/runtimes.py": "a file that it has written",
+    "bench/scale.py": "the kernel's files on a process",
+    "engine/checkpoints/local_dir.py": "a license, which is shown",
+    "engine/config/generate.py": "pages of this repository",
+    "engine/data/cache.py": "the pixels that the index beside them describes",
+    "engine/data/mds.py": "files that it has written, or has fetched into its cache",
+    "engine/data/store.py": "files of its cache",
+    "engine/data/table.py": "an index that was looked for as a regular file",
+    "engine/runtime/memory.py": "the kernel's files on a process",
+    "engine/runtime/provenance.py": "code of this project, and the kernel's files on the machine",
+    "engine/runtime/reading.py": "the place for it",
+}
+"""Module that opens files for reading without `engine.runtime.reading` -> the reason."""
+
+
+def direct_calls(tree: ast.AST) -> tuple[set[str], set[str]]:
+    """Returns calls of parsers outside of `with parsing(...)`, and those that open a file for reading."""
+    parsed: set[str] = set()
+    opened: set[str] = set()
+
+    def visit(node: ast.AST, is_guarded: bool) -> None:
+        if isinstance(node, ast.With):
+            is_guarded |= any(ast.unparse(item.context_expr).startswith("parsing(") for item in node.items)
+        if isinstance(node, ast.Call):
+            name, texts = ast.unparse(node.func), [x.value for x in node.args if isinstance(x, ast.Constant)]
+            mode = next((text for text in texts if isinstance(text, str)), "r")
+            is_opener = name == "open" or ("." in name and name.rpartition(".")[2] in OPENERS and name != "os.open")
+            if name in PARSERS:
+                parsed.update(() if is_guarded else [name])
+            elif is_opener and not {*mode} & {*"wax"}:
+                opened.add(name)
+        for child in ast.iter_child_nodes(node):
+            visit(child, is_guarded)
+
+    visit(tree, False)
+    return parsed, opened
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_are_read_in_one_way(path: Path):
+    parsed, opened = direct_calls(ast.parse(path.read_text()))
+    place = str(path.relative_to(ROOT))
+    assert not parsed or place in MAY_PARSE, f"{place}: {parsed}: use engine.runtime.reading, or `with parsing(...)`"
+    assert not opened or place in MAY_OPEN, f"{place}: {opened}: use open_regular or read_bounded"
+
+
+@pytest.mark.parametrize(
+    ("line", "parsed", "opened"),
+    [
+        ("json.loads(text)", {"json.loads"}, set()),
+        ("with parsing(path):\n    json.loads(text)", set(), set()),
+        ("with other(path):\n    yaml.safe_load(text)", {"yaml.safe_load"}, set()),
+        ("path.read_text()", set(), {"path.read_text"}),
+        ("open(path)", set(), {"open"}),
+        ("with path.open('rb') as file: pass", set(), {"path.open"}),
+        ("path.open('wb'); open(path, 'a'); read_text(path)", set(), set()),
+    ],
+)
+def test_what_counts_as_direct(line: str, parsed: set[str], opened: set[str]):
+    assert direct_calls(ast.parse(line)) == (parsed, opened)
