@@ -33,7 +33,7 @@ from engine.data.splits import classes_of
 from engine.evaluation.evaluate import evaluate_all, gather_all
 from engine.reporting.console import format_values
 from engine.reporting.metrics import first_micro_batch_size
-from engine.reporting.recorder import Recorder
+from engine.reporting.recorder import RUN_FILES, Recorder
 from engine.reporting.trackers import check_trackers
 from engine.runtime.distributed import World, autocast, init_distributed, seed_everything, set_deterministic, set_tf32
 from engine.runtime.errors import refuse_bad_input
@@ -112,7 +112,7 @@ class Trainer:
         self.ema = ModelEmaV3(self.model, decay=self.options.ema_decay) if self.options.ema_decay else None
         others = {**self.objective.own} | ({"model_ema": self.ema.module} if self.ema else {})
         self.stateful = {"model": self.model, "optimizer": self.optimizer, "scaler": self.scaler, **others}
-        cleanup.enter_context(lock_directory(output, world))
+        cleanup.enter_context(lock_directory(output, world, RUN_FILES))
         identity = identify_data(self.train_loader.dataset.dataset, self.val_loader.dataset)
         if world.is_primary and is_one_split(identity):
             splits = f"data.val_split = {run.data.val_split} has the images of data.train_split"

@@ -26,7 +26,8 @@ from analysis.trained import Sample, Trained, load_trained, read_sample
 from engine.reporting.plots import encode, in_style, label_ends, label_points, line_style, new_figure
 from engine.reporting.tables import compact_table, mean_and_std, over_draws, plus_minus
 from engine.runtime.errors import UserError
-from engine.runtime.files import dicts_to_csv, make_output, write_file
+from engine.runtime.files import dicts_to_csv, write_file
+from engine.runtime.ownership import make_output
 from models.assignment import mechanisms_of
 
 NUM_IMAGES = 16

@@ -46,6 +46,12 @@ from engine.runtime.provenance import provenance
 from engine.runtime.terminal import CONSOLE, print_fields, progress_bar
 from engine.runtime.text import one_line
 
+CONFIG = "config.yaml"
+"""File of a run directory with the configuration."""
+
+RUN_FILES = (CONFIG, METRICS, EPOCHS, CONSOLE)
+"""Files that every run writes into its directory."""
+
 INPUT_BOUND = 20
 """Percentage of time spent waiting for data above which a run is reported as input-bound, once. The first record of an
 epoch does not count, because the loader's workers start in it."""
@@ -129,7 +135,7 @@ class Recorder:
         """
         config = dump_yaml(dump_run(self.run))
         if self.directory is not None:
-            write_atomically(self.directory / "config.yaml", config.encode())
+            write_atomically(self.directory / CONFIG, config.encode())
             self.charts.show_config(config, self.step)
             self.trackers = OpenTrackers(Launch(self.run, self.directory, self.run_id))
             origin = provenance(self.device)
