@@ -8,7 +8,6 @@ SIGTERM, SIGINT, SIGUSR1, SIGHUP and SIGQUIT it saves a checkpoint and exits wit
 """
 
 import math
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
@@ -35,7 +34,15 @@ from engine.reporting.console import format_values
 from engine.reporting.metrics import first_micro_batch_size
 from engine.reporting.recorder import RUN_FILES, Recorder
 from engine.reporting.trackers import check_trackers
-from engine.runtime.distributed import World, autocast, init_distributed, seed_everything, set_deterministic, set_tf32
+from engine.runtime.distributed import (
+    World,
+    autocast,
+    init_distributed,
+    seed_everything,
+    set_deterministic,
+    set_tf32,
+    world_size,
+)
 from engine.runtime.errors import refuse_bad_input
 from engine.runtime.locks import lock_directory
 from engine.runtime.signals import STOPPED, SignalHandler, end_at_interrupt
@@ -57,7 +64,7 @@ from models.freeze import set_train_mode
 def main(arguments: Sequence[str] | None = None) -> None:
     args = parse_arguments(arguments)
     with ConsoleLog() as console, refuse_bad_input():
-        run = load_run(args.config, args.overrides, int(os.environ.get("WORLD_SIZE", "1")))
+        run = load_run(args.config, args.overrides, world_size())
         if args.check:
             sys.exit(not check_images(run))
         set_deterministic(run.train.deterministic)

@@ -7,7 +7,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from engine.config.schema import Report
-from engine.runtime.ownership import claim_results
+from engine.runtime.ownership import RESULTS, claim
 
 
 class StepProfiler:
@@ -43,6 +43,6 @@ class StepProfiler:
             running, self.running = self.running, None
             running.stop()
             path = self.directory / f"profile_step_{step}.json.gz"
-            claim_results(self.directory, [path.name])
+            claim(self.directory, RESULTS, [path.name])
             running.export_chrome_trace(str(path))
             print(f"report.profile: {path}, for ui.perfetto.dev", flush=True)

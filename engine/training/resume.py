@@ -26,7 +26,7 @@ from engine.config.schema import Run
 from engine.runtime.distributed import World
 from engine.runtime.errors import ConfigError, UserError
 from engine.runtime.files import is_intact
-from engine.runtime.ownership import RESULTS, claim_results, owned_files, remove_owned, with_digest
+from engine.runtime.ownership import RESULTS, claim, owned_files, remove_owned, with_digest
 from engine.training.differences import (
     CONTENT,
     NAMES_ONLY,
@@ -229,7 +229,7 @@ class Checkpoints:
     def _store(self, path: Path, content: Mapping[str, Any], best: Collection[int]) -> None:
         if path == self.resumption.checkpoint and path not in owned_files(self.directory, RESULTS):
             return  # it was put there by hand, and has this very state
-        claim_results(self.directory, with_digest(path.name))
+        claim(self.directory, RESULTS, with_digest(path.name))
         save_checkpoint(path, content)
         self._rotate(best)
 
