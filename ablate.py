@@ -24,7 +24,7 @@ from typing import NamedTuple
 from ablation.cases import Case, check_data, check_options, failure_mark, last_failure
 from ablation.estimate import plan_text
 from ablation.identity import SWEEP_FILE, check_sweep, is_extended, store_sweep
-from ablation.measured import Measurements
+from ablation.measured import MATCH_FILE, Measurements
 from ablation.planner import count_ranks
 from ablation.progress import Progress
 from ablation.report import FIGURES, TABLES, report_sweep, write_figures, write_tables
@@ -38,7 +38,8 @@ from attention.plugins import as_arguments
 from engine.config.load import find_config
 from engine.runtime.arguments import PROCESSES, ArgumentParser
 from engine.runtime.errors import ConfigError, refuse_bad_input
-from engine.runtime.files import check_directory, make_output
+from engine.runtime.files import check_directory
+from engine.runtime.ownership import make_output
 from engine.runtime.reading import read_text
 from engine.runtime.signals import end_at_interrupt
 from engine.runtime.terminal import warn_once
@@ -105,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(*list_commands(sweep.settings), sep="\n")
         return
     with refuse_bad_input():
-        make_output(args.output, [SWEEP_FILE, *TABLES, *FIGURES])
+        make_output(args.output, [SWEEP_FILE, MATCH_FILE, *TABLES, *FIGURES])
         store_sweep(args.config, args.overrides, args.output)
         is_other = measurements.store()
     if is_other:  # another worker has measured first: sizes follow from its measurements

@@ -8,7 +8,6 @@ SIGTERM, SIGINT, SIGUSR1, SIGHUP and SIGQUIT it saves a checkpoint and exits wit
 """
 
 import math
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
@@ -32,9 +31,17 @@ from engine.data.splits import classes_of
 from engine.evaluation.evaluate import evaluate_all, gather_all
 from engine.reporting.console import format_values
 from engine.reporting.metrics import first_micro_batch_size
-from engine.reporting.recorder import Recorder
+from engine.reporting.recorder import RUN_FILES, Recorder
 from engine.reporting.trackers import check_trackers
-from engine.runtime.distributed import World, autocast, init_distributed, seed_everything, set_deterministic, set_tf32
+from engine.runtime.distributed import (
+    World,
+    autocast,
+    init_distributed,
+    seed_everything,
+    set_deterministic,
+    set_tf32,
+    world_size,
+)
 from engine.runtime.errors import refuse_bad_input
 from engine.runtime.locks import lock_directory
 from engine.runtime.signals import STOPPED, SignalHandler, end_at_interrupt
@@ -62,7 +69,7 @@ from models.freeze import set_train_mode
 def main(arguments: Sequence[str] | None = None) -> None:
     args = parse_arguments(arguments)
     with ConsoleLog() as console, refuse_bad_input():
-        run = load_run(args.config, args.overrides, int(os.environ.get("WORLD_SIZE", "1")))
+        run = load_run(args.config, args.overrides, world_size())
         if args.check:
             sys.exit(not check_images(run))
         set_deterministic(run.train.deterministic)
@@ -117,7 +124,7 @@ class Trainer:
         self.ema = create_average(self.model, self.options.ema_decay) if self.options.ema_decay else None
         others = {**self.objective.own} | ({"model_ema": self.ema.module} if self.ema else {})
         self.stateful = {"model": self.model, "optimizer": self.optimizer, "scaler": self.scaler, **others}
-        cleanup.enter_context(lock_directory(output, world))
+        cleanup.enter_context(lock_directory(output, world, RUN_FILES))
         identity = identify_data(self.train_loader.dataset.dataset, self.val_loader.dataset)
         if world.is_primary and is_one_split(identity):
             splits = f"data.val_split = {run.data.val_split} has the images of data.train_split"

@@ -18,6 +18,7 @@ from engine.reporting.plots import encode
 from engine.reporting.tables import markdown_table
 from engine.runtime.files import to_csv, write_file
 from engine.runtime.locks import hold_lock
+from engine.runtime.ownership import remove_owned
 
 TABLES = ("table.md", "table.tex", "table.json", "table.csv", "runs.csv")
 """Files that `write_tables` writes."""
@@ -124,4 +125,4 @@ def write_figures(caption: str, settings: Sequence[Setting], output: Path) -> No
             if figure is not None:
                 write_file(output / name, encode(figure))
             else:
-                (output / name).unlink(missing_ok=True)
+                remove_owned(output, [name])

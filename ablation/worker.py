@@ -18,6 +18,7 @@ import torch
 from ablation.cases import Case, failure_mark, last_failure
 from ablation.progress import Progress
 from engine.runtime.locks import hold_lock, is_locked
+from engine.runtime.ownership import claim_results
 from engine.runtime.processes import run_to_end, wait_for
 from engine.runtime.signals import STOPPED
 from engine.runtime.text import one_line
@@ -59,7 +60,7 @@ def train_all(
             progress.write(f"{name}: {case.directory}" + " (finished)" * bool(case.result()))
             if case.result():
                 continue
-            case.directory.mkdir(parents=True, exist_ok=True)
+            claim_results(case.directory, [failure_mark(case).name])
             # A separate lock, because train.py locks the directory some time after it begins.
             with hold_lock(case.directory / "ablate.lock", wait=False) as is_held:
                 is_free = is_held and not is_locked(case.directory)
@@ -146,10 +147,11 @@ def run_jobs(command: Sequence[str], jobs: int, output: Path, progress: Progress
     Raises:
         SystemExit: stopped by a signal, after the runs have saved.
     """
+    claim_results(output, [worker_log(output, number).name for number in range(1, 1 + jobs)])
     with ExitStack() as stack:
         processes = {}
         for number, environment in enumerate(share_devices(jobs), start=1):
-            path = output / f"worker_{number}.log"
+            path = worker_log(output, number)
             log = stack.enter_context(path.open("wb"))
             process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
             processes[path] = stack.enter_context(process)
@@ -161,6 +163,10 @@ def run_jobs(command: Sequence[str], jobs: int, output: Path, progress: Progress
     for path, status in zip(processes, statuses, strict=True):
         if status not in (0, 1):  # 1: a run failed
             progress.write(f"a worker ended with {describe_status(status)}: {path}", error=True)
+
+
+def worker_log(output: Path, number: int) -> Path:
+    return output / f"worker_{number}.log"
 
 
 def is_busy(case: Case) -> bool:

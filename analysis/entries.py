@@ -26,7 +26,8 @@ from attention import Attention, Grid, OptionError
 from engine.reporting.plots import encode, in_style, line_style, new_figure
 from engine.reporting.tables import Spread, compact_table, mean_and_std, over_draws, plus_minus, spread
 from engine.runtime.errors import UserError
-from engine.runtime.files import dicts_to_csv, make_output, write_file
+from engine.runtime.files import dicts_to_csv, write_file
+from engine.runtime.ownership import make_output
 from models.base import attention_layers
 
 NUM_BINS = 10

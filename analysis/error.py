@@ -27,8 +27,9 @@ from engine.reporting.plots import encode, in_style, label_ends, label_points, l
 from engine.reporting.tables import compact_table, mean_and_std, over_draws, plus_minus
 from engine.runtime.arguments import Count
 from engine.runtime.errors import UserError
-from engine.runtime.files import dicts_to_csv, make_output, write_file
+from engine.runtime.files import dicts_to_csv, write_file
 from engine.runtime.memory import limit_memory
+from engine.runtime.ownership import make_output
 from models.assignment import mechanisms_of
 
 NUM_IMAGES = 16

@@ -33,6 +33,7 @@ from engine.objectives.distillation import digest_weights
 from engine.runtime.errors import UserError
 from engine.runtime.files import check_directory
 from engine.runtime.memory import peak_bytes
+from engine.runtime.ownership import claim_results, with_digest
 from engine.runtime.provenance import digest_code, provenance
 from engine.runtime.reading import parsing
 from models.base import attention_layers
@@ -151,11 +152,11 @@ class Laboratory:
         with torch.no_grad():
             peak = peak_bytes(partial(model, self.own.images), trained.device)
         if self.training is not None and self.steps is not None:
+            claim_results(self.aligned, with_digest(weights.name))
             clock = time.process_time if trained.device.type == "cpu" else time.perf_counter
             began = clock()
             align_by_seed(trained, model, self.training, self.steps, seed)
             seconds, aligned = clock() - began, self._test(model, layers, seed)
-            self.aligned.mkdir(exist_ok=True)
             export_model(weights, trained, model, attention, self.steps)
         stages = {mode: (replaced[mode], aligned.get(mode)) for mode in self.modes}
         return {"stages": stages, "seconds": seconds, "untrained": untrained, "peak": peak}

@@ -28,7 +28,8 @@ from engine.data.folders import FileReader, list_files
 from engine.data.splits import Images
 from engine.reporting.plots import encode
 from engine.runtime.errors import UserError
-from engine.runtime.files import make_output, write_file
+from engine.runtime.files import write_file
+from engine.runtime.ownership import make_output
 from engine.runtime.text import one_line
 from models.base import attention_layers
 
@@ -64,12 +65,13 @@ def main(args: argparse.Namespace) -> None:
             for number, (file, image) in enumerate(zip(files, images, strict=True), start=1):
                 start = f"{one_line(Path(file).name, 40)}, {title}"
                 layers, figures = examine(model.double(), trained, image, place, start)
-                make_output(directory, ())
+                paths = {shows: directory / f"{number}_{Path(file).stem}_{shows}.png" for shows in figures}
+                make_output(directory, [path.name for path in paths.values()])
                 names = [text or layer.name() for layer in attention_layers(model)]  # which may differ
                 pairs = enumerate(zip(names, layers, strict=True), start=1)
                 rows += [Row(own, file, index, found) for index, (own, found) in pairs]
                 for shows, figure in figures.items():
-                    write_file(directory / f"{number}_{Path(file).stem}_{shows}.png", encode(figure))
+                    write_file(paths[shows], encode(figure))
                 bar.update()
     print(tabulate(rows))
     for problem in list_problems(rows):

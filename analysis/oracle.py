@@ -31,7 +31,8 @@ from engine.reporting.plots import encode, in_style, line_style, marker_style, n
 from engine.reporting.tables import compact_table, plus_minus, spread
 from engine.runtime.arguments import SEED, Count
 from engine.runtime.errors import UserError
-from engine.runtime.files import make_output, to_csv, write_file
+from engine.runtime.files import to_csv, write_file
+from engine.runtime.ownership import make_output
 
 SHARES = 1 / 4, 1 / 2, 3 / 4
 """Shares of the budget for low rank, for methods with both parts."""

@@ -35,7 +35,8 @@ from attention.parts.groups import Groups, gather_groups, group_mean, segments
 from engine.reporting.plots import encode, in_style, line_style, new_figure
 from engine.reporting.tables import compact_table, plus_minus, spread
 from engine.runtime.arguments import Count
-from engine.runtime.files import dicts_to_csv, make_output, write_file
+from engine.runtime.files import dicts_to_csv, write_file
+from engine.runtime.ownership import make_output
 from models.base import attention_layers
 
 NUM_IMAGES = 16

@@ -27,7 +27,8 @@ from engine.reporting.plots import encode
 from engine.reporting.tables import Spread, compact_table, mean_and_std, over_draws, plus_minus, verdict
 from engine.runtime.arguments import PROCESSES, Count
 from engine.runtime.errors import UserError
-from engine.runtime.files import dicts_to_csv, make_output, write_file
+from engine.runtime.files import dicts_to_csv, write_file
+from engine.runtime.ownership import make_output
 from models.assignment import assign, mechanisms_of, single_layers
 from models.assignment import replace as replace_entry
 from models.costs import count_costs

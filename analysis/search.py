@@ -35,8 +35,9 @@ from engine.reporting.plots import BLUE, GREY, ORANGE, encode, in_style, new_fig
 from engine.reporting.tables import compact_table
 from engine.runtime.arguments import SEED, Count
 from engine.runtime.errors import UserError
-from engine.runtime.files import check_directory, dicts_to_csv, make_output, write_file
+from engine.runtime.files import dicts_to_csv, write_file
 from engine.runtime.memory import limit_memory, refuse_too_large
+from engine.runtime.ownership import RESULTS, claim_results, make_output, owned_files, remove_owned, with_digest
 
 NUM_IMAGES = 1000
 """Default number of classified images."""
@@ -76,7 +77,7 @@ def main(args: argparse.Namespace) -> None:
     kind, limits = read_budgets(args.budget)
     check_options(args, kind)
     make_output(args.output, [*FILES, MEASUREMENTS_FILE])
-    check_directory(args.output / "front")
+    make_output(args.output / "front", ())
     mechanisms = command_line.read_mechanisms(args.attention)
     trained = load_trained(args)
     laboratory = Laboratory(trained, read_sample(trained, args.images), args.output, ["evaluation"], args.align)
@@ -208,10 +209,9 @@ def report(
         lines = [values(point, hybrids, cost, names) for point in table]
         write_file(args.output / file, dicts_to_csv(lines))
     write_file(args.output / FILES[2], encode(draw(title, cost, points, front, budgets.values())))
-    (args.output / "front").mkdir(exist_ok=True)
-    for suffix in ("yaml", "safetensors", "safetensors.sha256"):
-        for former in (args.output / "front").glob(f"[0-9][0-9].{suffix}"):
-            former.unlink()
+    directory = args.output / "front"
+    remove_owned(directory, [path.name for path in owned_files(directory, RESULTS)])  # those of an earlier search
+    claim_results(directory, [file for name in names.values() for file in front_files(name.rpartition("/")[2])])
     for point, name in names.items():
         weights = args.output / f"{name}.safetensors"
         hybrids.export(weights, point.candidate.choices)
@@ -232,6 +232,11 @@ def report(
             train=replace(run.train, freeze=None),
         )
         write_file(args.output / f"{name}.yaml", (head + dump_yaml(dump_run(run))).encode())
+
+
+def front_files(name: str) -> list[str]:
+    """Returns the names of the files of a point of the front."""
+    return [f"{name}.yaml", *with_digest(f"{name}.safetensors")]
 
 
 def values(point: Point, hybrids: Hybrids, cost: Cost, names: Mapping[Point, str]) -> dict[str, Any]:

@@ -22,7 +22,8 @@ from analysis.trained import load_trained, read_sample
 from attention import OptionError
 from engine.reporting.plots import PAGE, encode, in_style, new_figure
 from engine.reporting.tables import Spread, compact_table, mean_and_std, over_draws, plus_minus, spread
-from engine.runtime.files import dicts_to_csv, make_output, write_file
+from engine.runtime.files import dicts_to_csv, write_file
+from engine.runtime.ownership import make_output
 
 NUM_IMAGES = 1000
 """Default number of classified images."""

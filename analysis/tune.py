@@ -17,6 +17,7 @@ from engine.config.load import dump_run, parse_run
 from engine.data.splits import open_split
 from engine.objectives.distillation import Distill
 from engine.runtime.files import write_file
+from engine.runtime.ownership import claim_results, remove_owned
 from engine.runtime.processes import run_to_end
 from engine.runtime.reading import MAX_TEXT, parsing, read_bounded
 
@@ -69,12 +70,12 @@ def tune(
     Returns:
         The exit status of ablate.py, and the result of each run (None: it is not finished).
     """
-    directory.mkdir(exist_ok=True)
+    claim_results(directory, ["base.yaml", "plan.yaml"])
     caption = f"{base['init']['weights']} with other attention, fine-tuned for {base['schedule']['epochs']} epochs"
     rows = [{"attention": start.attention, "init.weights": start.weights, "train.seed": start.seed} for start in starts]
     for name, content in (("base", base), ("plan", {"caption": caption, "base": "base.yaml", "runs": rows})):
         write_file(directory / f"{name}.yaml", yaml.safe_dump(content, sort_keys=False).encode())
-    (directory / "sweep.yaml").unlink(missing_ok=True)  # the plan of an earlier command may have had other rows
+    remove_owned(directory, ["sweep.yaml"])  # the plan of an earlier command may have had other rows
     command = [str(ABLATE), str(directory / "plan.yaml"), "--output", str(directory), *as_arguments()]
     command += ["--jobs", str(jobs)]
     print(f"fine-tuning: python {' '.join(command)}", flush=True)

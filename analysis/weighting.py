@@ -37,7 +37,8 @@ from attention.parts.groups import group_mean, segments
 from engine.reporting.tables import compact_table, plus_minus, spread
 from engine.runtime.arguments import Count
 from engine.runtime.errors import UserError
-from engine.runtime.files import make_output, to_csv, write_file
+from engine.runtime.files import to_csv, write_file
+from engine.runtime.ownership import make_output
 from models.base import attention_layers
 
 NUM_IMAGES = 2

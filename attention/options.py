@@ -142,20 +142,23 @@ def check_fields(values: Any) -> dict[str, Any]:
     return checked
 
 
-def _check(kind: Any, value: Any, key: str) -> Any:
-    """Returns `value` as the type `kind`, or raises an OptionError."""
+def _check(kind: Any, value: Any, key: str, others: tuple[str, ...] = ()) -> Any:
+    """Returns `value` as the type `kind`, or raises an OptionError, which names `others` as choices, too."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is Literal:
         if value in arguments and type(value) in map(type, arguments):
             return value
-        raise OptionError(key, f"{value!r} is not a choice{nearest(value, arguments)}")
+        raise OptionError(key, f"{value!r} is not a choice{nearest(value, (*arguments, *others))}")
     if origin in (types.UnionType, typing.Union):
-        if value is None and type(None) in arguments:
+        has_null = type(None) in arguments
+        if value is None and has_null:
             return None
+        if has_null and isinstance(value, str) and value.lower() in ("", "none"):
+            raise OptionError(key, f"{value!r} is text, and names nothing; write null for none")
         kinds = [argument for argument in arguments if argument is not type(None)]
         for index, argument in enumerate(kinds):
             try:
-                return _check(argument, value, key)
+                return _check(argument, value, key, ("null",) * has_null)
             except OptionError:
                 if index == len(kinds) - 1:
                     raise

@@ -18,7 +18,7 @@ from bench.cost_model import Prediction
 from bench.devices import Roofline
 from bench.quality import Match, Quality, default_measure, find_quality, read_quality
 from bench.workload import read_options
-from engine.runtime.files import make_output
+from engine.runtime.ownership import make_output
 
 BUDGETS = {
     "ms": "milliseconds of a call",

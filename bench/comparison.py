@@ -13,13 +13,14 @@ import torch
 
 from attention import Grid
 from attention.options import OptionError, nearest
+from bench.figures import FIGURES
 from bench.results import COLUMNS, FILES, SETTINGS, quartile_columns
 from bench.timing import SAMPLE_SECONDS, Call, Quartiles, capturing, time_rounds
 from bench.workload import Subject, Workload, attention_core, attention_layer, layers_that_differ, whole_model
 from engine.checkpoints.export import check_target
 from engine.runtime.errors import ConfigError
-from engine.runtime.files import make_output
 from engine.runtime.memory import memory_permitting
+from engine.runtime.ownership import make_output
 from models.costs import Costs
 
 BATCH_TOKENS = {"cpu": 6272, "cuda": 100352}
@@ -58,7 +59,7 @@ def plan(args: argparse.Namespace, device: torch.device) -> list[Comparison]:
     if "cuda-graph" in args.execution and device.type != "cuda":
         raise ConfigError("--execution cuda-graph needs a GPU; use eager")
     if args.output:
-        make_output(args.output, FILES)
+        make_output(args.output, [*FILES, *FIGURES])
     kinds = []
     if args.attention:
         kind, parse = ("core", attention_core) if args.core else ("attention", attention_layer)

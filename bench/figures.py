@@ -15,6 +15,10 @@ from matplotlib.ticker import LogLocator
 from bench.results import SETTINGS
 from engine.reporting.plots import PAGE, encode, in_style, line_style, new_figure
 from engine.runtime.files import write_file
+from engine.runtime.ownership import remove_owned
+
+FIGURES = ("attention.png", "core.png", "model.png")
+"""Files that `draw_figures` writes."""
 
 
 class Scale(NamedTuple):
@@ -42,7 +46,7 @@ def draw_figures(rows: Sequence[dict[str, Any]], output: Path) -> None:
         if len({row["size"] for row in same_kind if row["seconds"]}) > 1:
             write_file(output / f"{kind}.png", encode(draw(same_kind)))
         else:
-            (output / f"{kind}.png").unlink(missing_ok=True)
+            remove_owned(output, [f"{kind}.png"])
 
 
 @in_style

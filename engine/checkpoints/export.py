@@ -33,7 +33,8 @@ from engine.checkpoints.model_card import CARD, write_card
 from engine.config.load import dump_run
 from engine.config.schema import Run, num_channels
 from engine.runtime.errors import UserError
-from engine.runtime.files import explain_unwritten, write_file, write_together, write_verified
+from engine.runtime.files import explain_unwritten, is_digest, write_file, write_verified
+from engine.runtime.ownership import RESULTS, check_claim, with_digest, write_together
 from engine.runtime.text import one_line
 
 PACKAGES = {"/": (), ".safetensors": (), ".onnx": ("onnx", "onnxscript", "onnxruntime"), ".pt2": ()}
@@ -58,6 +59,10 @@ def check_target(target: str) -> None:
         raise UserError(f"{target}: no directory {str(parent)!r}")
     if kind not in PACKAGES:
         raise UserError(f"{target}: no kind of export; choose a directory DIR/ or a file .safetensors, .onnx or .pt2")
+    if kind == "/":
+        check_claim(Path(target), RESULTS, [*with_digest(WEIGHTS_FILES[0]), CONFIG])
+    if kind == ".safetensors" and not is_digest(Path(target)):
+        raise UserError(f"{target}.sha256: is there already, and holds no SHA-256 of {target}; move it away")
     for package in PACKAGES[kind]:
         try:
             importlib.import_module(package)

@@ -138,7 +138,7 @@ def override(tree: Tree, text: str) -> None:
     path = tuple(key.split("."))
     if not equals or not all(path) or len(path) > _MAX_DEPTH:
         raise ConfigError(f"{origin}: expected key.path=value")
-    new = parse_yaml(value, lambda line: origin)
+    new = parse_yaml(value, lambda line: origin, path)
     container = tree.values
     for depth, name in enumerate(path):
         where = ".".join(path[:depth])
@@ -165,14 +165,14 @@ def _forget(origins: dict[Keys, str], path: Keys) -> None:
         del origins[known]
 
 
-def parse_yaml(text: str, place: Callable[[int], str]) -> Tree:
-    """Parses YAML `text` as safe_load does, but refuses duplicate keys and takes ``1e-3`` for a number; `place(line)`
-    names a line of the text.
+def parse_yaml(text: str, place: Callable[[int], str], option: Keys = ()) -> Tree:
+    """Parses YAML `text`, the value of `option`, as safe_load does, but refuses duplicate keys and takes ``1e-3`` for a
+    number; `place(line)` names a line of the text.
     """
     if len(text) > _MAX_BYTES:
         raise ConfigError(f"{place(1)}: larger than {_MAX_BYTES} bytes; that is no configuration")
     try:
-        reader = _Reader(text, place)
+        reader = _Reader(text, place, option)
         node = reader.get_single_node()
         return Tree(None if node is None else reader.plain(node, (), ()), reader.origins)
     except yaml.MarkedYAMLError as error:
@@ -188,9 +188,9 @@ def parse_yaml(text: str, place: Callable[[int], str]) -> Tree:
 class _Reader(yaml.SafeLoader):
     """PyYAML's safe loader; records the line of every value (`origins`), refuses what is ambiguous or too large."""
 
-    def __init__(self, text: str, place: Callable[[int], str]):
+    def __init__(self, text: str, place: Callable[[int], str], option: Keys):
         super().__init__(text)
-        self.place = place
+        self.place, self.option = place, option
         self.origins: dict[Keys, str] = {(): place(1)}
         self.num_nodes = self.depth = 0
 
@@ -209,7 +209,7 @@ class _Reader(yaml.SafeLoader):
 
     def plain(self, node: yaml.Node, path: Keys, parents: tuple[yaml.Node, ...]) -> Any:
         """Returns the plain value of `node`; `path` leads to it through the nodes `parents`."""
-        here, name = self.place(node.start_mark.line + 1), ".".join(path)
+        here, name = self.place(node.start_mark.line + 1), ".".join((*self.option, *path))
         self.origins[path] = here
         if len(self.origins) > _MAX_NODES:
             raise ConfigError(f"{here}: more than {_MAX_NODES} values")
@@ -229,7 +229,7 @@ class _Reader(yaml.SafeLoader):
                     raise ConfigError(f"{line}: {name or 'the file'}: expected text as a key, got {got}")
                 key = key_node.value
                 if key in values:
-                    raise ConfigError(f"{line}: {'.'.join((*path, key))}: duplicate key")
+                    raise ConfigError(f"{line}: {'.'.join((*self.option, *path, key))}: duplicate key")
                 values[key] = self.plain(value_node, (*path, key), parents)
                 self.origins[*path, key] = line
             return values

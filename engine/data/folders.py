@@ -26,7 +26,7 @@ from engine.data.layout import (
     is_image,
     sort_naturally,
 )
-from engine.data.table import map_table, write_table
+from engine.data.table import map_table, refuse_others, write_table
 from engine.runtime.errors import UserError
 from engine.runtime.reading import open_regular, parsing
 from engine.runtime.text import one_line
@@ -85,6 +85,7 @@ def write_index(root: str) -> Layout:
     Raises:
         LayoutError: as in `classify`; or the folders change meanwhile. OSError: no space, or no permission.
     """
+    refuse_others(index_of(root))
     layout = _list(root)
     times = {folder: _changed_at(root, folder) for folder, _, _ in _walk(root)}
     if layout.samples.text != _list(root).samples.text:

@@ -16,7 +16,7 @@ import numpy as np
 from engine.data.arrays import ArrayReader
 from engine.data.layout import LayoutError
 from engine.runtime.errors import UserError
-from engine.runtime.files import make_output, write_file
+from engine.runtime.files import make_directory, write_file
 from engine.runtime.reading import open_regular, parsing
 
 IMAGES, LABELS = "-images-idx3-ubyte", "-labels-idx1-ubyte"
@@ -90,7 +90,7 @@ def new_files(directory: Path, splits: Iterable[str]) -> list[tuple[Path, Path]]
     for path in itertools.chain(*files):
         if path.exists():
             raise UserError(f"{path}: is there already; remove it, or name another directory")
-    make_output(directory, [path.name for path in itertools.chain(*files)], "output")
+    make_directory(directory, [path.name for path in itertools.chain(*files)], "output")
     return files
 
 

@@ -20,11 +20,12 @@ are, and may be put into a store.
 
 import argparse
 import io
+import os
 import shutil
 import sys
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -121,22 +122,41 @@ def prepare(name: str, images: Images, output: Path, short_side: int | None, wor
         BrokenImage: images that were read back differ from those written.
     """
     path = output / f"{name}{INDEX}"
-    if path.exists():
-        raise UserError(f"{path}: is there already; remove it to prepare it anew, or name other --splits")
-    output.mkdir(parents=True, exist_ok=True)
     encoded = _encoded(images, short_side)
-    unchecked = output / f"{name}.unchecked{INDEX}"
-    try:
+    with _new_directory(output, name, [path, pixels_of(path)]) as directory:
+        unchecked = directory / path.name
         with closing(read_all(encoded, workers, f"{name}: decoding")) as samples:
             write_cache(unchecked, _report_broken(samples), images.reader, short_side)
         num_empty, num_bytes, digests = check(unchecked, workers, f"{name}: checking")
-        for file in (pixels_of(path), path):
-            unchecked.with_suffix(file.suffix).replace(file)
-    finally:
-        for file in (pixels_of(unchecked), unchecked):
-            file.unlink(missing_ok=True)
+        pixels_of(unchecked).replace(pixels_of(path))
+        try:
+            unchecked.replace(path)
+        except OSError:
+            pixels_of(path).replace(pixels_of(unchecked))
+            raise
     print(f"{name}: {len(images):,} images, {num_bytes / 1e9:.3f} GB, {num_empty:,} broken")
     return digests
+
+
+@contextmanager
+def _new_directory(output: Path, name: str, results: Sequence[Path]) -> Iterator[Path]:
+    """Context of a new directory for the split `name` until it is checked; removed at the end.
+
+    Raises:
+        UserError: it is there, or one of the `results`. OSError: it cannot be made.
+    """
+    for path in results:
+        if os.path.lexists(path):
+            raise UserError(f"{path}: is there already; remove it to prepare it anew, or name other --splits")
+    directory = output / f"{name}.unchecked"
+    if os.path.lexists(directory):
+        problem = "is there already: another preparation writes it, or was killed, or it is yours"
+        raise UserError(f"{directory}: {problem}; remove it, or name another directory")
+    directory.mkdir(parents=True)
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def _encoded(images: Images, short_side: int | None) -> Images:
@@ -163,14 +183,10 @@ def prepare_shards(
         UserError: the split exists already. OSError: no space, or no permission.
         BrokenImage: images that were read back differ from those written.
     """
-    path, unchecked = output / name, output / f"{name}.unchecked"
-    if path.exists():
-        raise UserError(f"{path}: is there already; remove it to prepare it anew, or name other --splits")
-    shutil.rmtree(unchecked, ignore_errors=True)
-    unchecked.mkdir(parents=True)
+    path = output / name
     order = torch.randperm(len(encoded), generator=torch.Generator().manual_seed(0)).numpy()
     mixed = replace(encoded, reader=SubsetReader(encoded.reader, order))
-    try:
+    with _new_directory(output, name, [path]) as unchecked:
         with closing(read_all(mixed, workers, f"{name}: writing")) as samples:
             contents = ((b"", False) if isinstance(x, BrokenImage) else x[0] for x in _report_broken(samples))
             num_empty = write_mds(unchecked, contents, mixed.reader, shard_bytes, short_side or 0)
@@ -182,8 +198,6 @@ def prepare_shards(
                 f"{num_broken - num_empty} images were not read back as they were written; nothing is kept"
             )
         unchecked.replace(path)
-    finally:
-        shutil.rmtree(unchecked, ignore_errors=True)
     num_bytes = sum(shard.file.size for shard in reader.shards)
     shards = f"{len(reader.shards):,} shards, {num_bytes / 1e9:.3f} GB"
     print(f"{name}: {len(mixed):,} images, {shards}, {num_empty:,} not to be read")

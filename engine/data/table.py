@@ -13,6 +13,7 @@ import numpy as np
 from safetensors.numpy import save
 
 from engine.data.layout import LayoutError, Samples
+from engine.runtime.files import write_atomically
 from engine.runtime.reading import open_regular, parsing
 
 LIMIT = 2**27
@@ -38,12 +39,18 @@ def write_table(
         **arrays,
     }
     contiguous = {name: np.ascontiguousarray(x) for name, x in tensors.items()}  # save ignores strides
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    try:  # save_file would hide it from other users
-        unfinished.write_bytes(save(contiguous, {"classes": json.dumps(classes), **notes}))
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    refuse_others(path)
+    write_atomically(path, save(contiguous, {"classes": json.dumps(classes), **notes}))  # save_file would hide it
+
+
+def refuse_others(path: Path) -> None:
+    """Refuses to write a table in the place of a file that is none. LayoutError: there is such a file."""
+    try:
+        if os.path.lexists(path):
+            map_table(path)
+    except (LayoutError, OSError):
+        problem = "is there already, and is damaged or no file of this command"
+        raise LayoutError(f"{path.name} {problem}; move it away, then run the command again") from None
 
 
 def map_table(path: Path, **types: str) -> tuple[Samples, dict[str, int], dict[str, np.ndarray], dict[str, str]]:

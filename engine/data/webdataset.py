@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from engine.data.images import BrokenImage, DataError
 from engine.data.layout import Layout, LayoutError, LayoutReader, Samples, is_hidden, is_image, sort_naturally
-from engine.data.table import map_table, write_table
+from engine.data.table import map_table, refuse_others, write_table
 from engine.data.tar import find_members, read_member
 from engine.runtime.reading import open_regular, parsing
 from engine.runtime.text import one_line
@@ -160,6 +160,7 @@ def write_index(pattern: str, workers: int) -> Layout:
         LayoutError, TarError: as in `WdsReader`. OSError: no space, or no permission.
     """
     shards, path = find_shards(pattern), index_of(pattern)
+    refuse_others(path)
     with ProcessPoolExecutor(max(1, workers), get_context("spawn")) as pool:  # starts processes when there is work
         listed = pool.map(list_shard, shards, chunksize=4) if workers > 1 else map(list_shard, shards)
         places = join(shards, tqdm(listed, path.name, len(shards), unit=" shards", dynamic_ncols=True, disable=None))

@@ -7,6 +7,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from engine.config.schema import Report
+from engine.runtime.ownership import RESULTS, claim
 
 
 class StepProfiler:
@@ -42,5 +43,6 @@ class StepProfiler:
             running, self.running = self.running, None
             running.stop()
             path = self.directory / f"profile_step_{step}.json.gz"
+            claim(self.directory, RESULTS, [path.name])
             running.export_chrome_trace(str(path))
             print(f"report.profile: {path}, for ui.perfetto.dev", flush=True)

@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from engine.checkpoints.origin import mark_origin
+from engine.checkpoints.origin import ORIGIN, mark_origin
 from engine.checkpoints.progress import Progress, Resumption, describe_place
 from engine.config.load import dump_run
 from engine.config.micro_batches import describe_ranks, micro_batch_size
@@ -48,6 +48,12 @@ from engine.runtime.provenance import provenance
 from engine.runtime.reading import open_regular
 from engine.runtime.terminal import CONSOLE, print_fields, progress_bar
 from engine.runtime.text import one_line
+
+CONFIG = "config.yaml"
+"""File of a run directory with the configuration."""
+
+RUN_FILES = (CONFIG, METRICS, EPOCHS, CONSOLE, ORIGIN)
+"""Files that every run writes into its directory."""
 
 INPUT_BOUND = 20
 """Percentage of time spent waiting for data above which a run is reported as input-bound, once. The first record of an
@@ -134,7 +140,7 @@ class Recorder:
         if self.directory is not None:
             if resumption.checkpoint is None:
                 mark_origin(self.directory)
-            write_atomically(self.directory / "config.yaml", config.encode())
+            write_atomically(self.directory / CONFIG, config.encode())
             self.charts.show_config(config, self.step)
             self.trackers = OpenTrackers(Launch(self.run, self.directory, self.run_id))
             origin = provenance(self.device)

@@ -59,6 +59,11 @@ class ArgumentParser(argparse.ArgumentParser):
         text = "module or .py file that registers mechanisms of your own; repeatable"
         self.add_argument(FLAG, metavar="MODULE", help=text, default=argparse.SUPPRESS)  # for the help alone
 
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        if "" in arg_strings:  # which Path takes for the working directory, and `if` for no value
+            raise argparse.ArgumentError(action, "'' is empty and names nothing; give a value, or leave it out")
+        return super()._get_values(action, arg_strings)
+
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         return super().parse_args(_load_plugins(args), namespace)
 

@@ -3,6 +3,9 @@
 import hashlib
 import os
 import random
+import re
+import socket
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,11 +20,18 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from engine.runtime.errors import UserError
+from engine.runtime.text import describe_error
 
 Amp = Literal["bf16", "fp16"] | None
 """Precision of automatic mixed precision; None: off."""
 
 AMP_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+MAX_RANKS = 10**6
+
+CONNECT_SECONDS = 0.5
+"""Interval (s) at which a rank tries to reach the first."""
 
 
 @dataclass(frozen=True)
@@ -135,19 +145,45 @@ class World:
             dist.destroy_process_group()
 
 
+def world_size() -> int:
+    """Returns the number of ranks that the launcher's environment states, 1 without a launcher.
+
+    Raises:
+        UserError: one of the variables is missing, or has a wrong value.
+    """
+    if "WORLD_SIZE" not in os.environ:  # timm would treat any SLURM allocation of several tasks as a launch
+        return 1
+    remedy = "start ranks with torchrun, which sets it, or unset WORLD_SIZE to run in one process"
+    if not os.environ.get("MASTER_ADDR"):
+        raise UserError(f"MASTER_ADDR = {os.environ.get('MASTER_ADDR')!r}: expected a host; {remedy}")
+    limits = {"WORLD_SIZE": (1, MAX_RANKS), "MASTER_PORT": (1, 2**16 - 1), "RANK": (0, 0), "LOCAL_RANK": (0, 0)}
+    if "LOCAL_WORLD_SIZE" in os.environ:
+        limits["LOCAL_WORLD_SIZE"] = (1, 0)
+    size = 1
+    for name, (low, high) in limits.items():
+        text = os.environ.get(name)
+        high = high or size - (low == 0)
+        if text is None or not re.fullmatch("[0-9]{1,9}", text) or not low <= int(text) <= high:
+            raise UserError(f"{name} = {text!r}: expected a whole number from {low} to {high}; {remedy}")
+        size = int(text) if name == "WORLD_SIZE" else size
+    return size
+
+
 def init_distributed(device: Literal["auto", "cuda", "cpu"], timeout_minutes: float = 10.0) -> World:
     """Joins the process group that torchrun's environment describes (nccl on cuda, gloo on cpu), if there is one.
 
     Args:
         timeout_minutes: how long a rank waits for the others before it fails.
     Raises:
-        UserError: cuda was requested but is not available, or has fewer GPUs than this machine has ranks.
+        UserError: cuda was requested but is not available, or has fewer GPUs than this machine has ranks; the
+            environment is wrong, see `world_size`; or the ranks do not meet in time.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("train.device: cuda is not available here; use auto or cpu")
-    if "WORLD_SIZE" not in os.environ:  # timm would treat any SLURM allocation of several tasks as a launch
+    size = world_size()
+    if "WORLD_SIZE" not in os.environ:
         return World(torch.device(device))
     local = torch.device(device, int(os.environ["LOCAL_RANK"])) if device == "cuda" else torch.device(device)
     if device == "cuda":
@@ -155,8 +191,38 @@ def init_distributed(device: Literal["auto", "cuda", "cpu"], timeout_minutes: fl
             problem = f"LOCAL_RANK = {local.index}, but the GPUs of this machine are {number}, one for each rank"
             raise UserError(f"{problem}; start torchrun with --nproc_per_node={number}")
         torch.cuda.set_device(local)
-    dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timedelta(minutes=timeout_minutes))
+    backend, timeout = "nccl" if device == "cuda" else "gloo", timedelta(minutes=timeout_minutes)
+    try:
+        _reach_master(timeout)
+        dist.init_process_group(backend, timeout=timeout)
+    except (OSError, RuntimeError) as error:
+        master = ":".join(os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT"))
+        problem = f"the {size} ranks have not met there in {timeout_minutes:g} minutes ({describe_error(error)})"
+        remedy = "start all ranks with the address of the first, or raise train.timeout_minutes"
+        raise UserError(f"MASTER_ADDR:MASTER_PORT = {master}: {problem}; {remedy}") from None
     return World(local, dist.get_rank(), dist.get_world_size())
+
+
+def _reach_master(timeout: timedelta) -> None:
+    """Waits until the store of the process group can be reached; torch would wait deaf to signals, and print stacks.
+
+    Raises:
+        OSError: it cannot be reached in time.
+    """
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    is_host = os.environ["RANK"] == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    deadline = time.monotonic() + timeout.total_seconds()
+    while True:
+        try:
+            if is_host:
+                socket.getaddrinfo(*address)
+            else:
+                socket.create_connection(address, max(1.0, deadline - time.monotonic())).close()
+            return
+        except (OSError, UnicodeError) as error:  # a name may be no host's at all
+            if time.monotonic() > deadline:
+                raise OSError(*error.args) from None
+            time.sleep(CONNECT_SECONDS)
 
 
 def average_in_rank_order(state: None, bucket: dist.GradBucket) -> Future[Tensor]:

@@ -49,9 +49,9 @@ def refuse_bad_input() -> Iterator[None]:
     except (UserError, OptionError) as error:
         rank = os.environ.get("RANK", "0")
         try:
-            if os.environ.get("LOCAL_RANK", rank) != "0":
+            if os.environ.get("LOCAL_RANK", rank).strip("0").isdecimal():
                 time.sleep(PATIENCE)
         except KeyboardInterrupt:  # by the launcher
             raise SystemExit(2) from None
-        print(f"error: {f'rank {rank}: ' * (rank != '0')}{error}", file=sys.stderr)
+        print(f"error: {f'rank {rank}: ' * rank.strip('0').isdecimal()}{error}", file=sys.stderr)
         raise SystemExit(2) from None

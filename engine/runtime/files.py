@@ -5,6 +5,8 @@ import errno
 import hashlib
 import io
 import os
+import re
+import secrets
 import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -13,6 +15,9 @@ from typing import Any
 
 from engine.runtime.errors import UserError
 from engine.runtime.reading import open_descriptor, open_regular, read_regular
+
+TOKEN = f"eav-{secrets.token_hex(16)}"
+"""Random part of the names of this process's unfinished files, which no other process knows: they are its own."""
 
 
 class FailedAfterReplacing(OSError):
@@ -28,24 +33,33 @@ def write_atomically(path: Path, content: bytes | memoryview | Iterator[bytes]) 
     Raises:
         FailedAfterReplacing: it has its new content, which a power cut may undo. OSError: it could not be written.
     """
-    unfinished = path.with_name(path.name + ".tmp")
-    try:
-        with naming(path):
-            with unfinished.open("wb") as file:
-                file.writelines(content if isinstance(content, Iterator) else [content])
-                file.flush()
-                os.fsync(file.fileno())
+    unfinished = path.with_name(f".{TOKEN}.{secrets.token_hex(8)}")
+    with naming(path), unfinished.open("xb") as file:  # exclusively: it is nobody else's
+        try:
+            file.writelines(content if isinstance(content, Iterator) else [content])
+            file.flush()
+            os.fsync(file.fileno())
             os.replace(unfinished, path)
-    except BaseException:
-        unfinished.unlink(missing_ok=True)
-        raise
+        except BaseException:
+            unfinished.unlink(missing_ok=True)
+            raise
     sync_directory(path.parent)
 
 
-def append_whole(path: Path, content: bytes) -> None:
+def remove_unfinished(directory: Path, token: str) -> None:
+    """Removes the files in `directory` that the process whose `TOKEN` this is was writing when it was killed."""
+    for path in directory.iterdir():
+        if re.fullmatch(rf"\.{re.escape(token)}\.[0-9a-f]{{16}}", path.name):
+            path.unlink(missing_ok=True)
+
+
+def append_whole(path: Path, content: bytes, sync: bool = False) -> None:
     """Adds `content` to the regular file at `path`, all of it or nothing, and makes the file if there is none.
 
     What a failed write has added is cut off again. If that fails too, or the process is killed, a part may stay.
+
+    Args:
+        sync: wait until it is on disk.
 
     Raises:
         OSError: it could not be written; names the file.
@@ -57,6 +71,8 @@ def append_whole(path: Path, content: bytes) -> None:
             try:
                 while rest:
                     rest = rest[os.write(descriptor, rest) :]
+                if sync:
+                    os.fsync(descriptor)
             except BaseException:
                 with suppress(OSError):
                     os.ftruncate(descriptor, end)
@@ -130,7 +146,7 @@ def check_directory(directory: Path) -> None:
         raise UserError(f"--output {directory}: cannot be made: {error.strerror}") from None
 
 
-def make_output(directory: Path, files: Iterable[str], option: str = "--output") -> None:
+def make_directory(directory: Path, files: Iterable[str], option: str) -> None:
     """Makes the directory that an option names, and checks that these files can be written in it.
 
     Raises:
@@ -184,28 +200,6 @@ def explain_unwritten(path: Path) -> Iterator[None]:
         raise UserError(f"{path}: cannot be written: {error.strerror}; what was there is unchanged") from error
 
 
-def write_together(directory: Path, files: Mapping[str, bytes]) -> None:
-    """Writes all of `files`, or none if one cannot be written."""
-    with (
-        explain_unwritten(directory),
-        tempfile.TemporaryDirectory(dir=directory.parent, ignore_cleanup_errors=True) as unfinished,
-    ):
-        for name, content in files.items():
-            write_atomically(Path(unfinished, name), content)
-        directory.mkdir(exist_ok=True)
-        if folders := [name for name in files if (directory / name).is_dir()]:
-            raise IsADirectoryError(errno.EISDIR, f"{folders[0]} is a directory")
-        for number, name in enumerate(files):
-            digest_path(directory / name).unlink(missing_ok=True)  # the digest of a replaced file
-            try:
-                os.replace(Path(unfinished, name), directory / name)
-            except OSError as error:
-                if number == 0:
-                    raise
-                raise FailedAfterReplacing(error.errno, f"{name}: {error.strerror}") from error
-        sync_directory(directory)
-
-
 def write_verified(path: Path, content: bytes | memoryview) -> None:
     """Writes `content` to `path`, and its SHA-256 beside it.
 
@@ -238,6 +232,12 @@ def _sha256(path: Path) -> str | None:
 def is_intact(path: Path) -> bool:
     """Returns whether the SHA-256 of `path` stands beside it."""
     return _sha256(path) in read_digests(path)
+
+
+def is_digest(path: Path) -> bool:
+    """Returns whether nothing but SHA-256 stands in the file of the SHA-256 of `path`, if there is one."""
+    beside = digest_path(path)
+    return not os.path.lexists(beside) or all(re.fullmatch("[0-9a-f]{64}|", line) for line in read_digests(path))
 
 
 def digest_path(path: Path) -> Path:

@@ -4,58 +4,80 @@ import errno
 import fcntl
 import io
 import os
+import re
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
 from engine.runtime.distributed import World
 from engine.runtime.errors import UserError
+from engine.runtime.files import TOKEN, remove_unfinished
+from engine.runtime.ownership import RESULTS, claim
 from engine.runtime.reading import open_regular
 from engine.runtime.text import one_line
 
+LOCK = re.compile(r"process \d+ on .* since .*\n(unfinished (?P<token>\S+)\n)?|")
+"""Text of the lock of a run directory, of any version; it is empty while it is made."""
+
+MAX_LOCK = 4096
+"""Characters of the text of a lock, at most."""
+
+LOCK_MINUTES = 10.0
+"""Longest wait (min) for a lock that another process holds for a moment."""
+
+POLL_SECONDS = 0.1
+"""Interval (s) at which a process that waits for a lock tries again."""
+
 
 @contextmanager
-def lock_directory(directory: Path, world: World) -> Iterator[None]:
-    """Creates `directory` and locks it: no other run can use it until this process ends, however it ends.
+def lock_directory(directory: Path, world: World, names: Collection[str] = ()) -> Iterator[None]:
+    """Creates `directory`, locks it and claims its files `names`: no other run can use it until this process ends,
+    however it ends.
 
     The lock is a POSIX lock on the file `lock`, whose text names its process. On a network file system it
     holds between nodes if the file system supports that: NFSv4, GPFS, Lustre mounted with `flock`.
 
     Raises:
-        UserError: another process holds the lock, or the directory cannot be written; on every rank.
+        UserError: another process holds the lock, or the directory cannot be written, or has such files of others; on
+            every rank.
     """
-    file, problem = _lock(directory) if world.is_primary else (None, "")
+    file, problem = _lock(directory, names) if world.is_primary else (None, "")
     try:
         if problem := world.first(problem):
-            raise UserError(f"{directory}: {problem}")
+            raise UserError(problem)
         yield
     finally:
         if file is not None:
             file.close()
 
 
-def _lock(directory: Path) -> tuple[TextIO | None, str]:
+def _lock(directory: Path, names: Collection[str]) -> tuple[TextIO | None, str]:
     """Returns the open file that holds the lock of `directory`, and a problem ("" if there is none)."""
     file = None
     try:
         directory.mkdir(parents=True, exist_ok=True)
         file = _open_lock(directory / "lock")
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.EACCES, errno.EAGAIN):
-                return file, f"in use by {lock_holder(directory)}; wait for its end, or choose another directory"
-            print(f"{directory}: locks do not work here ({error.strerror}); see that no second run uses it", flush=True)
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()} since {time.ctime()}\n")
-        file.flush()
-        for unfinished in directory.glob("*.tmp"):  # left by a killed process
-            unfinished.unlink()
+        is_held = _try_lock(file)
+        if is_held is False:
+            remedy = "wait for its end, or choose another directory"
+            return file, f"{directory}: in use by {lock_holder(directory)}; {remedy}"
+        if is_held is None:
+            print(f"{directory}: locks do not work here; see that no second run uses it", flush=True)
+        if not (former := LOCK.fullmatch(file.read(MAX_LOCK))):
+            return file, f"{directory / 'lock'}: a file of another program; move it away, or choose another directory"
+        claim(directory, RESULTS, names)
+        if is_held and former["token"]:
+            remove_unfinished(directory, former["token"])
+        file.seek(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()} since {time.ctime()}\nunfinished {TOKEN}\n")
+        file.truncate()
+    except UserError as error:
+        return file, str(error)
     except OSError as error:
-        return file, f"cannot be written: {error.strerror}"
+        return file, f"{directory}: cannot be written: {error.strerror}"
     return file, ""
 
 
@@ -64,35 +86,49 @@ def _open_lock(path: Path) -> TextIO:
     return io.TextIOWrapper(open_regular(path, os.O_RDWR | os.O_CREAT, "r+b"), errors="replace")
 
 
+def _try_lock(file: TextIO) -> bool | None:
+    """Returns whether this process now has the lock `file`, or another one; None: locks do not work there."""
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return False if error.errno in (errno.EACCES, errno.EAGAIN) else None
+    return True
+
+
 def lock_holder(directory: Path) -> str:
     """Returns the process that the lock of `directory` names, in one printable line; "" if it cannot be read."""
     try:
         with io.TextIOWrapper(open_regular(directory / "lock"), errors="replace") as file:
-            return one_line(file.read(200).strip())
+            return one_line(file.read(200).partition("\n")[0].strip())
     except OSError:
         return ""
 
 
 @contextmanager
-def hold_lock(path: Path, wait: bool) -> Iterator[bool]:
+def hold_lock(path: Path, wait: bool, minutes: float = LOCK_MINUTES) -> Iterator[bool]:
     """Context that locks the file `path` if it is free, or with `wait` as soon as it is.
 
+    A signal whose handler raises ends the wait.
+
+    Args:
+        minutes: longest wait.
     Yields:
         Whether this process has the lock; also True if locks do not work.
     Raises:
-        UserError: it cannot be opened.
+        UserError: it cannot be opened; or another process has held it for the whole wait.
     """
     try:
         lock = _open_lock(path)
     except OSError as error:
         raise UserError(f"{path}: cannot be locked: {error.strerror}") from None
     with lock as file:
-        is_held = True
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except OSError as error:
-            is_held = error.errno not in (errno.EACCES, errno.EAGAIN)
-        yield is_held
+        deadline = time.monotonic() + 60 * minutes
+        while (is_held := _try_lock(file)) is False and wait:
+            if time.monotonic() > deadline:
+                remedy = "end that process (`fuser {path}` names it), then run the command again"
+                raise UserError(f"{path}: another process has held this lock for {minutes:g} minutes; {remedy}")
+            time.sleep(POLL_SECONDS)
+        yield is_held is not False
 
 
 def is_locked(directory: Path) -> bool:

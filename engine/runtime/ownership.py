@@ -1,52 +1,143 @@
-"""Ownership of files: a program removes only what it made, in a directory that a marker file proves to be its own."""
+"""Ownership of files: a program replaces and removes only what it made, as a marker file in the directory proves."""
 
+import errno
 import json
 import os
-from collections.abc import Iterable
+import tempfile
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 from engine.runtime.errors import UserError
-from engine.runtime.files import write_atomically
-from engine.runtime.reading import parse_json, read_bounded
+from engine.runtime.files import (
+    FailedAfterReplacing,
+    append_whole,
+    digest_path,
+    explain_unwritten,
+    make_directory,
+    sync_directory,
+    write_atomically,
+)
+from engine.runtime.reading import read_bounded
 
 MARKER = "made_by_eav.json"
-"""Name of the marker file in a directory of our own."""
+"""Name of the marker file of a directory: a line of JSON for every claim."""
 
 MAX_MARKER = 2**26
 """Bytes of a marker file."""
 
+RESULTS = "results"
+"""Kind of the claims on files of runs, sweeps and analyses, which may lie among files of others."""
+
 
 def claim(directory: Path, kind: str, names: Iterable[str]) -> None:
-    """Makes `directory` one of our own, of this kind, whose files of these names may be removed later.
+    """Makes `directory` one of our own, of this kind, whose files of these names may be replaced or removed later.
 
-    The names of an earlier claim of the same kind stay valid.
+    The names of earlier claims of the same kind stay valid. A directory of `RESULTS` may hold other files, too.
 
     Raises:
-        UserError: it holds files, and no marker of this kind. OSError: it cannot be made or written.
+        UserError: a file of such a name is there already, and no earlier claim has it; or the directory holds files,
+            and no claim of this kind. OSError: it cannot be made or written.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    known = _names(directory, kind)
-    if known is None and any(path.name != f"{MARKER}.tmp" for path in directory.iterdir()):  # left by a killed process
+    names, is_empty = {*names}, not any(directory.iterdir())
+    known = check_claim(directory, kind, names)
+    if known is None and kind != RESULTS and not is_empty:
         raise UserError(f"{directory}: holds files that are not of a {kind} of this program; name another directory")
-    if not (names := {*names}) <= (known or set()) or known is None:
-        content = {"kind": kind, "names": sorted(names | (known or set()))}
-        write_atomically(directory / MARKER, json.dumps(content).encode())
+    if known is None or not names <= known:
+        content = json.dumps({"kind": kind, "names": sorted(names - (known or set()))})
+        append_whole(directory / MARKER, f"\n{content}\n".encode(), sync=True)  # a cut line does not spoil the next
+
+
+def check_claim(directory: Path, kind: str, names: Iterable[str]) -> set[str] | None:
+    """Refuses files of these names in `directory` that no claim of this kind names; returns all names of such claims.
+
+    Returns None if there is no such claim.
+    """
+    there = [name for name in names if os.path.lexists(directory / name)]  # before another process claims and makes it
+    known = _names(directory, kind)
+    if strange := sorted({*there} - (known or set())):
+        problem = "is there already, and this program has no record of having made it"
+        raise UserError(f"{directory / strange[0]}: {problem}; move it away, or name another directory")
+    return known
 
 
 def owned_files(directory: Path, kind: str) -> list[Path]:
-    """Returns the regular files in `directory` that a claim of this kind names; none where there is no such claim."""
+    """Returns the regular files in `directory` that claims of this kind name; none where there is no such claim."""
     if not (names := _names(directory, kind)):
         return []
     with os.scandir(directory) as entries:  # the claim may name far more files than there are
         return sorted(directory / x.name for x in entries if x.name in names and x.is_file(follow_symlinks=False))
 
 
-def _names(directory: Path, kind: str) -> set[str] | None:
-    """Returns the names that the marker of this kind in `directory` holds; None: there is no such marker."""
+def remove_owned(directory: Path, names: Iterable[str]) -> None:
+    """Removes those of the files that are in `directory` and that a claim of `RESULTS` names."""
+    names = {*names}
+    for path in owned_files(directory, RESULTS):
+        if path.name in names:
+            path.unlink(missing_ok=True)
+
+
+def write_together(directory: Path, files: Mapping[str, bytes]) -> None:
+    """Writes all of `files`, or none if one cannot be written, into a directory that is made if need be.
+
+    Raises:
+        UserError: one cannot be written, or one or its SHA-256 is there and was not made by this program.
+    """
+    with (
+        explain_unwritten(directory),
+        tempfile.TemporaryDirectory(dir=directory.parent, ignore_cleanup_errors=True) as unfinished,
+    ):
+        for name, content in files.items():
+            write_atomically(Path(unfinished, name), content)
+        claim(directory, RESULTS, [each for name in files for each in with_digest(name)])
+        if folders := [name for name in files if (directory / name).is_dir()]:
+            raise IsADirectoryError(errno.EISDIR, f"{folders[0]} is a directory")
+        for number, name in enumerate(files):
+            remove_owned(directory, [digest_path(Path(name)).name])  # the digest of a replaced file
+            try:
+                os.replace(Path(unfinished, name), directory / name)
+            except OSError as error:
+                if number == 0:
+                    raise
+                raise FailedAfterReplacing(error.errno, f"{name}: {error.strerror}") from error
+        sync_directory(directory)
+
+
+def with_digest(name: str) -> list[str]:
+    """Returns a name and that of its file of a SHA-256, which are claimed together."""
+    return [name, digest_path(Path(name)).name]
+
+
+def make_output(directory: Path, files: Collection[str]) -> None:
+    """Makes the directory that --output names, and claims these files in it.
+
+    Raises:
+        UserError: it cannot be made, or a file cannot be written, or is there and was not made by this program.
+    """
+    make_directory(directory, files, "--output")
+    claim_results(directory, files)
+
+
+def claim_results(directory: Path, files: Iterable[str]) -> None:
+    """Claims files of results. UserError: they cannot be claimed, see `claim`, or the marker cannot be written."""
     try:
-        content = parse_json(read_bounded(directory / MARKER, MAX_MARKER), directory / MARKER)
-        if content["kind"] != kind or not all(isinstance(name, str) for name in content["names"]):
-            return None
-        return {*content["names"]}
-    except (UserError, FileNotFoundError, LookupError, TypeError):
+        claim(directory, RESULTS, files)
+    except OSError as error:
+        raise UserError(f"{directory}: cannot be written: {error.strerror}") from None
+
+
+def _names(directory: Path, kind: str) -> set[str] | None:
+    """Returns the names that the claims of this kind on `directory` hold; None: there is no such claim."""
+    try:
+        lines = read_bounded(directory / MARKER, MAX_MARKER).splitlines()
+    except (UserError, FileNotFoundError):
         return None
+    found: set[str] | None = None
+    for line in filter(None, lines):
+        try:
+            content = json.loads(line)
+            if content["kind"] == kind and all(isinstance(name, str) for name in content["names"]):
+                found = (found or set()) | {*content["names"]}
+        except (ValueError, LookupError, TypeError, RecursionError):  # a line that a killed process has begun
+            continue
+    return found

@@ -13,6 +13,7 @@ from engine.config.schema import Train
 from engine.data.loaders import Loader, images_of
 from engine.data.sampler import EpochSampler
 from engine.runtime.files import write_atomically
+from engine.runtime.ownership import RESULTS, claim, with_digest
 from engine.training.resume import Checkpoints, Stateful
 
 
@@ -104,5 +105,6 @@ def dump_step(
         "images": [[index, str(images.filename(index))] for index in indices],
     }
     path = checkpoints.directory / f"failed_step_{record['step']}.json"
+    claim(path.parent, RESULTS, [path.name, *with_digest(path.with_suffix(".pt").name)])
     write_atomically(path, json.dumps(record, indent=1).encode())
     checkpoints.write(path.with_suffix(".pt"), progress, stateful)

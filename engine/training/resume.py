@@ -25,7 +25,8 @@ from engine.config.load import dump_run, parse_run
 from engine.config.schema import Run
 from engine.runtime.distributed import World
 from engine.runtime.errors import ConfigError, UserError
-from engine.runtime.files import digest_path, is_intact
+from engine.runtime.files import is_intact
+from engine.runtime.ownership import RESULTS, claim, owned_files, remove_owned, with_digest
 from engine.training.differences import (
     CONTENT,
     NAMES_ONLY,
@@ -83,6 +84,10 @@ class Checkpoints:
         if self.world.gather([progress.epoch, progress.step]) != [[progress.epoch, progress.step]] * self.world.size:
             problem = "not every rank sees the same checkpoint; use a file system that all share"
             raise UserError(f"{self.directory}: {problem}")
+        for path in {*list_checkpoints(self.directory)} - {*owned_files(self.directory, RESULTS)}:
+            if (match := CHECKPOINT_NAME.fullmatch(path.name)) and int(match[1]) > progress.step:
+                problem = "no whole checkpoint, and none that this run made; it would be written over"
+                raise UserError(f"{path}: {problem}; move it away")
         known = flatten_metadata(self.metadata)
         for key in allowed:
             if key not in known:
@@ -222,6 +227,9 @@ class Checkpoints:
         return self.metadata | {"progress": asdict(progress)} | states
 
     def _store(self, path: Path, content: Mapping[str, Any], best: Collection[int]) -> None:
+        if path == self.resumption.checkpoint and path not in owned_files(self.directory, RESULTS):
+            return  # it was put there by hand, and has this very state
+        claim(self.directory, RESULTS, with_digest(path.name))
         save_checkpoint(path, content)
         self._rotate(best)
 
@@ -233,8 +241,7 @@ class Checkpoints:
         for path in others[NUM_LAST - 1 :]:
             match = CHECKPOINT_NAME.fullmatch(path.name)
             if match is None or match[2] is None or int(match[2]) not in best:
-                path.unlink()
-                digest_path(path).unlink(missing_ok=True)
+                remove_owned(self.directory, with_digest(path.name))
 
 
 def _find_not_finite(stateful: Stateful) -> str | None:

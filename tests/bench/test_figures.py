@@ -5,9 +5,10 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-from bench.figures import draw, draw_figures
+from bench.figures import FIGURES, draw, draw_figures
 from bench.results import COLUMNS
 from engine.reporting.plots import COLORS, LINES, encode, line_style
+from engine.runtime.ownership import make_output
 
 
 def row(name: str, size: str, seconds: float | None, mode: str = "forward", kind: str = "attention") -> dict[str, Any]:
@@ -65,10 +66,11 @@ def test_what_was_not_measured_is_left_out():
 
 def test_a_figure_that_a_benchmark_has_no_longer_is_removed(tmp_path):
     layers = [row("eva", size, 1e-3) for size in ("16", "64")]
+    make_output(tmp_path, FIGURES)
     draw_figures(layers, tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["attention.png"]
+    assert [path.name for path in tmp_path.glob("*.png")] == ["attention.png"]
     draw_figures([each | {"kind": "core"} for each in layers], tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["core.png"]
+    assert [path.name for path in tmp_path.glob("*.png")] == ["core.png"]
 
 
 def test_every_setting_has_panels_and_every_name_its_style_in_all_of_them():

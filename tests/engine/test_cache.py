@@ -341,7 +341,7 @@ def test_what_was_not_checked_is_not_kept(root, tmp_path, monkeypatch, capsys, n
     before = signal.signal(number, signal.SIG_DFL)  # a shell's background job ignores SIGINT
 
     def interrupt(*arguments):
-        assert [file.name for file in sorted(tmp_path.iterdir())] == ["train.unchecked.npz", "train.unchecked.pixels"]
+        assert [file.name for file in sorted(tmp_path.glob("train.unchecked/*"))] == ["train.npz", "train.pixels"]
         signal.raise_signal(number)
 
     monkeypatch.setattr(prepare, "check", interrupt)

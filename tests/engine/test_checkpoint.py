@@ -56,6 +56,7 @@ from engine.runtime import files
 from engine.runtime.distributed import World
 from engine.runtime.errors import UserError
 from engine.runtime.files import digest_path
+from engine.runtime.ownership import MARKER
 from engine.training.differences import NAMES_ONLY
 from engine.training.resume import Checkpoints
 from models import create_model
@@ -464,7 +465,7 @@ def names(directory: Path) -> list[str]:
 def test_the_newest_and_the_best_stay(checkpoints: Checkpoints, tmp_path: Path):
     save_epochs(checkpoints, 50.0, 70.0, 60.0, 40.0)
     assert names(tmp_path) == ["step_8_epoch_4.pt", "step_7.pt", "step_6_epoch_3.pt", "step_4_epoch_2.pt"]
-    assert {path.name.removesuffix(".sha256") for path in tmp_path.iterdir()} == set(names(tmp_path))
+    assert {path.name.removesuffix(".sha256") for path in tmp_path.iterdir()} == {*names(tmp_path), MARKER}
     assert find_checkpoint(tmp_path, "last")[1]["model"]["weight"].tolist() == [4.0, 4.0]
     assert find_checkpoint(tmp_path, "best")[1]["model"]["weight"].tolist() == [2.0, 2.0]
 
@@ -514,14 +515,14 @@ class Strange(torch.optim.SGD):
 
 def test_what_cannot_be_read_is_neither_written_nor_a_reason_to_remove(checkpoints: Checkpoints, tmp_path: Path):
     save_epochs(checkpoints, 50.0, 70.0, 60.0)
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    before = {path.name: path.read_bytes() for path in tmp_path.glob("step_*")}
     weight = Weight(1.0)
     for step in (7, 8, 9):
         with pytest.raises(ValueError, match=rf"step_{step}\.pt: not written, as it could not be read again: .*Path"):
             checkpoints.save(
                 Progress(epoch=3, step=step, images=8), {"model": weight, "optimizer": Strange(weight.parameters())}
             )
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert {path.name: path.read_bytes() for path in tmp_path.glob("step_*")} == before
 
 
 def test_metadata_that_cannot_be_read_is_not_written(whole, tmp_path: Path):

@@ -24,6 +24,7 @@ from engine.checkpoints.weight_sources import read_weights
 from engine.config.load import dump_run, parse_run
 from engine.evaluation.inference import load
 from engine.runtime.errors import ConfigError, UserError
+from engine.runtime.ownership import MARKER
 from tests.support.facts import FACTS
 
 PAGE = Path(__file__).parents[2] / "docs/validation.md"
@@ -78,7 +79,7 @@ def outputs(model: torch.nn.Module, batch: int = 2) -> torch.Tensor:
 def test_timm_rebuilds_a_directory(model, attention, tmp_path):
     checkpoint = trained(model, attention)
     assert export_plain(f"{tmp_path}/new/", checkpoint) == ""
-    assert sorted(os.listdir(tmp_path / "new")) == ["README.md", "config.json", "model.safetensors"]
+    assert sorted(os.listdir(tmp_path / "new")) == ["README.md", "config.json", MARKER, "model.safetensors"]
     rebuilt = timm.create_model(f"local-dir:{tmp_path}/new", pretrained=True).eval()
     again = tmp_path / "pushed"  # push_to_hf_hub uploads what save_for_hf writes
     timm.models.save_for_hf(rebuilt, again, safe_serialization=True)
@@ -219,17 +220,18 @@ def test_a_directory_that_cannot_be_written_stays(tmp_path, monkeypatch):
     def fail(path, content):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("engine.runtime.files.write_atomically", fail)
+    monkeypatch.setattr("engine.runtime.ownership.write_atomically", fail)
     with pytest.raises(UserError, match="x: cannot be written: No space left on device; what was there is unchanged"):
         export_plain(f"{tmp_path}/x/", trained(DEIT, "xca"))
     assert {path: path.read_bytes() for path in (tmp_path / "x").iterdir()} == before
     assert os.listdir(tmp_path) == ["x"]
 
 
-def test_a_directory_replaces_what_was_verified(tmp_path):
+def test_a_directory_does_not_replace_what_another_command_wrote(tmp_path):
     export_plain(f"{tmp_path}/model.safetensors", trained(DEIT))
-    export_plain(str(tmp_path), trained(DEIT, "xca"))
-    assert load_checkpoint(tmp_path / "model.safetensors")["config"]["attention"]["name"] == "xca"
+    with pytest.raises(UserError, match=r"model.safetensors: is there already, .*; move it away"):
+        export_plain(str(tmp_path), trained(DEIT, "xca"))
+    assert load_checkpoint(tmp_path / "model.safetensors")["config"]["attention"]["name"] == "softmax"
 
 
 @pytest.mark.parametrize(

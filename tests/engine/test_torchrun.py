@@ -108,11 +108,14 @@ def test_a_refusal_of_all_ranks_is_said_once(tmp_path: Path):
     """Also where the first rank is the last to refuse."""
     script = tmp_path / "script.py"
     script.write_text(
-        "import os, time\n"
-        "from engine.runtime.errors import UserError, refuse_bad_input\n"
-        "with refuse_bad_input():\n"
-        "    time.sleep(4 if os.environ['RANK'] == '0' else 0)\n"
-        "    raise UserError('no data')\n"
+        "import os, pathlib, time\n"
+        "from engine.runtime import errors\n"
+        "errors.PATIENCE, other = 120, pathlib.Path(__file__).with_name('other')\n"
+        "with errors.refuse_bad_input():\n"
+        "    while os.environ['RANK'] == '0' and not other.exists():\n"
+        "        time.sleep(0.01)\n"
+        "    other.touch()\n"
+        "    raise errors.UserError('no data')\n"
     )
     done = launched(str(script))
     assert done.returncode == 2
