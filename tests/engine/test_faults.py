@@ -240,13 +240,13 @@ def test_a_run_that_cannot_draw_its_predictions_is_not_finished(runs: Runs):
 def test_a_broken_validation_image_costs_no_epoch(runs: Runs):
     """Image 2 of the first evaluation, after 48 for training: the epoch's updates are saved, and not made again."""
     more = ["train.checkpoint_steps=0", "train.ema_decay=null"]
-    statuses, job, output = runs.launch(("engine.data.splits.decode", 50, "full"), more=more)
+    statuses, job, output = runs.launch(("engine.data.splits.decode", 50, "bad sector"), more=more)
     assert statuses == [1]
     assert job.text.splitlines()[-1].startswith("error: ")
     assert "leaves them out with data.broken_val=skip, validate.py with --skip-broken" in job.text.splitlines()[-1]
     assert [path.name for path in list_checkpoints(output)] == ["step_6.pt"]
     statuses, job, _ = runs.launch(
-        ("engine.data.splits.decode", 2, "full"), output=output, more=[*more, "data.broken_val=skip"]
+        ("engine.data.splits.decode", 2, "bad sector"), output=output, more=[*more, "data.broken_val=skip"]
     )
     assert statuses == [0], job.text
     assert {epoch for _, epoch, _ in job.recorded("place")} == {"1"}
@@ -257,10 +257,12 @@ def test_a_broken_validation_image_costs_no_epoch(runs: Runs):
 
 def test_the_count_of_broken_images_survives_a_stop(runs: Runs):
     statuses, _, output = runs.launch(
-        ("engine.data.splits.decode", 3, "full"), ("train.nn.utils.clip_grad_norm_", 3, "SIGTERM")
+        ("engine.data.splits.decode", 3, "bad sector"), ("train.nn.utils.clip_grad_norm_", 3, "SIGTERM")
     )
     assert statuses == [75]
-    statuses, job, _ = runs.launch(("engine.data.splits.decode", 2, "full"), output=output, more=["data.max_broken=1"])
+    statuses, job, _ = runs.launch(
+        ("engine.data.splits.decode", 2, "bad sector"), output=output, more=["data.max_broken=1"]
+    )
     assert statuses == [1]
     assert "error: 2 images of this epoch are broken, more than data.max_broken = 1" in job.text
     statuses, job, _ = runs.launch(output=output)
@@ -269,12 +271,23 @@ def test_the_count_of_broken_images_survives_a_stop(runs: Runs):
     assert counts == [(4, 1), (6, 1), (10, 0), (12, 0)]
 
 
+def test_an_error_of_the_machine_in_reading_an_image_ends_the_run_and_it_goes_on_later(runs: Runs):
+    """Also in an evaluation that leaves broken images out."""
+    statuses, failed, output = runs.launch(("engine.data.splits.decode", 50, "full"), more=["data.broken_val=skip"])
+    assert statuses == [1]
+    assert "No space left on device: an error of this machine or its storage, and no broken image" in failed.text
+    assert "Traceback" not in failed.text
+    assert runs.launch(output=output, more=["data.broken_val=skip"])[0] == [0]
+
+
 @pytest.mark.stress
 @pytest.mark.parametrize("call", [26, 2])
 def test_ranks_that_meet_a_broken_image_end_alike(call: int, pairs: Runs, fork_server: ForkServer, tmp_path: Path):
     """The second rank meets the image, in validation (after 24 images for training) or in training."""
     command = [*pairs.command, "data.max_broken=0", "--output", str(tmp_path / "run")]
-    statuses, job = fork_server.run(command, tmp_path / "log", {1: [("engine.data.splits.decode", call, "full")]}, 2)
+    statuses, job = fork_server.run(
+        command, tmp_path / "log", {1: [("engine.data.splits.decode", call, "bad sector")]}, 2
+    )
     assert statuses == [1, 1], job.text
 
 

@@ -121,6 +121,10 @@ def _kill_within_writing(path: Path, content: bytes) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def _bad_sector(*args: Any, **kwargs: Any) -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
 def _no_space(*args: Any, **kwargs: Any) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -181,6 +185,7 @@ ACTIONS: dict[str, Callable] = {
     "hold": _hold,
     "half": _kill_within_writing,
     "full": _no_space,
+    "bad sector": _bad_sector,
     "raise": _fail,
     "memory": _no_memory,
     "remove": _remove_output,
