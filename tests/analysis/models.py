@@ -33,5 +33,6 @@ def save_pyramid(directory: Path) -> Path:
     return save_model(directory, [], config="quickstart_pvt")
 
 
-def load_model(path: Path, *overrides: str) -> Trained:
-    return load_trained(argparse.Namespace(checkpoint=path, select="best", weights=None, overrides=overrides))
+def load_model(path: Path, *overrides: str, reads_images: bool = True) -> Trained:
+    args = argparse.Namespace(checkpoint=path, select="best", weights=None, overrides=overrides)
+    return load_trained(args, reads_images)

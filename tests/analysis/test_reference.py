@@ -15,12 +15,13 @@ from tests.analysis.models import load_model
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT / "reference"
+IMAGES = "data.dataset=idx", f"data.root={REFERENCE}", "data.val_split=t10k"
 README = " ".join((REFERENCE / "README.md").read_text().split())
 
 
 @pytest.mark.parametrize(("name", "depth", "least"), [("fashion_mnist", 3, 88), ("six_layers", 6, 85)])
 def test_reference_has_learned(name: str, depth: int, least: float):
-    trained = load_model(REFERENCE / f"{name}.safetensors", f"data.root={REFERENCE}")
+    trained = load_model(REFERENCE / f"{name}.safetensors", *IMAGES)
     assert trained.run.model["depth"] == depth
     assert f"({sum(x.numel() for x in trained.model.parameters()):,} parameters)" in README
     assert score(trained.model, trained, read_sample(trained, 200)).top1 > least

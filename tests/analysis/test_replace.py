@@ -546,7 +546,7 @@ def test_what_is_replaced_is_trained_on_by_an_ablation(is_export, checkpoint, tm
         export_checkpoint(export, load_checkpoint(checkpoint), "plain")
         checkpoint = export
     plans, names = follow_plans(monkeypatch), ["lara", "{name: eva, window_size: 2, num_landmarks: 4}"]
-    options = "--finetune", "1", "data.crop_pct=0.9"
+    options = "--finetune", "1", "data.crop_pct=0.9", "train.device=cpu"
     ask(checkpoint, tmp_path / "out", "replace", "--images", "4", "--draws", "2", "--attention", *names, *options)
     _, settings, _ = read_ablation(plans[0], [], tmp_path, ["python"])
     runs = [case.run for setting in settings for case in setting.cases]

@@ -19,6 +19,7 @@ from tests.analysis.models import load_model
 onnxruntime = pytest.importorskip("onnxruntime")
 ROOT = Path(__file__).parents[2]
 REFERENCE, BENCHMARKS = ROOT / "reference", (ROOT / "docs/benchmarks.md").read_text()
+IMAGES = "data.dataset=idx", f"data.root={REFERENCE}", "data.val_split=t10k"
 EVA = {"name": "eva", "window_size": 2, "num_landmarks": 4}
 OPTIONS = "--modes", "inference", "--device", "cpu", "--rounds", "2", "--batch-size", "1", "--image-sizes", "32"
 
@@ -80,7 +81,7 @@ def test_exported_models_run_in_inference_on_a_cpu_alone(arguments, capsys):
 
 def test_eight_bits_hold_the_accuracy_of_the_reference():
     """On 500 test images, as stated; other CPUs round the products in 8 bits otherwise."""
-    trained = load_model(REFERENCE / "fashion_mnist.safetensors", f"data.root={REFERENCE}")
+    trained = load_model(REFERENCE / "fashion_mnist.safetensors", *IMAGES)
     sample = read_sample(trained, 500)
     content, _ = to_onnx(trained.model, torch.zeros(2, 1, 56, 56), "")
     session = onnxruntime.InferenceSession(to_int8(content), providers=["CPUExecutionProvider"])

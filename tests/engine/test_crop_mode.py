@@ -289,7 +289,7 @@ def test_images_too_narrow_for_the_attention_are_broken(root, tmp_path, capsys):
         "classes": ["a", "b"],
     }
     save_checkpoint(tmp_path / "x.pt", {**metrics, "model": make_model(run).float().model.state_dict()})
-    assert report(capsys, tmp_path / "x.pt", "--skip-broken")["plain"]["images"] == 2
+    assert report(capsys, tmp_path / "x.pt", f"data.root={tmp_path}", "--skip-broken")["plain"]["images"] == 2
     with pytest.raises(SystemExit) as caught:
         predict.main([str(tmp_path / "x.pt"), str(tmp_path / "val"), "--device", "cpu"])
     output = capsys.readouterr()

@@ -21,6 +21,7 @@ from engine.config.load import dump_run, flatten, load_run
 from engine.config.schema import Run
 from engine.runtime.errors import UserError
 from models import create_model
+from tests.analysis.models import load_model
 from tests.support.launcher import ROOT
 
 OPTIONS = ["model.depth=1", "model.embed_dim=24", "model.img_size=8", "attention={name: softmax}", "train.device=cpu"]
@@ -166,3 +167,10 @@ def test_an_export_of_a_strangers_file_keeps_its_model_alone(hostile: Path, caps
     config = load_checkpoint(output)["config"]
     assert (config["data"]["root"], config["data"]["cache_dir"], config["report"]["wandb"]) == (None, None, None)
     assert config["model"] == load_checkpoint(hostile)["config"]["model"]
+
+
+def test_a_question_about_images_of_the_command_line_needs_no_others(hostile: Path):
+    """As `analyze.py maps` asks it; all other questions read those of the run."""
+    assert load_model(hostile, reads_images=False).run.data.root is None
+    with pytest.raises(UserError, match="does not choose what is opened"):
+        load_model(hostile)
