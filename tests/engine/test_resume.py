@@ -61,7 +61,7 @@ WITHIN_STEP = [
     "train.seed_everything",
     "train.nn.utils.clip_grad_norm_",
     "engine.training.exchange.UpdateExchange.accepts",
-    "train.ModelEmaV3.update",
+    "engine.training.optim.ModelEmaV3.update",
     "engine.reporting.recorder.Recorder.end_step",
 ]
 """Functions that a run calls once in every update."""
@@ -328,7 +328,7 @@ def test_every_rank_ends(ranks: int, fork_server: ForkServer, tmp_path: Path, fi
     ends: list[tuple[list[Fault], int]] = [
         ([], 0),
         ([("train.seed_everything", 2, "SIGTERM")], 75),
-        ([("train.ModelEmaV3.update", 2, "raise")], 1),
+        ([("engine.training.optim.ModelEmaV3.update", 2, "raise")], 1),
     ]
     config = tmp_path / "run.yaml"
     config.write_text(yaml.safe_dump(RUN))
