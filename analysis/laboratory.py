@@ -36,7 +36,7 @@ from engine.runtime.memory import peak_bytes
 from engine.runtime.ownership import claim_results, with_digest
 from engine.runtime.provenance import digest_code, provenance
 from engine.runtime.reading import parsing
-from models.base import attention_layers
+from models.base import attention_layers, is_same_attention
 
 NUM_COMPARED = 32
 """Number of images on which errors of attention layers, and memory of a forward pass, are measured."""
@@ -57,7 +57,7 @@ class Stage(NamedTuple):
 
     Attributes:
         top1, loss: see `Score`. attended, outputs: `relative_error` of attended values, and of outputs, on the inputs
-            of the trained model's layers; mean over the layers that are replaced.
+            of the trained model's layers; mean over the layers that get another mechanism or other options.
     """
 
     top1: float
@@ -148,6 +148,8 @@ class Laboratory:
     def _measure(self, attention: Any, layers: Sequence[int], seed: int, weights: Path) -> dict[str, Any]:
         trained = self.trained
         model, untrained = drop_in(trained, attention, seed)
+        pairs = list(zip(attention_layers(model), attention_layers(trained.model), strict=True))
+        layers = [n for n in layers if not is_same_attention(*pairs[n])] or layers
         replaced, aligned, seconds = self._test(model, layers, seed), {}, None
         with torch.no_grad():
             peak = peak_bytes(partial(model, self.own.images), trained.device)

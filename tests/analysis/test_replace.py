@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 import analyze
 from ablation.sweep import read_ablation
@@ -414,17 +415,27 @@ def test_the_last_stage_of_a_pyramid_keeps_its_own_attention(tmp_path):
         assert ([entry["name"] for entry in attention], list(layers)) == ([name, name, name, "sra"], [0, 1, 2])
 
 
-def test_layers_that_keep_the_same_mechanism_are_not_counted_as_replaced(tmp_path):
-    """The mean error is that of the layers that change, on a pyramid whose last stage has the mechanism already."""
-    run = ["attention=[linear, linear, linear, {name: performer, num_samples: 4}]"]
-    trained = load_model(save_model(tmp_path, run, scale=10, config="quickstart_pvt"))
-    sample, performer = read_sample(trained, 4), {"name": "performer", "num_samples": 4}
-    attention, layers = replace.assignment(trained, {}, performer)
-    laboratory = Laboratory(trained, sample, tmp_path, ["evaluation"], None)
+PERFORMER = "{name: performer, num_samples: 4}"
+
+
+@pytest.mark.parametrize(
+    ("config", "own", "changed"),
+    [
+        ("quickstart_pvt", f"[linear, linear, linear, {PERFORMER}]", [0, 1, 2]),
+        ("quickstart_pvt", f"[linear, {PERFORMER}, linear, linear]", [0, 2]),
+        ("quickstart", f"[{{blocks: 0-1, name: linear}}, {{blocks: 2, {PERFORMER[1:]}]", [0, 1]),
+        ("quickstart", "[{blocks: 0-1, name: linear}, {blocks: 2, name: performer, num_samples: 3}]", [0, 1, 2]),
+    ],
+)
+def test_errors_are_means_over_the_layers_that_change(tmp_path, config, own, changed):
+    """Layers that have the mechanism already, and those of a pyramid's last stage, are not among them."""
+    trained = load_model(save_model(tmp_path, [f"attention={own}"], scale=10, config=config))
+    attention, layers = replace.assignment(trained, {}, yaml.safe_load(PERFORMER))
+    laboratory = Laboratory(trained, read_sample(trained, 4), tmp_path, ["evaluation"], None)
     stage, _ = laboratory.measure("performer", attention, layers, 0).stages["evaluation"]
     errors = layer_errors(drop_in(trained, attention, 0)[0], laboratory.own.inputs, laboratory.own.outputs, outputs)
-    assert min(errors[:3]) > 0
-    assert stage.outputs == pytest.approx(sum(errors[:3]) / 3)
+    assert [n for n, each in enumerate(errors) if each] == changed
+    assert stage.outputs == pytest.approx(sum(errors) / len(changed))
 
 
 @pytest.mark.parametrize("question", ["error", "entries", "replace"])
