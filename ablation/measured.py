@@ -91,7 +91,7 @@ class Measurements:
         except FileNotFoundError:
             return {}
         except (AttributeError, KeyError, TypeError, ValueError):
-            raise ConfigError(f"{self.path}: holds no measurements of a sweep; delete it to measure again") from None
+            raise ConfigError(f"{self.path}: holds no measurements of a sweep; move it away to measure again") from None
 
 
 def is_answer(answer: Mapping[str, Any]) -> bool:

@@ -359,7 +359,7 @@ def test_measurements_that_are_none_are_refused(config):
     for text in ("", "[1]", '{"q": {"machine": "m", "sizes": {"3": [-1, 0]}}}'):
         (config.parent / "out" / MATCH_FILE).write_text(text)
         config.write_text(MEASURED)
-        assert refusal(config) == "out/match.json: holds no measurements of a sweep; delete it to measure again"
+        assert refusal(config) == "out/match.json: holds no measurements of a sweep; move it away to measure again"
 
 
 def test_a_layer_is_measured(config):
