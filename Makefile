@@ -16,7 +16,7 @@ train: .venv/ready
 test: .venv/ready
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
-	.venv/bin/mypy --num-workers $(JOBS)
+	.venv/bin/mypy
 	.venv/bin/python -m pytest -n $(JOBS)
 
 # The site, in site/, of the Markdown files at their places. It reads the code and does not import it: no torch is needed.

@@ -38,7 +38,7 @@ def check_sweep(path: Path, output: Path) -> None:
     try:
         before, now = map(read_sweep, (stored, path))
     except (OptionError, ConfigError) as error:
-        raise ConfigError(f"{stored}: cannot be compared with {path}: {error}; delete it to go on") from None
+        raise ConfigError(f"{stored}: cannot be compared with {path}: {error}; move it away to go on") from None
     if differences := list_differences(before, now):
         remedies = f"another --output, --only to leave rows out, or delete {stored} to keep its runs"
         problem = f"{output}: holds another sweep; values and runs may be added, but {'; '.join(differences)}"

@@ -37,7 +37,15 @@ from engine.runtime.arguments import SEED, Count
 from engine.runtime.errors import UserError
 from engine.runtime.files import dicts_to_csv, write_file
 from engine.runtime.memory import limit_memory, refuse_too_large
-from engine.runtime.ownership import RESULTS, claim_results, make_output, owned_files, remove_owned, with_digest
+from engine.runtime.ownership import (
+    RESULTS,
+    check_claim,
+    claim_results,
+    make_output,
+    owned_files,
+    remove_owned,
+    with_digest,
+)
 
 NUM_IMAGES = 1000
 """Default number of classified images."""
@@ -78,6 +86,7 @@ def main(args: argparse.Namespace) -> None:
     check_options(args, kind)
     make_output(args.output, [*FILES, MEASUREMENTS_FILE])
     make_output(args.output / "front", ())
+    check_claim(args.output / "front", RESULTS, [name for i in range(100) for name in front_files(f"{i:02}")])
     mechanisms = command_line.read_mechanisms(args.attention)
     trained = load_trained(args)
     laboratory = Laboratory(trained, read_sample(trained, args.images), args.output, ["evaluation"], args.align)

@@ -153,7 +153,8 @@ def _check(kind: Any, value: Any, key: str, others: tuple[str, ...] = ()) -> Any
         has_null = type(None) in arguments
         if value is None and has_null:
             return None
-        if has_null and isinstance(value, str) and value.lower() in ("", "none"):
+        choices = [choice for argument in arguments for choice in typing.get_args(argument)]
+        if has_null and isinstance(value, str) and value.lower() in ("", "none") and value not in choices:
             raise OptionError(key, f"{value!r} is text, and names nothing; write null for none")
         kinds = [argument for argument in arguments if argument is not type(None)]
         for index, argument in enumerate(kinds):

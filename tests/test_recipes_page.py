@@ -48,10 +48,14 @@ def test_low_rank_terms_are_trained_and_merged():
 
 
 def test_parameters_are_sharded_by_two_processes(tmp_path):
-    code = (
-        find("Sharded parameters") + "\nprint(type(model.head.weight).__name__, model.head.weight.to_local().shape[0])"
+    code = find("Sharded parameters") + (
+        "\nfrom pathlib import Path\n"
+        "weight = model.head.weight\n"
+        "result = f'{type(weight).__name__} {weight.to_local().shape[0]}'\n"
+        "Path(__file__).with_name(f'rank_{dist.get_rank()}').write_text(result)\n"  # a pipe would mix their lines
+        "dist.destroy_process_group()\n"
     )
-    (tmp_path / "script.py").write_text(code + "\ndist.destroy_process_group()\n")
+    (tmp_path / "script.py").write_text(code)
     command = [
         "-m",
         "torch.distributed.run",
@@ -67,7 +71,7 @@ def test_parameters_are_sharded_by_two_processes(tmp_path):
         text=True,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split() == ["DTensor", "500"] * 2
+    assert [(tmp_path / f"rank_{rank}").read_text() for rank in (0, 1)] == ["DTensor 500"] * 2
 
 
 def test_weights_of_8_bits_change_logits_little():

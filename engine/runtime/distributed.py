@@ -20,7 +20,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from engine.runtime.errors import UserError
-from engine.runtime.text import describe_error
+from engine.runtime.text import describe_error, one_line
 
 Amp = Literal["bf16", "fp16"] | None
 """Precision of automatic mixed precision; None: off."""
@@ -164,7 +164,9 @@ def world_size() -> int:
         text = os.environ.get(name)
         high = high or size - (low == 0)
         if text is None or not re.fullmatch("[0-9]{1,9}", text) or not low <= int(text) <= high:
-            raise UserError(f"{name} = {text!r}: expected a whole number from {low} to {high}; {remedy}")
+            raise UserError(
+                f"{name} = {one_line(repr(text), 100)}: expected a whole number from {low} to {high}; {remedy}"
+            )
         size = int(text) if name == "WORLD_SIZE" else size
     return size
 

@@ -11,6 +11,7 @@ import analyze
 from analysis.implied import NoMatrix, attention_inputs
 from analysis.layer_maps import LayerMaps, Row, describe_layer, mean_over_images
 from analysis.map_figures import draw_layers, draw_maps, draw_rollout, why_no_rollout
+from engine.runtime.ownership import MARKER
 from models import create_model
 from tests.analysis.models import save_model
 
@@ -48,7 +49,7 @@ def test_command(place, tmp_path, capsys, monkeypatch):
     refusal = "attention(xca) has no attention matrix: it mixes the channels of its values, or has weights for each"
     assert shown.err.strip() == f"left out: {refusal}"
     assert "| softmax | 2 |" in shown.out
-    written = sorted(str(path.relative_to(output)) for path in output.rglob("*.*"))
+    written = sorted(str(path.relative_to(output)) for path in output.rglob("*.*") if path.name != MARKER)
     pictures = [f"{name}/1_photo_{kind}.png" for name in ("softmax", "xca") for kind in ("mean", "query", "rollout")]
     assert written == ["maps.csv", "maps.png", *pictures]
     with (output / "maps.csv").open() as file:
@@ -149,4 +150,4 @@ def test_refusals(place, tmp_path, capsys, monkeypatch, arguments, problem):
         analyze.main(["maps", ".", *output, *arguments])
     assert stop.value.code == 2
     assert problem in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
+    assert {path.name for path in tmp_path.iterdir()} <= {MARKER}

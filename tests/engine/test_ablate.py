@@ -49,6 +49,7 @@ from engine.reporting.plots import in_style
 from engine.reporting.tables import T_975, Spread, spread
 from engine.runtime import files
 from engine.runtime.errors import ConfigError
+from engine.runtime.ownership import RESULTS, claim
 from engine.runtime.processes import run_to_end
 from engine.runtime.signals import STOPPED
 from engine.training.differences import NAMES_ONLY
@@ -374,7 +375,7 @@ def test_a_run_that_failed_in_another_worker_is_tried_again_by_the_next_command_
     (case,) = setting.cases
     before = {case.directory: worker.last_failure(case)}
     assert not worker.is_busy(case)
-    case.directory.mkdir(parents=True)
+    claim(case.directory, RESULTS, [worker.failure_mark(case).name])
     worker.failure_mark(case).touch()
     worker.train_all([case], before, True, lambda: None, Progress([setting]))
     assert not case.result()
@@ -1039,6 +1040,7 @@ def test_two_axes_of_numbers_make_a_heat_map(config):
 
 def test_a_figure_that_a_sweep_has_no_longer_is_removed(config):
     settings = grid_of_numbers(config)
+    claim(config.parent, RESULTS, FIGURES)
     write_figures("Windows", settings, config.parent)
     assert {path.name for path in config.parent.glob("*.png")} == set(FIGURES)
     write_figures("Windows", settings[:-1], config.parent)

@@ -332,6 +332,20 @@ def save_epochs(checkpoints: Checkpoints, *top1s: float) -> None:
         checkpoints.save(progress, {"model": Weight(epoch)})
 
 
+def test_a_checkpoint_that_was_put_there_by_hand_is_not_written_over(run, checkpoints: Checkpoints, tmp_path: Path):
+    """A run that is stopped before its first update has nothing to save, and one that would replace it says so."""
+    save_epochs(checkpoints, 50.0)
+    (tmp_path / MARKER).unlink()
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    checkpoints = Checkpoints(tmp_path, run, ALONE, 100)
+    progress, _ = checkpoints.find()
+    checkpoints.save(progress, {"model": Weight(3)})
+    progress.epoch, progress.step, progress.images = 0, 1, 8
+    with pytest.raises(UserError, match=r"step_1\.pt: is there already, .*; move it away"):
+        checkpoints.save(progress, {"model": Weight(3)})
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
 def test_each_kind_of_weights_has_its_own_best(checkpoints: Checkpoints, tmp_path: Path):
     """Plain weights rank epochs 2 and 3 best, averaged weights 1 and 4."""
     progress = Progress()

@@ -1,6 +1,7 @@
 """Configuration files are read back as written, and a mistake is refused in one line that names its place."""
 
 import dataclasses
+import importlib
 import os
 import re
 import subprocess
@@ -332,7 +333,7 @@ def test_refused(tmp_path, case):
         ("optim.lr", "expected key.path=value"),
         ("=1", "expected key.path=value"),
         ("optim..lr=1", "expected key.path=value"),
-        ("optim={lr: 1, lr: 2}", "lr: duplicate key"),
+        ("optim={lr: 1, lr: 2}", "optim.lr: duplicate key"),
         ("optim.lr=[", "expected the node content"),
         ("a." * 60 + "b=1", "expected key.path=value"),
     ],
@@ -450,6 +451,73 @@ def test_every_number_has_bounds():
                 limits = {name for name, limit in field.metadata.items() if limit is not None}
                 assert limits & {"low", "above"}, key
                 assert limits & {"high", "below"} or key in WITHOUT_HIGH, key
+
+
+OPTIONAL_TEXTS = [
+    f"{section.name}.{field.name}"
+    for section in dataclasses.fields(Run)
+    if section.name not in ("model", "attention", "plugins")
+    for field in dataclasses.fields(section.default_factory)
+    if {str, type(None)} <= {*typing.get_args(typing.get_type_hints(section.default_factory)[field.name])}
+]
+"""Options that are a text, such as a file or a model, or null."""
+
+
+def test_options_that_name_a_file_or_a_model_are_texts_or_null():
+    assert {"init.weights", "distill.teacher", "data.root", "data.classes", "data.cache_dir"} <= {*OPTIONAL_TEXTS}
+
+
+@pytest.mark.parametrize("text", ["''", "None"])
+@pytest.mark.parametrize("key", OPTIONAL_TEXTS)
+def test_a_text_that_names_nothing_is_not_taken_for_null(tmp_path, key, text):
+    path = write(tmp_path, VALID)
+    with pytest.raises(ConfigError) as caught:
+        load_run(path, [f"{key}={text}"])
+    shown = text if text == "''" else f"'{text}'"
+    assert str(caught.value).endswith(f": {key}: {shown} is text, and names nothing; write null for none")
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("train.seed=017", "train.seed: 017 is a number in base 8 or 60 to YAML; write it in base 10"),
+        ("train={seed: 017}", "train.seed: 017 is a number in base 8 or 60 to YAML; write it in base 10"),
+        ("train.seed=!!set x", "train.seed: the tag 'tag:yaml.org,2002:set' has no use here"),
+        ("train={seed: 1, seed: 2}", "train.seed: duplicate key"),
+        ("train={1: 2}", "train: expected text as a key, got '1'"),
+        ("train.amp=none", "train.amp: 'none' is text, and names nothing; write null for none"),
+        ("train.amp=nul", "train.amp: 'nul' is not a choice; did you mean 'null'?"),
+        ("train.amp=x", "train.amp: 'x' is not a choice; known: bf16, fp16, null"),
+    ],
+)
+def test_an_override_is_named_with_its_option(tmp_path, override, problem):
+    with pytest.raises(ConfigError) as caught:
+        load_run(write(tmp_path, VALID), [override])
+    assert str(caught.value) == f"override {override!r}: {problem}"
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments"),
+    [
+        ("train", ["", "--output", "x"]),
+        ("train", ["configs/quickstart.yaml", "--output", ""]),
+        ("train", ["configs/quickstart.yaml", "--output="]),
+        ("validate", [""]),
+        ("validate", ["x", "--real-labels", ""]),
+        ("validate", ["x", "--export", ""]),
+        ("predict", ["", "x.png"]),
+        ("predict", ["x", ""]),
+        ("ablate", ["", "--output", "x"]),
+        ("benchmark", ["--attention", "eva", "--output", ""]),
+        ("analyze", ["oracle", "", "--output", "x"]),
+        ("engine.data.prepare", ["", "x"]),
+    ],
+)
+def test_an_empty_argument_is_refused(script, arguments, capsys):
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module(script).main(arguments)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.endswith(": '' is empty and names nothing; give a value, or leave it out\n")
 
 
 def test_batch_must_divide_by_the_ranks(tmp_path):

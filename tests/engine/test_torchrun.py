@@ -95,8 +95,9 @@ def test_a_batch_that_cannot_be_divided_is_refused_once(
 
     monkeypatch.setattr(time, "sleep", end_by_launcher)
     for rank, lines in (("0", 1), ("1", 0)):  # each process meets the environment that torchrun makes; the first speaks
-        monkeypatch.setenv("WORLD_SIZE", "2")
-        monkeypatch.setenv("RANK", rank)
+        launch = {"WORLD_SIZE": "2", "RANK": rank, "LOCAL_RANK": rank, "MASTER_ADDR": "x", "MASTER_PORT": "1"}
+        for name, value in launch.items():
+            monkeypatch.setenv(name, value)
         with pytest.raises(SystemExit) as caught:
             train.main([str(config), "train.total_batch_size=71", "--output", str(tmp_path / "run")])
         assert caught.value.code == 2
