@@ -24,7 +24,6 @@ from typing import NamedTuple
 from ablation.cases import Case, check_data, check_options, failure_mark, last_failure
 from ablation.estimate import plan_text
 from ablation.identity import SWEEP_FILE, check_sweep, is_extended, store_sweep
-from ablation.measured import Measurements
 from ablation.planner import count_ranks
 from ablation.progress import Progress
 from ablation.report import FIGURES, TABLES, report_sweep, write_figures, write_tables
@@ -100,8 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise ConfigError(f"--jobs {args.jobs}: expected 1 to {MOST_JOBS}")
         check_directory(args.output)
         check_sweep(args.config, args.output)
-        measurements = Measurements(args.output)
-        sweep = read_and_check(args, launcher, measurements)
+        sweep = read_and_check(args, launcher)
     if args.dry_run:
         print(sweep.report())
         print(plan_text(sweep.settings, count_ranks(launcher)))
@@ -110,9 +108,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with refuse_bad_input():
         make_output(args.output, [SWEEP_FILE, *TABLES, *FIGURES])
         store_sweep(args.config, args.overrides, args.output)
-        is_other = measurements.store()
-    if is_other:  # another worker has measured first: sizes follow from its measurements
-        return main(arguments)
     failures = {case.directory: last_failure(case) for case in sweep.possible_cases}
     results = Results(sweep, args.output)
     with refuse_bad_input():
@@ -138,13 +133,13 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_intermixed_args(arguments)
 
 
-def read_and_check(args: argparse.Namespace, launcher: Sequence[str], measurements: Measurements) -> Sweep:
+def read_and_check(args: argparse.Namespace, launcher: Sequence[str]) -> Sweep:
     """Reads the sweep, and checks its runs and their directories; writes nothing.
 
     Raises:
         UserError, OptionError: the first problem.
     """
-    ablation, all_settings, left_out = read_ablation(args.config, args.overrides, args.output, launcher, measurements)
+    ablation, all_settings, left_out = read_ablation(args.config, args.overrides, args.output, launcher)
     settings = select_only(all_settings, args.only)
     sweep = Sweep(ablation, all_settings, settings, left_out)
     for case in sweep.possible_cases:

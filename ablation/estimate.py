@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 
 from ablation.cases import Case
-from ablation.measured import device_of, machine_of
 from ablation.settings import Setting, in_order, trials_of
 from attention.options import OptionError
 from bench.timing import time_rounds
@@ -21,6 +20,7 @@ from engine.data.splits import open_split
 from engine.objectives import choose_objective
 from engine.reporting.metrics import find_records
 from engine.runtime.errors import ConfigError, UserError
+from engine.runtime.provenance import device_name
 from models import create_model
 
 ROUNDS = 2
@@ -150,6 +150,17 @@ def count_images(run: Run) -> int:
 def count_files(data: Data) -> int:
     """Returns the number of training images in files."""
     return len(open_split(data, "train_split"))
+
+
+def device_of(run: Run) -> torch.device:
+    """Returns the device on which a run would be trained here."""
+    return torch.device("cuda" if run.train.device != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def machine_of(device: torch.device) -> str:
+    """Returns the name of the device, and the number of threads of a processor."""
+    threads = torch.get_num_threads()
+    return device_name(device) + (f" ({threads} thread{'s' * (threads > 1)})" if device.type == "cpu" else "")
 
 
 def seconds_per_image(run: Run) -> tuple[float, str]:

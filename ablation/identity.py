@@ -104,17 +104,11 @@ def compare_grids(old: dict[str, Any], new: dict[str, Any], is_search: bool) -> 
 
 def describe(old: Any, new: Any) -> str:
     """Returns the text of a difference: a value that was removed, one that was added, or both."""
-    old, new = ("" if value is None else one_line(to_text(value), MOST_SHOWN) for value in (plain(old), plain(new)))
+    pair = ([*value] if isinstance(value, tuple) else value for value in (old, new))
+    old, new = ("" if value is None else one_line(to_text(value), MOST_SHOWN) for value in pair)
     if not new:
         return f"{old} was removed"
     return f"{old} -> {new}" if old else f"{new} was not set before, and would change all runs"
-
-
-def plain(value: Any) -> Any:
-    """Returns an option of a sweep in plain types."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {name: item for name, item in dataclasses.asdict(value).items() if item is not None}
-    return [*value] if isinstance(value, tuple) else value
 
 
 def store_sweep(path: Path, overrides: Sequence[str], output: Path) -> None:

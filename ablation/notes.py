@@ -5,7 +5,6 @@ from collections.abc import Sequence
 
 from ablation.cases import Case
 from ablation.front import RESAMPLES
-from ablation.match import BATCH_SIZE
 from ablation.settings import Setting, has_replicates, in_order, replicate_of
 from ablation.short_names import short_names
 from ablation.tables import Table
@@ -44,7 +43,6 @@ def list_notes(settings: Sequence[Setting], table: Table, left_out: Sequence[str
         notes.append(f"Not finished: every row has {max(counts)} of its {num_runs} runs.")
     if any(title.startswith("on front") for title in table):
         notes.append(ON_FRONT.format(replicate))
-    notes += describe_match(settings)
     if tuned := [setting.tuning for setting in settings if setting.tuning]:
         notes.append(describe_choice(tuned[0]))
     for name, setting in zip(short_names(settings), settings, strict=True):
@@ -77,14 +75,3 @@ def describe_choice(tuning: Tuning) -> str:
         f" ({case.run.data.held_out_by}), one run for each value. The seeds are trained on all training images. At an"
         " edge of lr, a better one may lie beyond it."
     )
-
-
-def describe_match(settings: Sequence[Setting]) -> list[str]:
-    """Returns the note on costs that were measured; none if they were counted."""
-    measured = [setting.matched for setting in settings if setting.matched and setting.matched.machine]
-    if not measured:
-        return []
-    match, machines = measured[0].match, ", ".join(dict.fromkeys(own.machine for own in measured))
-    pass_of = f"forward and backward pass of an attention layer, images: {match.batch_size or BATCH_SIZE}"
-    noise = f"; standard error of the medians up to {100 * max(own.error for own in measured):.1f} %"
-    return [f"{match.kind}: {pass_of}, measured once on {machines}{noise if match.kind == 'time' else ''}."]

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ablation.cases import Case
-from ablation.match import Matched, solve
-from ablation.measured import Measurements
+from ablation.match import Matched, parse_match, solve
 from ablation.names import OF_ROWS, to_directory, to_name, to_overrides, to_text
 from ablation.schema import Ablation, list_replicates
 from ablation.settings import Setting
@@ -52,11 +51,10 @@ class Planner:
     Args:
         folder: directory of the ablation file. overrides: options of every run. output: directory of the runs.
         launcher: command that starts train.py. paper_rows: those of the table that the ablation names.
-        measurements: takes those of `match`.
     Attributes:
         replicates: the runs of every setting. rates: learning rates to choose from; empty for none.
     Raises:
-        OptionError: seeds, folds or learning rates that cannot be.
+        OptionError: seeds, folds, learning rates or a match that cannot be.
     """
 
     def __init__(
@@ -67,10 +65,10 @@ class Planner:
         output: Path,
         launcher: Sequence[str],
         paper_rows: PaperRows,
-        measurements: Measurements,
     ):
         self.ablation, self.folder, self.overrides, self.output = ablation, folder, (*overrides,), output
-        self.launcher, self.paper_rows, self.measurements = launcher, paper_rows, measurements
+        self.launcher, self.paper_rows = launcher, paper_rows
+        self.match = None if ablation.match is None else parse_match(ablation.match)
         self.replicates, self.rates = list_replicates(ablation), check_rates(ablation.lr)
         self.world_size = count_ranks(launcher)
         # Settings of a search are loaded twice.
@@ -135,10 +133,10 @@ class Planner:
     def _load(self, row: Row) -> tuple[Matched | None, Run]:
         """Returns the size that is solved for the row, None if there is none, and its run."""
         given, match = (*self.overrides, *to_overrides(row.options)), row.options.get("match", True)
-        if "match" in row.options and (match is not False or not self.ablation.match):
+        if "match" in row.options and (match is not False or not self.match):
             problem = "acts in a sweep with match only" if match is False else "expected false, or no match"
             raise ConfigError(f"match: {problem}, got {match!r}; leave it out")
-        matched = self.solve_size(row.base, given) if match and self.ablation.match else None
+        matched = self.solve_size(row.base, given) if match and self.match else None
         return matched, self.load(row.base, (*given, *([matched.override] if matched else [])))
 
     def _solve_size(self, base: Path, overrides: tuple[str, ...]) -> Matched:
@@ -147,10 +145,10 @@ class Planner:
         Raises:
             OutOfReach: see `solve`. ConfigError: the overrides give the size, or something cannot be honoured.
         """
-        assert self.ablation.match is not None
+        assert self.match is not None
         run = load_unbuilt(base, overrides)
         with as_config_error():
-            matched = solve(self.ablation.match, run, self.measurements)
+            matched = solve(self.match, run)
         if is_overridden(key := f"attention.{matched.option}", overrides):
             raise ConfigError(f"{key} is given, and match solves it; leave it out, or write match: false beside it")
         return matched

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ablation.match import Match
 from attention.options import OptionError, option
 
 LIMIT = 10_000
@@ -53,8 +52,9 @@ class Ablation:
     baseline: dict[str, Any] | None = option(
         None, "option key.path -> value of the row to compare with, which becomes the first; null: the first row"
     )
-    match: Match | None = option(
-        None, "a cost for which the size of every setting's mechanism is solved, see `ablation.match.Match`"
+    match: dict[str, Any] | None = option(
+        None,
+        "multiply-accumulates for which the size of every setting's mechanism is solved, see `ablation.match.KINDS`",
     )
     plugins: tuple[str, ...] = option((), "modules or .py files that register mechanisms of your own, see --plugin")
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from ablation.match import OutOfReach
-from ablation.measured import Measurements
 from ablation.names import to_overrides
 from ablation.planner import PaperRows, Planner, Row, list_bases
 from ablation.schema import LIMIT, Ablation
@@ -27,16 +26,10 @@ CONFIGS = Path(__file__).parents[1] / "configs"
 
 
 def read_ablation(
-    path: Path,
-    overrides: Sequence[str],
-    output: Path,
-    launcher: Sequence[str],
-    measurements: Measurements | None = None,
+    path: Path, overrides: Sequence[str], output: Path, launcher: Sequence[str]
 ) -> tuple[Ablation, list[Setting], list[str]]:
     """Reads the ablation file `path` and checks all its settings; writes nothing.
 
-    Args:
-        measurements: takes those of `match`; None: those in `output`.
     Returns:
         The file, its settings, and a line for each setting that is left out, as its cost cannot be that of `match`.
     Raises:
@@ -48,8 +41,8 @@ def read_ablation(
         raise ConfigError(f"{path}: the configuration of one run; give it to train.py, or name it as base of a sweep")
     with tree.locating():
         ablation = parse_ablation(tree)
-        paper_rows, measurements = find_paper_rows(ablation.paper), measurements or Measurements(output)
-        planner = Planner(ablation, path.parent, overrides, output, launcher, paper_rows, measurements)
+        paper_rows = find_paper_rows(ablation.paper)
+        planner = Planner(ablation, path.parent, overrides, output, launcher, paper_rows)
         if "val_fraction" in tree.values and not planner.rates:
             raise OptionError("val_fraction", f" = {ablation.val_fraction}, but there is no lr to choose; leave it out")
         rows = list_rows(ablation, path.parent, planner.check)
@@ -96,8 +89,6 @@ def parse_ablation(tree: Tree) -> Ablation:
     ablation = parse_options(Ablation, tree.values)
     for plugin in ablation.plugins:
         load_plugin(plugin, "plugins")
-    if ablation.match:
-        ablation.match.check()
     if not list_bases(ablation):
         raise OptionError("base", "required, but not given; or give bases")
     if ablation.base and ablation.bases:

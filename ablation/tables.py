@@ -81,11 +81,10 @@ def tabulate_match(settings: Sequence[Setting]) -> Table:
     found = [setting.matched for setting in settings]
     if not (match := next((own.match for own in found if own), None)):
         return {}
-    title, form = match.kind + (f" ({match.unit.strip()})" if match.unit else ""), ".4g" if match.is_measured else ".0f"
     return {
         "size": [f"{own.option}={own.value}" if own else "" for own in found],
-        f"{title}: target": [format_number(own and match.target, form) for own in found],
-        f"{title}: reached": [format_number(own and own.reached, form) for own in found],
+        f"{match.kind}: target": [format_number(own and match.target, ".0f") for own in found],
+        f"{match.kind}: reached": [format_number(own and own.reached, ".0f") for own in found],
         "off target (%)": [format_number(own and 100 * own.deviation, "+.1f") for own in found],
         WITHIN: [("yes" if own.is_equal else "no") if own else "" for own in found],
     }
