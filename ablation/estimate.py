@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ablation.cases import Case
-from ablation.settings import Setting, in_order, trials_of
+from ablation.settings import Setting, in_order
 from attention.options import OptionError
 from bench.timing import time_rounds
 from bench.workload import Subject, Workload
@@ -38,18 +38,8 @@ class Estimate:
     """
 
     def __init__(self, settings: Sequence[Setting]):
-        self.settings = settings
+        self.settings, self.cases = settings, in_order(settings)
         self.finals: dict[Path, Mapping[str, Any]] = {}
-
-    @property
-    def cases(self) -> list[Case]:
-        """The runs that are known, in the order of training."""
-        return [*trials_of(self.settings), *in_order(self.settings)]
-
-    @property
-    def total(self) -> int:
-        """Number of all runs."""
-        return sum(setting.num_runs for setting in self.settings) + len(trials_of(self.settings))
 
     def look(self) -> int:
         """Looks which runs have finished, and returns how many."""
@@ -60,7 +50,7 @@ class Estimate:
 
     def seconds_left(self) -> float | None:
         """Returns the seconds that all unfinished runs take together; None if no run tells."""
-        rows = [[(case, self._speed(case)) for case in setting.known_cases] for setting in self.settings]
+        rows = [[(case, self._speed(case)) for case in setting.cases] for setting in self.settings]
         begun = [[(case, speed) for case, speed in row if speed] for row in rows]
         finished = [[pair for pair in row if pair[0].directory in self.finals] for row in begun]
         finished, begun = (
@@ -73,7 +63,6 @@ class Estimate:
         for setting, row, own in zip(self.settings, rows, finished, strict=True):
             whole = setting.run.schedule.epochs * fmean(own or every)
             total += sum(whole if speed is None else speed.left for _, speed in row)
-            total += whole * setting.num_runs * (not setting.cases)  # their learning rate is not chosen yet
         return total
 
     def _speed(self, case: Case) -> "Speed | None":
@@ -106,10 +95,9 @@ def plan_text(settings: Sequence[Setting], world_size: int) -> str:
     """
     estimate = Estimate(settings)
     finished, (option, values) = estimate.look(), settings[0].replicates
-    trials = f" {len(trials_of(settings))} of them choose learning rates;" if trials_of(settings) else ""
-    head = f"{estimate.total} runs of {len(settings)} rows, {option} {', '.join(map(str, values))};{trials}"
+    head = f"{len(estimate.cases)} runs of {len(settings)} rows, {option} {', '.join(map(str, values))};"
     head += f" {finished} are finished."
-    if finished == estimate.total:
+    if finished == len(estimate.cases):
         return head
     if (seconds := estimate.seconds_left()) is not None:
         speed = "at the speed of the runs so far"
@@ -129,8 +117,7 @@ def timed_seconds(settings: Sequence[Setting], world_size: int) -> tuple[float, 
     """
     images = 0.0
     for setting in settings:
-        runs = setting.num_runs + len(setting.trials)
-        runs -= sum(bool(case.result()) for case in setting.known_cases)
+        runs = sum(not case.result() for case in setting.cases)
         share = setting.costs.macs / settings[0].costs.macs
         images += runs * setting.run.schedule.epochs * count_images(setting.run) * share
     seconds, machine = seconds_per_image(settings[0].run)

@@ -72,8 +72,6 @@ def list_differences(before: Ablation, now: Ablation) -> list[str]:
             continue
         if name == "seeds":
             old, new = [*list_seeds(old)], [*list_seeds(new)]
-            if before.lr and now.lr and old and new and old[0] != new[0]:
-                found["the first seed, with which lr is chosen"] = old[0], new[0]
         if name == "grid" and old:
             found |= compare_grids(old, new or {}, is_search=before.trials is not None)
         elif name == "runs":
@@ -81,7 +79,7 @@ def list_differences(before: Ablation, now: Ablation) -> list[str]:
             found |= {f"runs.{i}": (run, None) for i, run in enumerate(old) if run not in new}
         elif name == "trials" and old and new and old < new:
             continue
-        elif name in ("bases", "seeds", "lr") and bool(old) == bool(new):
+        elif name in ("bases", "seeds") and bool(old) == bool(new):
             if lost := [value for value in old if value not in new]:
                 found[name] = lost, None
         elif name != "grid":

@@ -8,8 +8,6 @@ from ablation.front import RESAMPLES
 from ablation.settings import Setting, has_replicates, in_order, replicate_of
 from ablation.short_names import short_names
 from ablation.tables import Table
-from ablation.tuning import Tuning
-from attention.options import to_yaml
 
 ONE_RUN = (
     "One run per row: how far other seeds would end from it is not known, and rows that are near cannot be ranked."
@@ -43,11 +41,7 @@ def list_notes(settings: Sequence[Setting], table: Table, left_out: Sequence[str
         notes.append(f"Not finished: every row has {max(counts)} of its {num_runs} runs.")
     if any(title.startswith("on front") for title in table):
         notes.append(ON_FRONT.format(replicate))
-    if tuned := [setting.tuning for setting in settings if setting.tuning]:
-        notes.append(describe_choice(tuned[0]))
     for name, setting in zip(short_names(settings), settings, strict=True):
-        for lr in setting.tuning.diverged() if setting.tuning else ():
-            notes.append(f"{name}: training has diverged with optim.lr = {to_yaml(lr)}, which was not chosen.")
         notes += [f"{name}: {line}." for line in describe_lost(setting)]
         if setting.paper and setting.paper.note:
             notes.append(f"{name}, not as the paper prints it: {setting.paper.note}.")
@@ -65,13 +59,3 @@ def describe_lost(setting: Setting) -> list[str]:
             has, takes = ("has", "takes") if count == 1 else ("have", "take")
             lines.append(f"{count} of {setting.num_runs} runs {has} {outcome} and {takes} no part")
     return lines
-
-
-def describe_choice(tuning: Tuning) -> str:
-    """Returns the note on the rule by which learning rates are chosen."""
-    rates, (case, *_) = [*tuning.cases], tuning.cases.values()
-    return (
-        f"lr was chosen from {to_yaml(rates)} for every row: the value with the best top-1 on held-out training images"
-        f" ({case.run.data.held_out_by}), one run for each value. The seeds are trained on all training images. At an"
-        " edge of lr, a better one may lie beyond it."
-    )

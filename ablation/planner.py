@@ -13,14 +13,12 @@ from ablation.match import Matched, parse_match, solve
 from ablation.names import OF_ROWS, to_directory, to_name, to_overrides, to_text
 from ablation.schema import Ablation, list_replicates
 from ablation.settings import Setting
-from ablation.tuning import Tuning, check_rates
 from attention.options import nearest, parse_options, to_yaml
 from attention.plugins import as_arguments
 from engine.config.checks import check_run
 from engine.config.load import is_overridden, load_run, load_unbuilt
 from engine.config.papers import PaperRow
 from engine.config.schema import Run
-from engine.objectives import choose_objective
 from engine.runtime.errors import ConfigError, as_config_error
 
 TRAIN = str(Path(__file__).parents[1] / "train.py")
@@ -52,9 +50,9 @@ class Planner:
         folder: directory of the ablation file. overrides: options of every run. output: directory of the runs.
         launcher: command that starts train.py. paper_rows: those of the table that the ablation names.
     Attributes:
-        replicates: the runs of every setting. rates: learning rates to choose from; empty for none.
+        replicates: the runs of every setting. match: the target of the sizes that are solved, or None.
     Raises:
-        OptionError: seeds, folds, learning rates or a match that cannot be.
+        OptionError: seeds, folds or a match that cannot be.
     """
 
     def __init__(
@@ -69,7 +67,7 @@ class Planner:
         self.ablation, self.folder, self.overrides, self.output = ablation, folder, (*overrides,), output
         self.launcher, self.paper_rows = launcher, paper_rows
         self.match = None if ablation.match is None else parse_match(ablation.match)
-        self.replicates, self.rates = list_replicates(ablation), check_rates(ablation.lr)
+        self.replicates = list_replicates(ablation)
         self.world_size = count_ranks(launcher)
         # Settings of a search are loaded twice.
         self.load = functools.cache(functools.partial(load_run, world_size=self.world_size))
@@ -90,23 +88,12 @@ class Planner:
         size, given = [matched.override] if matched else [], to_overrides(row.options)
         name = self.name(row, size)
         self._check_replicates(run, given)
-        if self.rates:
-            check_tuning(run, self.rates, self.ablation.val_fraction, [*self.overrides, *given], self.world_size)
         command = [*self.launcher, TRAIN, str(row.base), *self.overrides, *given, *size]
-        create = functools.partial(self._create_case, run, command, name)
-        by_lr: dict[float | None, tuple[Case, ...]] = {None: tuple(map(create, self.replicates.overrides))}
-        trials = {}
-        if self.rates:
-            by_lr = {
-                lr: tuple(create({"optim.lr": lr} | own) for own in self.replicates.overrides) for lr in self.rates
-            }
-            held_out = {"data.val_fraction": self.ablation.val_fraction} | self.replicates.overrides[0]
-            trials = {lr: create({"optim.lr": lr} | held_out) for lr in self.rates}
+        cases = tuple(self._create_case(run, command, name, values) for values in self.replicates.overrides)
         changes = {option: to_text(value) for option, value in row.options.items() if option not in OF_ROWS}
         if self.ablation.bases:
             changes = {"base": title(row.base)} | changes
-        tuning = Tuning(trials) if trials else None
-        return name, Setting(changes, self._paper(row), by_lr, matched, tuning, self.replicates.option)
+        return name, Setting(changes, self._paper(row), cases, matched, self.replicates.option)
 
     def _check_replicates(self, run: Run, given: Sequence[str]) -> None:
         """Refuses overrides that set what tells the runs of a setting apart, and folds that cannot be.
@@ -167,13 +154,7 @@ class Planner:
         with as_config_error():
             return parse_options(PaperRow, {"config": str(row.base), **given}, "paper")
 
-    def _create_case(
-        self,
-        run: Run,
-        command: Sequence[str],
-        name: str,
-        values: Mapping[str, float],
-    ) -> Case:
+    def _create_case(self, run: Run, command: Sequence[str], name: str, values: Mapping[str, int]) -> Case:
         """Returns the run of a setting with these values, option key.path -> value, and adds them to its `command`."""
         texts = [f"{key}={to_yaml(value)}" for key, value in values.items()]
         directory = self.output / to_directory(name, texts)
@@ -191,32 +172,12 @@ def title(base: Path) -> str:
     return "/".join(base.with_suffix("").parts[-2:])
 
 
-def with_values(run: Run, values: Mapping[str, float]) -> Run:
+def with_values(run: Run, values: Mapping[str, int]) -> Run:
     """Returns `run` with these values, "section.option" -> value."""
     for key, value in values.items():
         section, name = key.split(".")
         run = dataclasses.replace(run, **{section: dataclasses.replace(getattr(run, section), **{name: value})})
     return run
-
-
-def check_tuning(
-    run: Run, rates: Sequence[float], val_fraction: float, overrides: Sequence[str], world_size: int
-) -> None:
-    """Refuses a run whose learning rate cannot be chosen among `rates`, given beside them, or not valid with one.
-
-    Raises:
-        ConfigError: the first problem.
-    """
-    for key in ("optim.lr", "data.val_fraction", "data.folds"):
-        if is_overridden(key, overrides):
-            raise ConfigError(f"{key} is given beside lr; leave one of them out")
-    if held_out_by := run.data.held_out_by:
-        raise ConfigError(f"{held_out_by}: lr already holds images out; set it to null in base")
-    if "top1" not in choose_objective(run).measure.names:
-        raise ConfigError("lr is chosen by top-1, which this run does not measure; give optim.lr instead")
-    with as_config_error("lr: "):
-        for lr in rates:
-            check_run(with_values(run, {"optim.lr": lr, "data.val_fraction": val_fraction}), world_size)
 
 
 def count_ranks(launcher: Sequence[str]) -> int:

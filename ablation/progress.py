@@ -108,7 +108,7 @@ class Progress:
         self.shown = {*under_way}
 
     def number(self, directory: Path) -> str:
-        """Returns the number of a run, of all that are known now: "3/18"."""
+        """Returns the number of a run of all: "3/18"."""
         directories = [case.directory for case in self.estimate.cases]
         return f"{directories.index(directory) + 1}/{len(directories)}"
 
@@ -120,7 +120,7 @@ class Progress:
     def summary(self) -> str:
         """Returns "3 of 18 runs finished, about 0:12:00 left"."""
         left = "" if self.left is None else f", about {duration(self.left)} left"
-        return f"{self.finished} of {self.estimate.total} runs finished{left}"
+        return f"{self.finished} of {len(self.estimate.cases)} runs finished{left}"
 
     def draw(self, texts: Sequence[str]) -> None:
         """Draws the lines at the bottom of the terminal."""

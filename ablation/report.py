@@ -45,8 +45,6 @@ def make_report(settings: Sequence[Setting], table: Table, left_out: Sequence[st
     given = (
         *changed_options(settings),
         *tabulate_match(settings),
-        "lr",
-        "edge of lr",
         "parameters (M)",
         "MACs (G)",
         "seeds",
@@ -91,7 +89,6 @@ def to_json(caption: str, settings: Sequence[Setting], left_out: Sequence[str] =
             "name": name,
             "changes": {option: yaml.safe_load(text) for option, text in setting.changes.items()},
             **setting.costs._asdict(),
-            **({"tuning": setting.tuning.results()} if setting.tuning else {}),
             **({"matched": dataclasses.asdict(setting.matched)} if setting.matched else {}),
             "paper": setting.paper and dataclasses.asdict(setting.paper),
             "runs": setting.results(),

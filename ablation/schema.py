@@ -30,12 +30,6 @@ class Ablation:
         low=2,
         high=1000,
     )
-    lr: tuple[float, ...] | None = option(
-        None,
-        "values of optim.lr: that of each setting is chosen on held-out training images; null: as base has it",
-        above=0,
-    )
-    val_fraction: float = option(0.1, "data.val_fraction of the runs that choose lr", above=0, below=1)
     grid: dict[str, Any] | None = option(None, "option key.path -> list of values; one setting per combination")
     trials: int | None = option(
         None,
@@ -79,9 +73,8 @@ def list_replicates(ablation: Ablation) -> Replicates:
     """
     if ablation.folds is None:
         return Replicates("train.seed", tuple({"train.seed": seed} for seed in list_seeds(ablation.seeds)) or ({},))
-    for name in ("seeds", "lr"):
-        if getattr(ablation, name) is not None:
-            raise OptionError("folds", f" = {ablation.folds} is given beside {name}; leave one of them out")
+    if ablation.seeds is not None:
+        raise OptionError("folds", f" = {ablation.folds} is given beside seeds; leave one of them out")
     overrides = ({"data.folds": ablation.folds, "data.fold": fold} for fold in range(ablation.folds))
     return Replicates("data.fold", tuple(overrides))
 

@@ -1,7 +1,6 @@
 """Settings of an ablation: their runs, costs, results and options."""
 
 import functools
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +8,6 @@ from typing import Any
 from ablation.cases import Case
 from ablation.match import Matched
 from ablation.names import expand, to_text
-from ablation.tuning import Tuning
 from engine.config.load import dump_run
 from engine.config.papers import PaperRow
 from engine.config.schema import Run
@@ -21,56 +19,31 @@ class Setting:
     """A row of the table.
 
     Attributes:
-        changes: option (or base) -> YAML text of its value. paper: figures of a paper.
-        by_lr: learning rate -> a run per seed or fold; without `tuning`, None -> them.
+        changes: option (or base) -> YAML text of its value. paper: figures of a paper. cases: a run per seed or fold.
         matched: the size that is solved for a cost; None if the sweep, or this setting, has no such size.
-        tuning: the runs that choose the learning rate; None if it is given.
         replicated_by: the option in which the runs differ, train.seed or data.fold.
     """
 
     changes: dict[str, str]
     paper: PaperRow | None
-    by_lr: Mapping[float | None, tuple[Case, ...]]
+    cases: tuple[Case, ...]
     matched: Matched | None = None
-    tuning: Tuning | None = None
     replicated_by: str = "train.seed"
 
     @property
-    def cases(self) -> tuple[Case, ...]:
-        """A run per seed or fold; none until the learning rate is chosen."""
-        lr = self.tuning and self.tuning.choose()
-        return () if self.tuning and lr is None else self.by_lr[lr]
-
-    @property
-    def trials(self) -> list[Case]:
-        """The runs that choose the learning rate; none if it is given."""
-        return [*self.tuning.cases.values()] if self.tuning else []
-
-    @property
-    def known_cases(self) -> list[Case]:
-        """`trials`, and then `cases`."""
-        return [*self.trials, *self.cases]
-
-    @property
-    def possible_cases(self) -> list[Case]:
-        """`trials`, and then the runs of every learning rate that may be chosen."""
-        return [*self.trials, *itertools.chain(*self.by_lr.values())]
-
-    @property
     def run(self) -> Run:
-        """The first run; its learning rate may not be the chosen one."""
-        return next(iter(self.by_lr.values()))[0].run
+        """The first run."""
+        return self.cases[0].run
 
     @property
     def num_runs(self) -> int:
-        return len(next(iter(self.by_lr.values())))
+        return len(self.cases)
 
     @property
     def replicates(self) -> tuple[str, list[int]]:
         """The option in which the runs differ, and its value in each."""
         section, name = self.replicated_by.split(".")
-        cases = next(iter(self.by_lr.values()))
-        return self.replicated_by, [getattr(getattr(case.run, section), name) for case in cases]
+        return self.replicated_by, [getattr(getattr(case.run, section), name) for case in self.cases]
 
     @functools.cached_property
     def costs(self) -> Costs:
@@ -112,7 +85,7 @@ class Setting:
 
     def results(self) -> dict[int, dict[str, Any]]:
         """Returns seed, or fold, -> final record of train.py for the finished runs."""
-        results = zip(self.replicates[1], [case.result() for case in self.cases], strict=False)
+        results = zip(self.replicates[1], [case.result() for case in self.cases], strict=True)
         return {number: result for number, result in results if result}
 
 
@@ -124,18 +97,8 @@ def name_in(value: Any) -> Any:
 
 
 def in_order(settings: Sequence[Setting]) -> list[Case]:
-    """Returns the runs in the order of training: every setting with the first seed or fold, then with the next.
-
-    Those of a setting whose learning rate is not chosen yet are left out.
-    """
-    begun = [own for setting in settings if (own := setting.cases)]
-    return [case for replicate in zip(*begun, strict=True) for case in replicate]
-
-
-def trials_of(settings: Sequence[Setting]) -> list[Case]:
-    """Returns the runs that choose learning rates, in the order of training; empty if these are given."""
-    tuned = [setting.trials for setting in settings if setting.tuning]
-    return [case for trials in zip(*tuned, strict=True) for case in trials]
+    """Returns the runs in the order of training: every setting with the first seed or fold, then with the next."""
+    return [case for replicate in zip(*(setting.cases for setting in settings), strict=True) for case in replicate]
 
 
 def accuracies(settings: Sequence[Setting]) -> dict[str, str]:

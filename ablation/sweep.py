@@ -43,8 +43,6 @@ def read_ablation(
         ablation = parse_ablation(tree)
         paper_rows = find_paper_rows(ablation.paper)
         planner = Planner(ablation, path.parent, overrides, output, launcher, paper_rows)
-        if "val_fraction" in tree.values and not planner.rates:
-            raise OptionError("val_fraction", f" = {ablation.val_fraction}, but there is no lr to choose; leave it out")
         rows = list_rows(ablation, path.parent, planner.check)
 
     settings: dict[str, Setting] = {}

@@ -8,7 +8,6 @@ from ablation.front import front_probabilities
 from ablation.match import TOLERANCE
 from ablation.replicates import MEASURED_COSTS, Measured, means_if_apart, measure
 from ablation.settings import Setting, accuracies, has_replicates, held_options, in_order, replicate_of
-from attention.options import to_yaml
 from engine.reporting.tables import plus_minus, verdict
 
 WITHIN = f"within {100 * TOLERANCE:.0f} %"
@@ -35,7 +34,6 @@ def tabulate(settings: Sequence[Setting]) -> Tables:
     options = {
         **held_options(settings),
         **tabulate_match(settings),
-        **tabulate_rates(settings),
         "parameters (M)": [f"{setting.costs.parameters / 1e6:#.4g}" for setting in settings],
         "paper: parameters (M)": paper_cells(settings, "parameters", ".1f"),
         "MACs (G)": [f"{setting.costs.macs / 1e9:#.4g}" for setting in settings],
@@ -90,21 +88,6 @@ def tabulate_match(settings: Sequence[Setting]) -> Table:
     }
 
 
-def tabulate_rates(settings: Sequence[Setting]) -> Table:
-    """Returns the chosen learning rate of each setting and its top-1 on the held-out images; no columns without one.
-
-    The edge is "lowest" or "highest" if the choice ends there: a better learning rate may lie beyond it.
-    """
-    rates = [(tuning := setting.tuning) and (tuning.choose(), tuning.edge(), tuning.results()) for setting in settings]
-    if not all(rates):
-        return {}
-    return {
-        "lr": ["" if lr is None else to_yaml(lr) for lr, _, _ in rates],
-        "edge of lr": [edge for _, edge, _ in rates],
-        "held-out top-1 (%)": [format_number(found.get(lr, {}).get("top1"), ".2f") for lr, _, found in rates],
-    }
-
-
 def paper_cells(settings: Sequence[Setting], field: str, form: str) -> list[str]:
     """Formats a field of the papers' rows, a cell for each setting."""
     return [format_number(setting.paper and getattr(setting.paper, field), form) for setting in settings]
@@ -146,7 +129,7 @@ def format_number(number: float | None, form: str) -> str:
 
 
 def list_runs(settings: Sequence[Setting]) -> Table:
-    """Returns a row for each run, in the order of training, without those that choose learning rates."""
+    """Returns a row for each run, in the order of training."""
     row_of = {case.directory: i for i, setting in enumerate(settings) for case in setting.cases}
     runs = [(case, case.result() or {}) for case in in_order(settings)]
     columns = {f"{name} (%)": key for name, key in accuracies(settings).items()}
@@ -159,11 +142,9 @@ def list_runs(settings: Sequence[Setting]) -> Table:
     replicate = {"train.seed": [str(case.run.train.seed) for case, _ in runs]}
     if replicate_of(settings) == "fold":
         replicate["data.fold"] = [str(case.run.data.fold) for case, _ in runs]
-    is_tuned = any(setting.tuning for setting in settings)
     return {
         "directory": [case.directory.name for case, _ in runs],
         **{option: [texts[row_of[case.directory]] for case, _ in runs] for option, texts in options},
-        **({"lr": [to_yaml(case.run.optim.lr) for case, _ in runs]} if is_tuned else {}),
         **replicate,
         **{title: [format_number(result.get(key), ".6g") for _, result in runs] for title, key in columns.items()},
         **if_any("hours", hours),

@@ -904,7 +904,6 @@ def test_folds_are_runs_of_their_own_and_a_row_together(config):
     ("change", "message"),
     [
         ("folds: 3\nseeds: 2", "folds = 3 is given beside seeds; leave one of them out"),
-        ("folds: 3\nlr: [0.1, 0.2]", "folds = 3 is given beside lr; leave one of them out"),
         ("folds: 1", "folds = 1 is below the least valid value 2"),
         ("folds: 3\ngrid: {data.fold: [0, 1]}", "data.fold is given beside folds; leave one of them out"),
         ("folds: 3\ngrid: {data.val_fraction: [0.1]}", "folds already holds images out"),
