@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Sequence
 
 from ablation.cases import Case
-from ablation.front import RESAMPLES
 from ablation.settings import Setting, has_replicates, in_order, replicate_of
 from ablation.short_names import short_names
 from ablation.tables import Table
@@ -25,12 +24,6 @@ FOLDS = (
     " estimator of the variance of k-fold cross-validation, JMLR 2004)."
 )
 
-ON_FRONT = (
-    "On front: probability that no other row has at least as good a mean top-1 at no more cost, and one of them better."
-    f" It is the share of {RESAMPLES:,} bootstrap resamples of the runs of every row that has two or more; few"
-    " runs make it rough. A measured cost in which rows differ no more than {0}s has no such column."
-)
-
 
 def list_notes(settings: Sequence[Setting], table: Table, left_out: Sequence[str]) -> list[str]:
     """Returns the notes below a table: how reliable its numbers are, and what is not as its row says."""
@@ -39,8 +32,6 @@ def list_notes(settings: Sequence[Setting], table: Table, left_out: Sequence[str
     counts = set(map(int, table.get(f"{replicate}s", [])))
     if len(counts) == 1 and 0 < max(counts) < num_runs and not all(map(Case.outcome, in_order(settings))):
         notes.append(f"Not finished: every row has {max(counts)} of its {num_runs} runs.")
-    if any(title.startswith("on front") for title in table):
-        notes.append(ON_FRONT.format(replicate))
     for name, setting in zip(short_names(settings), settings, strict=True):
         notes += [f"{name}: {line}." for line in describe_lost(setting)]
         if setting.paper and setting.paper.note:

@@ -8,11 +8,11 @@ from typing import Any
 
 from engine.reporting.tables import Spread, spread
 
-MEASURED_COSTS = (("step_seconds", "step", "step time (s)"), ("memory_mb", "peak memory", "peak memory (MB)"))
-"""Costs that runs measure: key in their final records, name in titles of columns, label of an axis."""
+MEASURED_COSTS = {"step_seconds": "step time (s)", "memory_mb": "peak memory (MB)"}
+"""Costs that runs measure: key in their final records -> label of an axis."""
 
 TIMES_SEEDS = 3
-"""A measured cost has a panel, or a front, if it varies this many times as much between settings as between seeds."""
+"""A measured cost has a panel if it varies this many times as much between settings as between seeds."""
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,11 @@
 """Tables of a sweep's finished runs: a row for each setting, and for each run."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
-from ablation.front import front_probabilities
 from ablation.match import TOLERANCE
-from ablation.replicates import MEASURED_COSTS, Measured, means_if_apart, measure
+from ablation.replicates import Measured, measure
 from ablation.settings import Setting, accuracies, has_replicates, held_options, in_order, replicate_of
 from engine.reporting.tables import plus_minus, verdict
 
@@ -46,29 +45,14 @@ def tabulate(settings: Sequence[Setting]) -> Tables:
     if several := has_replicates(settings):
         options[f"{replicate_of(settings)}s"] = [str(len(runs)) for runs in results]
     measured = {name: measure(results, key) for name, key in accuracies(settings).items()}
-    fronts = tabulate_fronts(settings, results) if several else {}
 
     def join(write: Callable[[str, Sequence[Measured]], Table]) -> Table:
         table = {**options}
         for name, own in measured.items():
             table |= write(name, own) if several else {f"{name} (%)": mean_cells(own, ".2f")}
-        return table | fronts | {"paper (%)": paper_cells(settings, "top1", ".2f")}
+        return table | {"paper (%)": paper_cells(settings, "top1", ".2f")}
 
     return Tables(join(for_readers), join(for_programs))
-
-
-def tabulate_fronts(settings: Sequence[Setting], results: Sequence[Mapping[int, Mapping[str, Any]]]) -> Table:
-    """Returns a column of `front_probabilities` for each cost in which settings differ more than their runs."""
-    top1 = [[*own.values.values()] for own in measure(results, "top1")]
-    costs: dict[str, list[float | None]] = {"MACs": [setting.costs.macs for setting in settings]}
-    for key, cost, _ in MEASURED_COSTS:
-        if means := means_if_apart(measure(results, key)):
-            costs[cost] = means
-    fronts: Table = {}
-    for cost, values in costs.items():
-        sure = [format_number(probability, ".2f") for probability in front_probabilities(values, top1)]
-        fronts |= if_any(f"on front: {cost}", sure)
-    return fronts
 
 
 def tabulate_match(settings: Sequence[Setting]) -> Table:

@@ -27,10 +27,9 @@ from matplotlib.transforms import Bbox
 
 import ablate
 import train
-from ablation import tables, worker
+from ablation import worker
 from ablation.cases import Case
-from ablation.figures import draw_curves, draw_heat_map, draw_pareto, draw_results, read_curve
-from ablation.front import front_probabilities, non_dominated
+from ablation.figures import draw_curves, draw_heat_map, draw_pareto, draw_results, non_dominated, read_curve
 from ablation.names import to_directory
 from ablation.notes import ONE_RUN
 from ablation.planner import count_ranks
@@ -1091,62 +1090,6 @@ def test_a_cost_that_seeds_vary_as_settings_do_has_no_panel(config):
     figure = draw_pareto("Windows", settings)
     assert [axes.get_xlabel() for axes in figure.axes] == ["multiply-accumulates of an image (M)"]
     assert "Not shown: step time, in which settings differ no more than seeds." in figure.get_suptitle()
-
-
-def test_the_probability_to_be_on_the_front_by_hand():
-    """Two values each, so a mean is low, middle or high with 1/4, 1/2, 1/4.
-
-    Against the first, which is always 5 at cost 1: values 4 and 6 have a mean above 5 with 1/4 (equal is dominated);
-    values 4 and 4 never do, unless they cost less. One seed, or no cost, takes no part.
-    """
-    costs, values = [1, 2, 0.5, 2, None], [[5, 5], [4, 6], [4, 4], [9], [9, 9]]
-    first, second, third, *others = front_probabilities(costs, values)
-    assert (first, third, others) == (1.0, 1.0, [None, None])
-    assert second == pytest.approx(0.25, abs=4 * math.sqrt(0.25 * 0.75 / 10_000))
-    assert front_probabilities(costs, values) == [first, second, third, *others]
-    assert front_probabilities([1, 1], [[5, 5], [5, 5]]) == [1.0, 1.0]
-    assert front_probabilities([1], [[5]]) == [None]
-
-
-def test_rows_of_several_seeds_say_how_sure_the_front_is(config):
-    config.write_text(REPLICATED)
-    ablation, settings, _ = read_ablation(config, [], config.parent, ["python"])
-    for number, values in enumerate(([90, 90, 90], [91, 91, 91], [88, 92, 95])):
-        for case, top1 in zip(settings[number].cases, values, strict=True):
-            finish(case, top1=top1, step_seconds=0.3 - 0.1 * number)
-    table = tabulate(settings).programs
-    assert table["on front: MACs"][:2] == ["0.00", "1.00"]  # windows of 1 cost least, softmax most
-    share = float(table["on front: MACs"][2])
-    assert share == pytest.approx(17 / 27, abs=4 * math.sqrt(17 * 10 / 27**2 / 10_000))  # 17 of 27 draws are above 91
-    assert table["on front: step"] == ["0.00", f"{1 - share:.2f}", "1.00"]  # softmax is slowest, windows of 2 fastest
-    assert f"({share:.0%})" in "".join(text.get_text() for text in draw_pareto("", settings).axes[0].texts)
-    assert "10,000 bootstrap resamples" in report_sweep(ablation.caption, settings)
-
-
-def test_all_tables_are_of_one_reading_of_the_records(config, monkeypatch):
-    """The bootstrap of each cost is drawn once."""
-    settings, drawn = grid_of_numbers(config), []
-
-    def count(*arguments: object) -> list[float | None]:
-        drawn.append(arguments)
-        return front_probabilities(*arguments)
-
-    monkeypatch.setattr(tables, "front_probabilities", count)
-    write_tables("Windows", settings, config.parent)
-    assert len(drawn) == len([title for title in rows(config.parent)[0] if title.startswith("on front")]) == 2
-
-
-def test_a_cost_that_seeds_vary_as_settings_do_has_no_front(config):
-    """Step times overlap, and memory is the same: the table leaves out what `pareto.png` leaves out, and says so."""
-    config.write_text("base: base.yaml\nseeds: 2\nruns: [{attention: softmax}, {attention.window_size: 1}]\n")
-    _, settings, _ = read_ablation(config, [], config.parent, ["python"])
-    for setting, steps in zip(settings, ([0.0583, 0.0551], [0.0561, 0.0522]), strict=True):
-        for case, seconds, top1 in zip(setting.cases, steps, (90, 92), strict=True):
-            finish(case, top1=top1, step_seconds=seconds)
-    fronts = [title for title in tabulate(settings).programs if title.startswith("on front")]
-    assert fronts == ["on front: MACs"]
-    assert len(draw_pareto("", settings).axes) == len(fronts)
-    assert "A measured cost in which rows differ no more than seeds has no such" in report_sweep("", settings)
 
 
 def test_curves_are_of_all_runs_finished_or_not(config):
