@@ -73,12 +73,10 @@ def list_differences(before: Ablation, now: Ablation) -> list[str]:
         if name == "seeds":
             old, new = [*list_seeds(old)], [*list_seeds(new)]
         if name == "grid" and old:
-            found |= compare_grids(old, new or {}, is_search=before.trials is not None)
+            found |= compare_grids(old, new or {})
         elif name == "runs":
             old, new = ([{k: v for k, v in run.items() if k != "paper"} for run in runs] for runs in pair)
             found |= {f"runs.{i}": (run, None) for i, run in enumerate(old) if run not in new}
-        elif name == "trials" and old and new and old < new:
-            continue
         elif name in ("bases", "seeds") and bool(old) == bool(new):
             if lost := [value for value in old if value not in new]:
                 found[name] = lost, None
@@ -89,11 +87,11 @@ def list_differences(before: Ablation, now: Ablation) -> list[str]:
     return [f"{name}: {describe(*pair)}" for name, pair in found.items()]
 
 
-def compare_grids(old: dict[str, Any], new: dict[str, Any], is_search: bool) -> dict[str, tuple[Any, Any]]:
-    """Returns option -> what is lost of it, None or new values; those of a search must all be equal."""
+def compare_grids(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Returns option -> what is lost of it, None or new values."""
     found: dict[str, tuple[Any, Any]] = {}
     for option in {**old, **new}:
-        if option not in old or option not in new or (is_search and old[option] != new[option]):
+        if option not in old or option not in new:
             found[f"grid.{option}"] = old.get(option), new.get(option)
         elif lost := [value for value in old[option] if value not in new[option]]:
             found[f"grid.{option}"] = lost, None

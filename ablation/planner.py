@@ -1,7 +1,6 @@
 """Plans the settings of a sweep: the options of each are checked, and its runs get their commands and directories."""
 
 import dataclasses
-import functools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -69,14 +68,6 @@ class Planner:
         self.match = None if ablation.match is None else parse_match(ablation.match)
         self.replicates = list_replicates(ablation)
         self.world_size = count_ranks(launcher)
-        # Settings of a search are loaded twice.
-        self.load = functools.cache(functools.partial(load_run, world_size=self.world_size))
-        self.solve_size = functools.cache(self._solve_size)
-
-    def check(self, options: Mapping[str, Any]) -> None:
-        """Raises a ConfigError if these options are no valid run of a base."""
-        for base in list_bases(self.ablation):
-            self._load(Row("grid", self.folder / base, options))
 
     def plan(self, row: Row) -> tuple[str, Setting]:
         """Returns the name of a row's setting in the file system, and the setting.
@@ -123,8 +114,9 @@ class Planner:
         if "match" in row.options and (match is not False or not self.match):
             problem = "acts in a sweep with match only" if match is False else "expected false, or no match"
             raise ConfigError(f"match: {problem}, got {match!r}; leave it out")
-        matched = self.solve_size(row.base, given) if match and self.match else None
-        return matched, self.load(row.base, (*given, *([matched.override] if matched else [])))
+        matched = self._solve_size(row.base, given) if match and self.match else None
+        overrides = (*given, *([matched.override] if matched else []))
+        return matched, load_run(row.base, overrides, world_size=self.world_size)
 
     def _solve_size(self, base: Path, overrides: tuple[str, ...]) -> Matched:
         """Solves the size of the mechanism of the configuration `base` with `overrides`.

@@ -31,13 +31,6 @@ class Ablation:
         high=1000,
     )
     grid: dict[str, Any] | None = option(None, "option key.path -> list of values; one setting per combination")
-    trials: int | None = option(
-        None,
-        "number of settings sampled from grid, whose values may be {range: [LOW, HIGH]} or {log_range: [LOW, HIGH]}",
-        low=1,
-        high=LIMIT,
-    )
-    trials_seed: int = option(0, "seed of the sampling", low=0)
     runs: tuple[dict[str, Any], ...] = option(
         (),
         "options key.path -> value of each setting; paper: its top-1 in a paper, or {top1: , step_ms: , memory_gb: };"

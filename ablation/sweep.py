@@ -3,8 +3,7 @@
 import dataclasses
 import itertools
 import math
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from ablation.match import OutOfReach
 from ablation.names import to_overrides
 from ablation.planner import PaperRows, Planner, Row, list_bases
 from ablation.schema import LIMIT, Ablation
-from ablation.search import sample
 from ablation.selection import put_first
 from ablation.settings import Setting
 from attention.options import OptionError, nearest, parse_options
@@ -43,7 +41,7 @@ def read_ablation(
         ablation = parse_ablation(tree)
         paper_rows = find_paper_rows(ablation.paper)
         planner = Planner(ablation, path.parent, overrides, output, launcher, paper_rows)
-        rows = list_rows(ablation, path.parent, planner.check)
+        rows = list_rows(ablation, path.parent)
 
     settings: dict[str, Setting] = {}
     left_out = []
@@ -96,13 +94,13 @@ def parse_ablation(tree: Tree) -> Ablation:
     return ablation
 
 
-def list_rows(ablation: Ablation, folder: Path, check: Callable[[dict[str, Any]], None]) -> list[Row]:
+def list_rows(ablation: Ablation, folder: Path) -> list[Row]:
     """Returns the rows for each base: those of `grid`, then those of `runs`; without both, the base as it is.
 
     Raises:
         OptionError: see `combine`.
     """
-    changes = [("grid", options) for options in combine(ablation, check)]
+    changes = [("grid", options) for options in combine(ablation.grid or {})]
     changes += [(f"runs.{i}", options) for i, options in enumerate(ablation.runs)]
     bases = [folder / base for base in list_bases(ablation)]
     if not changes:
@@ -110,28 +108,17 @@ def list_rows(ablation: Ablation, folder: Path, check: Callable[[dict[str, Any]]
     return [Row(key, base, options) for base, (key, options) in itertools.product(bases, changes)]
 
 
-def combine(ablation: Ablation, check: Callable[[dict[str, Any]], None]) -> list[dict[str, Any]]:
-    """Returns the settings of `grid`: all combinations, or `trials` of them that `check` does not refuse.
+def combine(grid: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns the settings of `grid`: all combinations of its values.
 
     Raises:
-        OptionError: a value of `grid` is no list, or no range of a search; there are more than `LIMIT` settings.
+        OptionError: a value of `grid` is no list; there are more than `LIMIT` settings.
     """
-    grid = ablation.grid or {}
-    if ablation.trials and not grid:
-        raise OptionError("trials", f" = {ablation.trials}, but there is no grid to choose from")
-    if ablation.trials:
-        settings, refused = sample(grid, ablation.trials, ablation.trials_seed, check)
-        if refused:
-            number = f"{len(refused)} of {len(refused) + len(settings)} points"
-            print(f"grid: {number} are no valid run, others take their place; the first: {refused[0]}", file=sys.stderr)
-        return settings
     for key, values in grid.items():
-        if isinstance(values, dict):
-            raise OptionError(f"grid.{key}", f"{values!r} needs trials: how many settings to choose")
         if not isinstance(values, list) or not values:
             raise OptionError(f"grid.{key}", f"expected a list of values, got {values!r}")
     if (count := math.prod(map(len, grid.values()))) > LIMIT:
-        raise OptionError("grid", f"{count:,} combinations, more than {LIMIT:,}; choose some of them by trials")
+        raise OptionError("grid", f"{count:,} combinations, more than {LIMIT:,}; list rows in runs instead")
     return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values()) if values]
 
 

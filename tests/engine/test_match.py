@@ -199,17 +199,6 @@ def test_what_cannot_be_honoured_is_one_line(config, old, new, expected):
     assert refusal(config).startswith(expected)
 
 
-def test_points_of_a_search_out_of_reach_give_way_to_others(config, capsys):
-    config.write_text(
-        "base: base.yaml\nmatch: {layer_macs: 24.0e3}\ntrials: 2\n"
-        "grid:\n  attention: [{name: softmax}, {name: abc}]\n  optim.lr: {log_range: [1.0e-4, 1.0e-2]}\n"
-    )
-    _, settings, left_out = read(config)
-    assert [setting.matched.option for setting in settings] == ["num_landmarks"] * 2
-    assert not left_out
-    assert "are no valid run, others take their place; the first: attention(softmax)" in capsys.readouterr().err
-
-
 def test_a_dry_run_names_what_is_left_out(config, capsys):
     ablate.main([str(config), "--output", str(config.parent / "out"), "--dry-run"])
     out = capsys.readouterr().out
