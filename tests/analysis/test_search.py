@@ -169,6 +169,26 @@ def test_files_of_the_front_are_runs_of_train(checkpoint, tmp_path, monkeypatch,
     assert "--budget macs=0.97: " in out
 
 
+def test_the_first_table_has_each_layer_alone(checkpoint, tmp_path, monkeypatch, capsys):
+    """Softmax in the place of softmax changes nothing."""
+    monkeypatch.setattr(search, "encode", lambda figure: b"")
+    options = "--images", "60", "--align", "3", "--output", str(tmp_path), "--budget", "macs=1"
+    analyze.main(["search", str(checkpoint), *options, "--attention", "softmax", "linear"])
+    title, _, head, _, *rows = capsys.readouterr().out.splitlines()[:6]
+    assert title == "One layer alone with another mechanism: rise of the loss (top-1 in %)"
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in (head, *rows)]
+    with (tmp_path / "search.csv").open(newline="") as file:
+        measured = {(row["layer 0"], row["layer 1"]): row for row in csv.DictReader(file)}
+    own, alone = measured[OWN, OWN], [measured["linear", OWN], measured[OWN, "linear"]]
+    assert cells[:2] == [["attention", "layer 0", "layer 1"], ["softmax", *[f"+0.0000 ({float(own['top1']):.2f})"] * 2]]
+    assert cells[2][0] == "linear"
+    for cell, row in zip(cells[2][1:], alone, strict=True):
+        rise, top1 = cell.split()
+        assert float(rise) == pytest.approx(float(row["loss"]) - float(own["loss"]), abs=7e-5)
+        assert top1 == f"({float(row['top1']):.2f})"
+    assert cells[2][1] != cells[2][2]
+
+
 def test_a_budget_within_which_nothing_was_measured_is_named(checkpoint, tmp_path, monkeypatch, capsys):
     """What `random` has not predicted is blank, and other files in front/ stay."""
     monkeypatch.setattr(search, "encode", lambda figure: b"")

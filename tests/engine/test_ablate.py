@@ -646,7 +646,6 @@ def test_dry_run_shows_everything_and_writes_nothing(config, capsys):
             "windows.yaml:4: grid: train.seed is given beside seeds; leave one of them out",
         ),
         ("[1, 2]", "{a: 1}", "windows.yaml:4: grid.attention.window_size: expected a list of values, got {'a': 1}"),
-        ("grid:", "trials: 9\ngrid:", "windows.yaml:3: trials: unknown option"),
         ("grid:", f"grid:\n  x: {[*range(101)]}\n  y: {[*range(100)]}", "windows.yaml:3: grid: 20,200 combinations"),
         ("grid:", "seeds: 1000000000\ngrid:", "windows.yaml:3: seeds: 1,000,000,000 seeds, more than 10,000"),
         (
