@@ -21,15 +21,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ablation.cases import Case, check_data, check_options, failure_mark, last_failure
-from ablation.estimate import plan_text
 from ablation.identity import SWEEP_FILE, check_sweep, is_extended, store_sweep
-from ablation.planner import count_ranks
-from ablation.progress import Progress
+from ablation.progress import Progress, plan_text
 from ablation.report import FIGURES, TABLES, report_sweep, write_figures, write_tables
 from ablation.schema import Ablation
-from ablation.selection import select_only
-from ablation.settings import Setting, in_order
-from ablation.sweep import read_ablation
+from ablation.settings import Setting, in_order, select_only
+from ablation.sweep import count_ranks, read_ablation
 from ablation.worker import is_busy, run_jobs, train_all
 from attention.plugins import as_arguments
 from engine.config.load import find_config

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ablation.names import to_text
-from ablation.schema import Ablation, list_seeds
+from ablation.schema import Ablation, list_seeds, to_text
 from attention.options import OptionError, parse_options
 from engine.config.yaml_files import read_yaml
 from engine.runtime.errors import ConfigError

@@ -3,22 +3,182 @@
 import dataclasses
 import itertools
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from ablation.match import OutOfReach
-from ablation.names import to_overrides
-from ablation.planner import PaperRows, Planner, Row, list_bases
-from ablation.schema import LIMIT, Ablation
-from ablation.selection import put_first
-from ablation.settings import Setting
-from attention.options import OptionError, nearest, parse_options
-from attention.plugins import load_plugin
-from engine.config.papers import read_papers
+from ablation.cases import Case
+from ablation.match import Matched, OutOfReach, parse_match, solve
+from ablation.schema import LIMIT, OF_ROWS, Ablation, list_replicates, to_directory, to_name, to_overrides, to_text
+from ablation.settings import Setting, put_first
+from attention.options import OptionError, nearest, parse_options, to_yaml
+from attention.plugins import as_arguments, load_plugin
+from engine.config.checks import check_run
+from engine.config.load import is_overridden, load_run, load_unbuilt
+from engine.config.papers import PaperRow, read_papers
 from engine.config.schema import Run
 from engine.config.yaml_files import SWEEP, Tree, read_yaml
-from engine.runtime.errors import ConfigError
+from engine.runtime.errors import ConfigError, as_config_error
+
+TRAIN = str(Path(__file__).parents[1] / "train.py")
+
+PaperRows = Mapping[tuple[Path, tuple[str, ...]], PaperRow]
+"""Configuration and overrides -> row of a paper's table."""
+
+PAPER_FIELDS = "top1", "parameters", "macs", "step_ms", "memory_gb"
+"""Fields of a `PaperRow` that a row of a sweep may give itself."""
+
+
+class Row(NamedTuple):
+    """A row of a sweep before it is checked.
+
+    Attributes:
+        key: key of the ablation file that gives it, for messages. base: path of its configuration. options: option ->
+            value, with the keys in `OF_ROWS`.
+    """
+
+    key: str
+    base: Path
+    options: Mapping[str, Any]
+
+
+class Planner:
+    """Makes settings of the rows of `ablation`.
+
+    Args:
+        folder: directory of the ablation file. overrides: options of every run. output: directory of the runs.
+        launcher: command that starts train.py. paper_rows: those of the table that the ablation names.
+    Attributes:
+        replicates: the runs of every setting. match: the target of the sizes that are solved, or None.
+    Raises:
+        OptionError: seeds, folds or a match that cannot be.
+    """
+
+    def __init__(
+        self,
+        ablation: Ablation,
+        folder: Path,
+        overrides: Sequence[str],
+        output: Path,
+        launcher: Sequence[str],
+        paper_rows: PaperRows,
+    ):
+        self.ablation, self.folder, self.overrides, self.output = ablation, folder, (*overrides,), output
+        self.launcher, self.paper_rows = launcher, paper_rows
+        self.match = None if ablation.match is None else parse_match(ablation.match)
+        self.replicates = list_replicates(ablation)
+        self.world_size = count_ranks(launcher)
+
+    def plan(self, row: Row) -> tuple[str, Setting]:
+        """Returns the name of a row's setting in the file system, and the setting.
+
+        Raises:
+            OutOfReach: its mechanism has no size with the cost of `match`. ConfigError: it cannot be trained.
+        """
+        matched, run = self._load(row)
+        size, given = [matched.override] if matched else [], to_overrides(row.options)
+        name = self.name(row, size)
+        self._check_replicates(run, given)
+        command = [*self.launcher, TRAIN, str(row.base), *self.overrides, *given, *size]
+        cases = tuple(self._create_case(run, command, name, values) for values in self.replicates.overrides)
+        changes = {option: to_text(value) for option, value in row.options.items() if option not in OF_ROWS}
+        if self.ablation.bases:
+            changes = {"base": title(row.base)} | changes
+        return name, Setting(changes, self._paper(row), cases, matched, self.replicates.option)
+
+    def _check_replicates(self, run: Run, given: Sequence[str]) -> None:
+        """Refuses overrides that set what tells the runs of a setting apart, and folds that cannot be.
+
+        Raises:
+            ConfigError: the first problem.
+        """
+        for key in self.replicates.overrides[0]:
+            if is_overridden(key, [*self.overrides, *given]):
+                by = "folds" if self.ablation.folds else "seeds"
+                raise ConfigError(f"{key} is given beside {by}; leave one of them out")
+        if not self.ablation.folds:
+            return
+        if held_out_by := run.data.held_out_by:
+            raise ConfigError(f"{held_out_by}: folds already holds images out; set it to null in base")
+        with as_config_error("folds: "):
+            check_run(with_values(run, self.replicates.overrides[0]), self.world_size)
+
+    def name(self, row: Row, size: Sequence[str] = ()) -> str:
+        """Returns the name of a row in the file system, with the override `size` that `match` adds."""
+        titles = [title(row.base)] if self.ablation.bases else []
+        return to_name([*titles, *to_overrides(row.options), *size]) or "base"
+
+    def _load(self, row: Row) -> tuple[Matched | None, Run]:
+        """Returns the size that is solved for the row, None if there is none, and its run."""
+        given, match = (*self.overrides, *to_overrides(row.options)), row.options.get("match", True)
+        if "match" in row.options and (match is not False or not self.match):
+            problem = "acts in a sweep with match only" if match is False else "expected false, or no match"
+            raise ConfigError(f"match: {problem}, got {match!r}; leave it out")
+        matched = self._solve_size(row.base, given) if match and self.match else None
+        overrides = (*given, *([matched.override] if matched else []))
+        return matched, load_run(row.base, overrides, world_size=self.world_size)
+
+    def _solve_size(self, base: Path, overrides: tuple[str, ...]) -> Matched:
+        """Solves the size of the mechanism of the configuration `base` with `overrides`.
+
+        Raises:
+            OutOfReach: see `solve`. ConfigError: the overrides give the size, or something cannot be honoured.
+        """
+        assert self.match is not None
+        run = load_unbuilt(base, overrides)
+        with as_config_error():
+            matched = solve(self.match, run)
+        if is_overridden(key := f"attention.{matched.option}", overrides):
+            raise ConfigError(f"{key} is given, and match solves it; leave it out, or write match: false beside it")
+        return matched
+
+    def _paper(self, row: Row) -> PaperRow | None:
+        """Returns the figures of a paper: those that the row gives itself, or those of its configuration."""
+        given = row.options.get("paper")
+        if isinstance(given, float | int):
+            given = {"top1": given}
+        if given is None:
+            return self.paper_rows.get((row.base.resolve(), tuple(to_overrides(row.options))))
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"paper: expected a number, or a mapping of {', '.join(PAPER_FIELDS)}, got {given!r}")
+        if unknown := sorted(set(given) - set(PAPER_FIELDS)):
+            raise ConfigError(f"paper.{unknown[0]}: unknown figure{nearest(unknown[0], PAPER_FIELDS)}")
+        with as_config_error():
+            return parse_options(PaperRow, {"config": str(row.base), **given}, "paper")
+
+    def _create_case(self, run: Run, command: Sequence[str], name: str, values: Mapping[str, int]) -> Case:
+        """Returns the run of a setting with these values, option key.path -> value, and adds them to its `command`."""
+        texts = [f"{key}={to_yaml(value)}" for key, value in values.items()]
+        directory = self.output / to_directory(name, texts)
+        run = with_values(run, values)
+        return Case(run, directory, [*command, *texts, "--output", str(directory), *as_arguments()])
+
+
+def list_bases(ablation: Ablation) -> tuple[str, ...]:
+    """Returns the configurations that the settings change."""
+    return (ablation.base,) if ablation.base else ablation.bases
+
+
+def title(base: Path) -> str:
+    """Returns the name of a configuration with its folder: "deit_tiny_p8/eva"."""
+    return "/".join(base.with_suffix("").parts[-2:])
+
+
+def with_values(run: Run, values: Mapping[str, int]) -> Run:
+    """Returns `run` with these values, "section.option" -> value."""
+    for key, value in values.items():
+        section, name = key.split(".")
+        run = dataclasses.replace(run, **{section: dataclasses.replace(getattr(run, section), **{name: value})})
+    return run
+
+
+def count_ranks(launcher: Sequence[str]) -> int:
+    """Returns how many ranks the command `launcher` starts, by torchrun's options; 1 where they are no numbers."""
+    text = " ".join(launcher).replace("_", "-")
+    found = (re.findall(rf"--{option}[= ](\d+)(?!\S)", text) for option in ("nnodes", "nproc-per-node"))
+    return math.prod(int(numbers[-1]) for numbers in found if numbers)
+
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 

@@ -1,13 +1,68 @@
-"""Tables of a sweep's finished runs: a row for each setting, and for each run."""
+"""Tables of a sweep's finished runs: a row for each setting, a row for each run, and the notes below them."""
 
 import math
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, pstdev
+from typing import Any, NamedTuple
 
+from ablation.cases import Case
 from ablation.match import TOLERANCE
-from ablation.replicates import Measured, measure
-from ablation.settings import Setting, accuracies, has_replicates, held_options, in_order, replicate_of
-from engine.reporting.tables import plus_minus, verdict
+from ablation.settings import Setting, accuracies, has_replicates, held_options, in_order, replicate_of, short_names
+from engine.reporting.tables import Spread, plus_minus, spread, verdict
+
+MEASURED_COSTS = {"step_seconds": "step time (s)", "memory_mb": "peak memory (MB)"}
+"""Costs that runs measure: key in their final records -> label of an axis."""
+
+TIMES_SEEDS = 3
+"""A measured cost has a panel if it varies this many times as much between settings as between seeds."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One measurement of the finished runs of a setting.
+
+    Attributes:
+        values: seed -> value. spread: spread of the values; None if there are none yet. difference: spread of the
+            differences to the first setting with the same seeds; None if there are none, and for the first setting.
+    """
+
+    values: dict[int, float]
+    spread: Spread | None
+    difference: Spread | None
+
+
+def measure(results: Sequence[Mapping[int, Mapping[str, Any]]], name: str) -> list[Measured]:
+    """Returns the measurement `name` of every setting, whose `results` are seed -> final record of train.py.
+
+    A record may lack it: the run keeps no averaged weights, or was resumed after its last step and has timed none.
+    Steps of an accuracy (`top1` and its kin, in percent) are those of one of the evaluated `images`.
+    """
+    values = [{seed: record[name] for seed, record in runs.items() if record.get(name) is not None} for runs in results]
+    images = [record.get("images", math.inf) for runs in results for record in runs.values() if name.endswith("top1")]
+    first, step = values[0], 100 / min(images, default=math.inf)
+    pairs = [[own[seed] - first[seed] for seed in own if seed in first] for own in values[1:]]
+    differences = [None, *(spread(found, step) for found in pairs)]
+    return [Measured(own, spread(own.values()), d) for own, d in zip(values, differences, strict=True)]
+
+
+def tells_apart(measured: Sequence[Measured]) -> bool:
+    """Returns whether a measurement varies more between settings than between their seeds, by `TIMES_SEEDS`.
+
+    Variation is the standard deviation: of the settings' means, and of a setting's seeds (root of the mean square).
+    That of a single seed is not known, and taken for none. False without two settings.
+    """
+    means = [own.spread.mean for own in measured if own.spread]
+    squares = [own.spread.std**2 for own in measured if own.spread and own.spread.std is not None]
+    between_seeds = math.sqrt(fmean(squares)) if squares else 0.0
+    return len(means) > 1 and pstdev(means) > TIMES_SEEDS * between_seeds
+
+
+def means_if_apart(measured: Sequence[Measured]) -> list[float | None]:
+    """Returns the mean of every setting, None without a finished run; empty if `tells_apart` is false."""
+    return [own.spread and own.spread.mean for own in measured] if tells_apart(measured) else []
+
 
 WITHIN = f"within {100 * TOLERANCE:.0f} %"
 """Title of the column that says whether the target of `match` is reached."""
@@ -135,3 +190,47 @@ def list_runs(settings: Sequence[Setting]) -> Table:
         **if_any("peak memory (MB)", memory),
         **({"changed": changes} if any(changes) else {}),
     }
+
+
+ONE_RUN = (
+    "One run per row: how far other seeds would end from it is not known, and rows that are near cannot be ranked."
+)
+REPLICATES = (
+    "± is the standard deviation over {0}s. Differences are to the first row, between runs of the same {0}, and noise"
+    " where the 95 % interval of Student's t over them contains 0; their standard deviation is taken as at"
+    " least one image, because accuracies are multiples of one image (row by row: of 20 rows without an effect, one"
+    " will seem to have one)."
+)
+
+FOLDS = (
+    "Each fold is another part of the training images, which its run validates on. Runs of different folds share"
+    " training images, so that the standard deviation over folds is too small (Bengio and Grandvalet: No unbiased"
+    " estimator of the variance of k-fold cross-validation, JMLR 2004)."
+)
+
+
+def list_notes(settings: Sequence[Setting], table: Table, left_out: Sequence[str]) -> list[str]:
+    """Returns the notes below a table: how reliable its numbers are, and what is not as its row says."""
+    replicate, num_runs = replicate_of(settings), settings[0].num_runs
+    notes = [REPLICATES.format(replicate) if has_replicates(settings) else ONE_RUN] + [FOLDS] * (replicate == "fold")
+    counts = set(map(int, table.get(f"{replicate}s", [])))
+    if len(counts) == 1 and 0 < max(counts) < num_runs and not all(map(Case.outcome, in_order(settings))):
+        notes.append(f"Not finished: every row has {max(counts)} of its {num_runs} runs.")
+    for name, setting in zip(short_names(settings), settings, strict=True):
+        notes += [f"{name}: {line}." for line in describe_lost(setting)]
+        if setting.paper and setting.paper.note:
+            notes.append(f"{name}, not as the paper prints it: {setting.paper.note}.")
+    for case in in_order(settings):
+        if changes := case.changes():
+            notes.append(f"{case.directory.name} changed options during training: {'; '.join(changes)}.")
+    return notes + [f"Left out: {line}." for line in left_out]
+
+
+def describe_lost(setting: Setting) -> list[str]:
+    """Returns a text for the runs of a setting that have diverged, and one for those that have failed otherwise."""
+    outcomes, lines = Counter(map(Case.outcome, setting.cases)), []
+    for outcome in ("diverged", "failed"):
+        if count := outcomes[outcome]:
+            has, takes = ("has", "takes") if count == 1 else ("have", "take")
+            lines.append(f"{count} of {setting.num_runs} runs {has} {outcome} and {takes} no part")
+    return lines

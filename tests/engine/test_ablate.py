@@ -30,16 +30,12 @@ import train
 from ablation import worker
 from ablation.cases import Case
 from ablation.figures import draw_curves, draw_heat_map, draw_pareto, draw_results, non_dominated, read_curve
-from ablation.names import to_directory
-from ablation.notes import ONE_RUN
-from ablation.planner import count_ranks
 from ablation.progress import Progress
-from ablation.replicates import measure
 from ablation.report import FIGURES, report_sweep, to_json, write_figures, write_tables
-from ablation.settings import Setting, in_order
-from ablation.short_names import short_names
-from ablation.sweep import read_ablation
-from ablation.tables import tabulate
+from ablation.schema import to_directory
+from ablation.settings import Setting, in_order, short_names
+from ablation.sweep import count_ranks, read_ablation
+from ablation.tables import ONE_RUN, measure, tabulate
 from engine.checkpoints.files import find_checkpoint, save_checkpoint
 from engine.config.load import dump_run
 from engine.data.idx import IMAGES, LABELS, write_idx
