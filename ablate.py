@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from ablation.cases import Case, check_data, check_options, failure_mark, last_failure
 from ablation.identity import SWEEP_FILE, check_sweep, is_extended, store_sweep
-from ablation.progress import Progress, plan_text
+from ablation.progress import Progress, estimate_sweep
 from ablation.report import FIGURES, TABLES, report_sweep, write_figures, write_tables
 from ablation.schema import Ablation
 from ablation.settings import Setting, in_order, select_only
@@ -97,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sweep = read_and_check(args, launcher)
     if args.dry_run:
         print(sweep.report())
-        print(plan_text(sweep.settings, count_ranks(launcher)))
+        print(estimate_sweep(sweep.settings, count_ranks(launcher)))
         print(*(shlex.join(case.command) for case in in_order(sweep.settings)), sep="\n")
         return
     with refuse_bad_input():
@@ -162,7 +162,8 @@ def train(
             worker += ["--launcher", shlex.join(launcher), *["--no-wait"] * args.no_wait, *as_arguments()]
             worker += [part for text in args.only for part in ("--only", text)]
             return run_jobs(worker, args.jobs, args.output, progress)
-        train_all(in_order(settings), failures, not args.no_wait, results.write, progress)
+        for _ in train_all(in_order(settings), failures, not args.no_wait, progress):
+            results.write()
 
 
 def exit_unless_finished(settings: Sequence[Setting], failures: Mapping[Path, int | None], jobs: int) -> None:

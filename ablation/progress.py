@@ -35,6 +35,21 @@ ROUNDS = 2
 IMAGES = 8
 """Images of a timed step, at most."""
 
+LOOK_SECONDS = 2.0
+"""Interval at which a terminal shows the runs under way."""
+
+LEFT_SECONDS = 10.0
+"""Interval at which a terminal shows the time left."""
+
+REPORT_SECONDS = 600.0
+"""Interval at which the runs under way are printed where there is no terminal."""
+
+MOST_LINES = 8
+"""Most runs under way that are shown."""
+
+TAIL = 4096
+"""Bytes at the end of a console log that are searched for its last line."""
+
 
 class Estimate:
     """Runs of a sweep that are finished, and the time that the others take.
@@ -94,7 +109,7 @@ class Speed(NamedTuple):
         return self.whole / case.run.schedule.epochs
 
 
-def plan_text(settings: Sequence[Setting], world_size: int) -> str:
+def estimate_sweep(settings: Sequence[Setting], world_size: int) -> str:
     """Returns the lines of a dry run: how many runs, their seeds or folds, and how long they take.
 
     If no run has made a step, one of the first row is timed, with `world_size` devices as fast as the one here.
@@ -180,22 +195,6 @@ def seconds_per_image(run: Run) -> tuple[float, str]:
 def duration(seconds: float) -> str:
     """Formats a duration as 0:12:00."""
     return str(timedelta(seconds=round(seconds)))
-
-
-LOOK_SECONDS = 2.0
-"""Interval at which a terminal shows the runs under way."""
-
-LEFT_SECONDS = 10.0
-"""Interval at which a terminal shows the time left."""
-
-REPORT_SECONDS = 600.0
-"""Interval at which the runs under way are printed where there is no terminal."""
-
-MOST_LINES = 8
-"""Most runs under way that are shown."""
-
-TAIL = 4096
-"""Bytes at the end of a console log that are searched for its last line."""
 
 
 class Progress:

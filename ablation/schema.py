@@ -1,6 +1,5 @@
 """Options of an ablation file, and how its keys name options of train.py."""
 
-import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,12 @@ from models.assignment import numbers_of
 
 LIMIT = 10_000
 """Largest number of settings of a grid, and of seeds of a setting."""
+
+OF_ROWS = {"paper", "match"}
+"""Keys of an item of `runs` that are no options of train.py."""
+
+MOST_ENTRIES = 1000
+"""Numbers of list entries in a key are below this."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,16 +96,6 @@ def list_seeds(seeds: int | tuple[int, ...] | None) -> Sequence[int]:
     return values
 
 
-OF_ROWS = {"paper", "match"}
-"""Keys of an item of `runs` that are no options of train.py."""
-
-MOST_ENTRIES = 1000
-"""Numbers of list entries in a key are below this."""
-
-MAX_BYTES = 255
-"""Longest name of a directory in nearly every file system, in bytes."""
-
-
 def to_overrides(options: Mapping[str, Any]) -> list[str]:
     """Returns the overrides of train.py for a setting.
 
@@ -125,24 +120,6 @@ def expand(option: str) -> list[str]:
                 parts = [str(number) for number in numbers_of(part, MOST_ENTRIES, option)]
         keys = [f"{key}.{each}" if key else each for key in keys for each in parts]
     return keys
-
-
-def to_directory(name: str, values: Sequence[str]) -> str:
-    """Returns the name of the directory of a run: the setting's `name`, and the overrides that its `values` are.
-
-    In a name beyond the `MAX_BYTES` that file systems allow, a hash takes the place of what does not fit.
-    """
-    whole = ",".join([name, *values])
-    if len(whole.encode()) <= MAX_BYTES:
-        return whole
-    digest = hashlib.sha256(name.encode()).hexdigest()[:12]
-    end = ",".join([f"-{digest}", *values])
-    return name.encode()[: MAX_BYTES - len(end)].decode(errors="ignore") + end
-
-
-def to_name(texts: Sequence[str]) -> str:
-    """Returns the name of a directory for the overrides `texts`."""
-    return re.sub(r"[^\w.=,]+", "-", re.sub(r"[{}\s]", "", ",".join(texts)).replace(":", "="))
 
 
 def to_text(value: Any) -> str:

@@ -20,6 +20,12 @@ from engine.runtime.errors import ConfigError, as_config_error
 from engine.runtime.text import one_line
 from models.costs import Costs, count_costs
 
+SYMBOLS = {"window_size": "E", "cluster_size": "E", "num_landmarks": "C", "num_samples": "S"}
+"""Option -> symbol: |E| tokens of a window or cluster, C landmarks or groups, S samples. Names have them for short."""
+
+MAX_NAME = 24
+"""Longest text of a value in a short name."""
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -141,13 +147,6 @@ def held_options(settings: Sequence[Setting]) -> dict[str, list[str]]:
 def varied_options(settings: Sequence[Setting]) -> list[str]:
     """Returns the options, or base, in which the settings differ."""
     return [option for option, texts in changed_options(settings).items() if len(set(texts)) > 1]
-
-
-SYMBOLS = {"window_size": "E", "cluster_size": "E", "num_landmarks": "C", "num_samples": "S"}
-"""Option -> symbol: |E| tokens of a window or cluster, C landmarks or groups, S samples. Names have them for short."""
-
-MAX_NAME = 24
-"""Longest text of a value in a short name."""
 
 
 def short_names(settings: Sequence[Setting]) -> list[str]:

@@ -12,11 +12,98 @@ from ablation.match import TOLERANCE
 from ablation.settings import Setting, accuracies, has_replicates, held_options, in_order, replicate_of, short_names
 from engine.reporting.tables import Spread, plus_minus, spread, verdict
 
+Table = dict[str, list[str]]
+"""Title of a column -> texts of its rows; empty for values that are not known yet."""
+
 MEASURED_COSTS = {"step_seconds": "step time (s)", "memory_mb": "peak memory (MB)"}
 """Costs that runs measure: key in their final records -> label of an axis."""
 
 TIMES_SEEDS = 3
 """A measured cost has a panel if it varies this many times as much between settings as between seeds."""
+
+WITHIN = f"within {100 * TOLERANCE:.0f} %"
+"""Title of the column that says whether the target of `match` is reached."""
+
+ONE_RUN = (
+    "One run per row: how far other seeds would end from it is not known, and rows that are near cannot be ranked."
+)
+
+REPLICATES = (
+    "± is the standard deviation over {0}s. Differences are to the first row, between runs of the same {0}, and noise"
+    " where the 95 % interval of Student's t over them contains 0; their standard deviation is taken as at"
+    " least one image, because accuracies are multiples of one image (row by row: of 20 rows without an effect, one"
+    " will seem to have one)."
+)
+
+FOLDS = (
+    "Each fold is another part of the training images, which its run validates on. Runs of different folds share"
+    " training images, so that the standard deviation over folds is too small (Bengio and Grandvalet: No unbiased"
+    " estimator of the variance of k-fold cross-validation, JMLR 2004)."
+)
+
+
+class Tables(NamedTuple):
+    """A table with the accuracies of several runs as `for_readers` has them, and as `for_programs` has them."""
+
+    readers: Table
+    programs: Table
+
+
+def tabulate(settings: Sequence[Setting]) -> Tables:
+    """Returns a row for each setting.
+
+    Accuracies are from the last epoch: "top-1" of the plain weights and, if any run keeps them, "EMA top-1" of averaged
+    weights. Step time and memory are means over runs; memory is measured on a GPU only.
+    """
+    results = [setting.results() for setting in settings]
+    options = {
+        **held_options(settings),
+        **tabulate_match(settings),
+        "parameters (M)": [f"{setting.costs.parameters / 1e6:#.4g}" for setting in settings],
+        "paper: parameters (M)": paper_cells(settings, "parameters", ".1f"),
+        "MACs (G)": [f"{setting.costs.macs / 1e9:#.4g}" for setting in settings],
+        "paper: MACs (G)": paper_cells(settings, "macs", ".1f"),
+        "step (s)": mean_cells(measure(results, "step_seconds"), ".3f"),
+        **if_any("paper: step (ms)", paper_cells(settings, "step_ms", "g")),
+        **if_any("peak memory (MB)", mean_cells(measure(results, "memory_mb"), ".0f")),
+        **if_any("paper: memory (GB)", paper_cells(settings, "memory_gb", "g")),
+    }
+    if several := has_replicates(settings):
+        options[f"{replicate_of(settings)}s"] = [str(len(runs)) for runs in results]
+    measured = {name: measure(results, key) for name, key in accuracies(settings).items()}
+
+    def join(write: Callable[[str, Sequence[Measured]], Table]) -> Table:
+        table = {**options}
+        for name, own in measured.items():
+            table |= write(name, own) if several else {f"{name} (%)": mean_cells(own, ".2f")}
+        return table | {"paper (%)": paper_cells(settings, "top1", ".2f")}
+
+    return Tables(join(for_readers), join(for_programs))
+
+
+def list_runs(settings: Sequence[Setting]) -> Table:
+    """Returns a row for each run, in the order of training."""
+    row_of = {case.directory: i for i, setting in enumerate(settings) for case in setting.cases}
+    runs = [(case, case.result() or {}) for case in in_order(settings)]
+    columns = {f"{name} (%)": key for name, key in accuracies(settings).items()}
+    columns |= {"top-5 (%)": "top5", "loss": "loss", "epochs": "epoch", "step (s)": "step_seconds"}
+    memory = [format_number(result.get("memory_mb"), ".6g") for _, result in runs]
+    elapsed = [result.get("elapsed_seconds") for _, result in runs]  # without pauses
+    hours = [format_number(seconds and seconds / 3600, ".4g") for seconds in elapsed]
+    changes = ["; ".join(case.changes()) for case, _ in runs]
+    options = held_options(settings).items()
+    replicate = {"train.seed": [str(case.run.train.seed) for case, _ in runs]}
+    if replicate_of(settings) == "fold":
+        replicate["data.fold"] = [str(case.run.data.fold) for case, _ in runs]
+    return {
+        "directory": [case.directory.name for case, _ in runs],
+        **{option: [texts[row_of[case.directory]] for case, _ in runs] for option, texts in options},
+        **replicate,
+        **{title: [format_number(result.get(key), ".6g") for _, result in runs] for title, key in columns.items()},
+        **if_any("hours", hours),
+        **if_any("peak memory (MB)", memory),
+        **({"changed": changes} if any(changes) else {}),
+    }
 
 
 @dataclass(frozen=True)
@@ -62,52 +149,6 @@ def tells_apart(measured: Sequence[Measured]) -> bool:
 def means_if_apart(measured: Sequence[Measured]) -> list[float | None]:
     """Returns the mean of every setting, None without a finished run; empty if `tells_apart` is false."""
     return [own.spread and own.spread.mean for own in measured] if tells_apart(measured) else []
-
-
-WITHIN = f"within {100 * TOLERANCE:.0f} %"
-"""Title of the column that says whether the target of `match` is reached."""
-
-Table = dict[str, list[str]]
-"""Title of a column -> texts of its rows; empty for values that are not known yet."""
-
-
-class Tables(NamedTuple):
-    """A table with the accuracies of several runs as `for_readers` has them, and as `for_programs` has them."""
-
-    readers: Table
-    programs: Table
-
-
-def tabulate(settings: Sequence[Setting]) -> Tables:
-    """Returns a row for each setting.
-
-    Accuracies are from the last epoch: "top-1" of the plain weights and, if any run keeps them, "EMA top-1" of averaged
-    weights. Step time and memory are means over runs; memory is measured on a GPU only.
-    """
-    results = [setting.results() for setting in settings]
-    options = {
-        **held_options(settings),
-        **tabulate_match(settings),
-        "parameters (M)": [f"{setting.costs.parameters / 1e6:#.4g}" for setting in settings],
-        "paper: parameters (M)": paper_cells(settings, "parameters", ".1f"),
-        "MACs (G)": [f"{setting.costs.macs / 1e9:#.4g}" for setting in settings],
-        "paper: MACs (G)": paper_cells(settings, "macs", ".1f"),
-        "step (s)": mean_cells(measure(results, "step_seconds"), ".3f"),
-        **if_any("paper: step (ms)", paper_cells(settings, "step_ms", "g")),
-        **if_any("peak memory (MB)", mean_cells(measure(results, "memory_mb"), ".0f")),
-        **if_any("paper: memory (GB)", paper_cells(settings, "memory_gb", "g")),
-    }
-    if several := has_replicates(settings):
-        options[f"{replicate_of(settings)}s"] = [str(len(runs)) for runs in results]
-    measured = {name: measure(results, key) for name, key in accuracies(settings).items()}
-
-    def join(write: Callable[[str, Sequence[Measured]], Table]) -> Table:
-        table = {**options}
-        for name, own in measured.items():
-            table |= write(name, own) if several else {f"{name} (%)": mean_cells(own, ".2f")}
-        return table | {"paper (%)": paper_cells(settings, "top1", ".2f")}
-
-    return Tables(join(for_readers), join(for_programs))
 
 
 def tabulate_match(settings: Sequence[Setting]) -> Table:
@@ -165,48 +206,6 @@ def if_any(title: str, texts: list[str]) -> Table:
 def format_number(number: float | None, form: str) -> str:
     """Formats a number; empty for None, NaN and infinity."""
     return f"{number:{form}}" if number is not None and math.isfinite(number) else ""
-
-
-def list_runs(settings: Sequence[Setting]) -> Table:
-    """Returns a row for each run, in the order of training."""
-    row_of = {case.directory: i for i, setting in enumerate(settings) for case in setting.cases}
-    runs = [(case, case.result() or {}) for case in in_order(settings)]
-    columns = {f"{name} (%)": key for name, key in accuracies(settings).items()}
-    columns |= {"top-5 (%)": "top5", "loss": "loss", "epochs": "epoch", "step (s)": "step_seconds"}
-    memory = [format_number(result.get("memory_mb"), ".6g") for _, result in runs]
-    elapsed = [result.get("elapsed_seconds") for _, result in runs]  # without pauses
-    hours = [format_number(seconds and seconds / 3600, ".4g") for seconds in elapsed]
-    changes = ["; ".join(case.changes()) for case, _ in runs]
-    options = held_options(settings).items()
-    replicate = {"train.seed": [str(case.run.train.seed) for case, _ in runs]}
-    if replicate_of(settings) == "fold":
-        replicate["data.fold"] = [str(case.run.data.fold) for case, _ in runs]
-    return {
-        "directory": [case.directory.name for case, _ in runs],
-        **{option: [texts[row_of[case.directory]] for case, _ in runs] for option, texts in options},
-        **replicate,
-        **{title: [format_number(result.get(key), ".6g") for _, result in runs] for title, key in columns.items()},
-        **if_any("hours", hours),
-        **if_any("peak memory (MB)", memory),
-        **({"changed": changes} if any(changes) else {}),
-    }
-
-
-ONE_RUN = (
-    "One run per row: how far other seeds would end from it is not known, and rows that are near cannot be ranked."
-)
-REPLICATES = (
-    "± is the standard deviation over {0}s. Differences are to the first row, between runs of the same {0}, and noise"
-    " where the 95 % interval of Student's t over them contains 0; their standard deviation is taken as at"
-    " least one image, because accuracies are multiples of one image (row by row: of 20 rows without an effect, one"
-    " will seem to have one)."
-)
-
-FOLDS = (
-    "Each fold is another part of the training images, which its run validates on. Runs of different folds share"
-    " training images, so that the standard deviation over folds is too small (Bengio and Grandvalet: No unbiased"
-    " estimator of the variance of k-fold cross-validation, JMLR 2004)."
-)
 
 
 def list_notes(settings: Sequence[Setting], table: Table, left_out: Sequence[str]) -> list[str]:

@@ -32,9 +32,8 @@ from ablation.cases import Case
 from ablation.figures import draw_curves, draw_heat_map, draw_pareto, draw_results, non_dominated, read_curve
 from ablation.progress import Progress
 from ablation.report import FIGURES, report_sweep, to_json, write_figures, write_tables
-from ablation.schema import to_directory
 from ablation.settings import Setting, in_order, short_names
-from ablation.sweep import count_ranks, read_ablation
+from ablation.sweep import count_ranks, read_ablation, to_directory
 from ablation.tables import ONE_RUN, measure, tabulate
 from engine.checkpoints.files import find_checkpoint, save_checkpoint
 from engine.config.load import dump_run
@@ -356,7 +355,7 @@ def test_a_run_whose_process_is_killed_is_taken_over(config, launcher, monkeypat
     with subprocess.Popen(other, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         process.stdout.readline()
         monkeypatch.setattr(worker.time, "sleep", lambda seconds: (process.kill(), process.wait()))
-        worker.train_all([case], {case.directory: None}, True, lambda: None, Progress([setting]))
+        [*worker.train_all([case], {case.directory: None}, True, Progress([setting]))]
     assert case.result()
     assert "run 1/1 is running elsewhere\nwaiting for 1 runs elsewhere" in capfd.readouterr().out
 
@@ -370,10 +369,10 @@ def test_a_run_that_failed_in_another_worker_is_tried_again_by_the_next_command_
     assert not worker.is_busy(case)
     case.directory.mkdir(parents=True)
     worker.failure_mark(case).touch()
-    worker.train_all([case], before, True, lambda: None, Progress([setting]))
+    [*worker.train_all([case], before, True, Progress([setting]))]
     assert not case.result()
     failures = {case.directory: worker.last_failure(case)}
-    worker.train_all([case], failures, True, lambda: None, Progress([setting]))
+    [*worker.train_all([case], failures, True, Progress([setting]))]
     assert case.result()
 
 

@@ -20,7 +20,7 @@ import ablate
 from ablation import progress, worker
 from ablation.cases import Case
 from ablation.identity import SWEEP_FILE
-from ablation.progress import Estimate, Progress, plan_text
+from ablation.progress import Estimate, Progress, estimate_sweep
 from ablation.report import latex_table, make_report, to_json, to_latex, write_tables
 from ablation.settings import in_order, short_names
 from ablation.sweep import read_ablation
@@ -246,12 +246,13 @@ def test_tables_are_left_to_a_later_command_that_adds_rows(config, capsys, monke
     """The first worker begins before the row is added, and ends last."""
     longer = SWEEP.replace("runs:", "runs:\n  - {attention: linear}")
 
-    def add_row(cases: list[Case], *_: object) -> None:
+    def add_row(cases: list[Case], *_: object) -> list[Case]:
         if config.read_text() == SWEEP:
             config.write_text(longer)
             with pytest.raises(SystemExit, match="8 of 8 runs are not finished"):
                 ablate.main(arguments)
             assert table.read_text().count("\n") == 5
+        return []
 
     table, arguments = output_of(config) / "table.csv", [str(config), "--output", str(output_of(config)), "--no-wait"]
     monkeypatch.setattr(ablate, "train_all", add_row)
@@ -309,12 +310,12 @@ def test_another_sweep_is_refused_with_the_difference(config, capsys, before, no
 def test_a_dry_run_plans_runs_and_their_time(config, monkeypatch):
     """By a timed step, then by finished runs: their own row's, else all rows', for each epoch."""
     _, settings, _ = read(config)
-    text = plan_text(settings, 1)
+    text = estimate_sweep(settings, 1)
     assert text.startswith("6 runs of 3 rows, train.seed 0, 1; 0 are finished.\nThey take about 0:")
     assert re.search(r"a training step of the first row was timed on .+ with 8 images; other rows in prop", text)
     finish(settings[0].cases[0])  # 4 epochs of 9 seconds
     finish(settings[1].cases[0], elapsed_seconds=4 * 60.0)
-    assert plan_text(settings, 1).endswith(
+    assert estimate_sweep(settings, 1).endswith(
         "2 are finished.\nThe others take about 0:06:54, one after the other, at the speed of the runs so far."
     )  # 36 + 240 + 2 runs of 2 epochs of 34.5 seconds on average
 
