@@ -5,9 +5,8 @@
         --launcher "torchrun --nproc_per_node=8"
 
 Every run is an ordinary run directory of train.py below --output. The same command again skips finished runs and
-resumes unfinished ones. Runs that choose the learning rate of every setting, if the YAML has `lr`, come first. Started
-several times at once, also on several machines, it trains runs that are not running elsewhere, and runs whose process
-was killed. --jobs K starts it K times, each with its share of the GPUs or CPUs.
+resumes unfinished ones. Started several times at once, also on several machines, it trains runs that are not running
+elsewhere, and runs whose process was killed. --jobs K starts it K times, each with its share of the GPUs or CPUs.
 The tables (table.md, table.tex, table.csv, table.json, runs.csv) are rewritten after every run. The figures (table.png,
 pareto.png, curves.png, heat_map.png) are rewritten at most once a minute, and at the end or at a stop signal.
 """
@@ -22,18 +21,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ablation.cases import Case, check_data, check_options, failure_mark, last_failure
-from ablation.estimate import plan_text
 from ablation.identity import SWEEP_FILE, check_sweep, is_extended, store_sweep
-from ablation.measured import MATCH_FILE, Measurements
-from ablation.planner import count_ranks
-from ablation.progress import Progress
+from ablation.progress import Progress, estimate_sweep
 from ablation.report import FIGURES, TABLES, report_sweep, write_figures, write_tables
 from ablation.schema import Ablation
-from ablation.selection import select_only
-from ablation.settings import Setting, in_order, trials_of
-from ablation.sweep import read_ablation
+from ablation.settings import Setting, in_order, select_only
+from ablation.sweep import count_ranks, read_ablation
 from ablation.worker import is_busy, run_jobs, train_all
-from attention.options import to_yaml
 from attention.plugins import as_arguments
 from engine.config.load import find_config
 from engine.runtime.arguments import PROCESSES, ArgumentParser
@@ -59,9 +53,9 @@ class Sweep(NamedTuple):
     left_out: list[str]
 
     @property
-    def possible_cases(self) -> list[Case]:
-        """The runs of all rows, with every learning rate that may be chosen."""
-        return [case for setting in self.all_settings for case in setting.possible_cases]
+    def cases(self) -> list[Case]:
+        """The runs of all rows."""
+        return [case for setting in self.all_settings for case in setting.cases]
 
     def report(self) -> str:
         """Returns the table of the first row and of those to train."""
@@ -98,20 +92,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise ConfigError(f"--launcher: {launcher[0]!r} is not a command here")
         check_directory(args.output)
         check_sweep(args.config, args.output)
-        measurements = Measurements(args.output)
-        sweep = read_and_check(args, launcher, measurements)
+        sweep = read_and_check(args, launcher)
     if args.dry_run:
         print(sweep.report())
-        print(plan_text(sweep.settings, count_ranks(launcher)))
-        print(*list_commands(sweep.settings), sep="\n")
+        print(estimate_sweep(sweep.settings, count_ranks(launcher)))
+        print(*(shlex.join(case.command) for case in in_order(sweep.settings)), sep="\n")
         return
     with refuse_bad_input():
-        make_output(args.output, [SWEEP_FILE, MATCH_FILE, *TABLES, *FIGURES])
+        make_output(args.output, [SWEEP_FILE, *TABLES, *FIGURES])
         store_sweep(args.config, args.overrides, args.output)
-        is_other = measurements.store()
-    if is_other:  # another worker has measured first: sizes follow from its measurements
-        return main(arguments)
-    failures = {case.directory: last_failure(case) for case in sweep.possible_cases}
+    failures = {case.directory: last_failure(case) for case in sweep.cases}
     results = Results(sweep, args.output)
     with refuse_bad_input():
         try:
@@ -138,19 +128,18 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_intermixed_args(arguments)
 
 
-def read_and_check(args: argparse.Namespace, launcher: Sequence[str], measurements: Measurements) -> Sweep:
+def read_and_check(args: argparse.Namespace, launcher: Sequence[str]) -> Sweep:
     """Reads the sweep, and checks its runs and their directories; writes nothing.
 
     Raises:
         UserError, OptionError: the first problem.
     """
-    ablation, all_settings, left_out = read_ablation(args.config, args.overrides, args.output, launcher, measurements)
+    ablation, all_settings, left_out = read_ablation(args.config, args.overrides, args.output, launcher)
     settings = select_only(all_settings, args.only)
     sweep = Sweep(ablation, all_settings, settings, left_out)
-    for case in sweep.possible_cases:
+    for case in sweep.cases:
         check_directory(case.directory)
-    check_options(sweep.possible_cases)
-    check_data(trials_of(settings))
+    check_options(sweep.cases)
     check_data(in_order(settings))
     return sweep
 
@@ -173,9 +162,8 @@ def train(
             worker += ["--launcher", shlex.join(launcher), *["--no-wait"] * args.no_wait, *as_arguments()]
             worker += [part for text in args.only for part in ("--only", text)]
             return run_jobs(worker, args.jobs, args.output, progress)
-        trials = [case for case in trials_of(settings) if not case.has_diverged()]
-        train_all(trials, failures, not args.no_wait, results.write, progress)
-        train_all(in_order(settings), failures, not args.no_wait, results.write, progress)
+        for _ in train_all(in_order(settings), failures, not args.no_wait, progress):
+            results.write()
 
 
 def exit_unless_finished(settings: Sequence[Setting], failures: Mapping[Path, int | None], jobs: int) -> None:
@@ -184,9 +172,7 @@ def exit_unless_finished(settings: Sequence[Setting], failures: Mapping[Path, in
     Raises:
         SystemExit: a run has failed, or no process trains one that is unfinished.
     """
-    trials = trials_of(settings)
-    diverged = [case for case in trials if case.has_diverged()]
-    cases = [case for case in (*trials, *in_order(settings)) if case not in diverged]
+    cases = in_order(settings)
     failed = [case for case in cases if last_failure(case) != failures[case.directory]]
     unfinished = [case for case in cases if not case.result() and case not in failed]
     are_elsewhere = any(map(is_busy, unfinished))
@@ -198,16 +184,6 @@ def exit_unless_finished(settings: Sequence[Setting], failures: Mapping[Path, in
         sys.exit(f"error: {len(failed)} of {len(cases)} runs failed: {list_directories(failed)}")
     if unfinished and not are_elsewhere:
         sys.exit(f"error: {len(unfinished)} of {len(cases)} runs are not finished: {list_directories(unfinished)}")
-
-
-def list_commands(settings: Sequence[Setting]) -> list[str]:
-    """Returns the command of every run, first of those that choose learning rates; LR stands for one not chosen yet."""
-    commands = [case.command for case in (*trials_of(settings), *in_order(settings))]
-    lines = [shlex.join(command) for command in commands]
-    for setting in settings:
-        for case in () if setting.cases else next(iter(setting.by_lr.values())):
-            lines.append(shlex.join(case.command).replace(f"optim.lr={to_yaml(case.run.optim.lr)}", "optim.lr=LR"))
-    return lines
 
 
 def list_directories(cases: Sequence[Case]) -> str:

@@ -20,7 +20,6 @@ from engine.runtime.signals import end_at_interrupt
 QUESTIONS: dict[str, str] = {
     "maps": "attention maps of each layer and head on images, their distances, and rollout over all layers",
     "replace": "accuracy of a trained model with other attention; if asked, also aligned, and fine-tuned",
-    "sensitivity": "loss and top-1 of a trained model when one layer alone has another mechanism, as it is and aligned",
     "search": "mechanism of every layer of a trained model under a budget: a front of loss against cost",
     "error": "error of mechanisms against softmax attention on a trained model's queries, keys and values",
     "entries": "error of the entries of attention matrices against the logit q . k",

@@ -10,10 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
-from ablation.front import front_probabilities, non_dominated
-from ablation.replicates import MEASURED_COSTS, Measured, means_if_apart, measure, tells_apart
-from ablation.settings import Setting, has_replicates, replicate_of, varied_options
-from ablation.short_names import name_change, short_names
+from ablation.settings import Setting, has_replicates, name_change, replicate_of, short_names, varied_options
+from ablation.tables import MEASURED_COSTS, Measured, means_if_apart, measure, tells_apart
 from engine.reporting.metrics import find_records
 from engine.reporting.plots import (
     BLUE,
@@ -143,16 +141,14 @@ def draw_pareto(caption: str, settings: Sequence[Setting]) -> Figure:
     """Draws mean top-1 against MACs, step time and (of a GPU) memory; names settings that no other beats in both.
 
     A measured cost has no panel if settings differ in it about as much as seeds, which is noise; the title says so.
-    With several seeds, names have the probability of `front_probabilities`.
     """
     results = [setting.results() for setting in settings]
-    by_seed = measure(results, "top1")
-    accuracy = [own.spread for own in by_seed]
+    accuracy = [own.spread for own in measure(results, "top1")]
     macs = [setting.costs.macs for setting in settings]
     unit, scale = ("G", 1e9) if max(macs) > 1e9 else ("M", 1e6)
     costs = {f"multiply-accumulates of an image ({unit})": [value / scale for value in macs]}
     left_out = []
-    for key, _, label in MEASURED_COSTS:
+    for key, label in MEASURED_COSTS.items():
         measured = measure(results, key)
         if means := means_if_apart(measured):
             costs[label] = means
@@ -168,9 +164,8 @@ def draw_pareto(caption: str, settings: Sequence[Setting]) -> Figure:
         axes.grid()
         axes.margins(0.12)
         axes.xaxis.set_major_locator(MaxNLocator(5))
-        sure = front_probabilities(values, [[*own.values.values()] for own in by_seed])
-        names = [n + ("" if p is None else f" ({p:.0%})") for n, p in zip(short_names(settings), sure, strict=True)]
-        found = [row for row in zip(values, accuracy, names, strict=True) if row[1] and row[0] is not None]
+        found = zip(values, accuracy, short_names(settings), strict=True)
+        found = [row for row in found if row[1] and row[0] is not None]
         best = non_dominated([(cost, top1.mean) for cost, top1, _ in found])
         for is_best, (cost, top1, _) in zip(best, found, strict=True):
             axes.errorbar(cost, top1.mean, top1.std or 0, fmt="o", color=BLUE if is_best else GREY)
@@ -180,6 +175,14 @@ def draw_pareto(caption: str, settings: Sequence[Setting]) -> Figure:
         bars = [(cost, top1.mean + sign * (top1.std or 0)) for cost, top1, _ in found for sign in (-1, 0, 1)]
         label_points(axes, [point[:2] for point in front], [name for _, _, name in front], bars, [step])
     return figure
+
+
+def non_dominated(points: Sequence[tuple[float, float]]) -> list[bool]:
+    """Returns for each (cost, top-1) whether no other point is at least as good in both and better in one."""
+    return [
+        not any(cost <= own_cost and top1 >= own_top1 and (cost, top1) != (own_cost, own_top1) for cost, top1 in points)
+        for own_cost, own_top1 in points
+    ]
 
 
 def read_curve(directory: Path) -> list[tuple[int, float, float]]:

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ablation.names import to_text
-from ablation.schema import Ablation, list_seeds
+from ablation.schema import Ablation, list_seeds, to_text
 from attention.options import OptionError, parse_options
 from engine.config.yaml_files import read_yaml
 from engine.runtime.errors import ConfigError
@@ -72,16 +71,12 @@ def list_differences(before: Ablation, now: Ablation) -> list[str]:
             continue
         if name == "seeds":
             old, new = [*list_seeds(old)], [*list_seeds(new)]
-            if before.lr and now.lr and old and new and old[0] != new[0]:
-                found["the first seed, with which lr is chosen"] = old[0], new[0]
         if name == "grid" and old:
-            found |= compare_grids(old, new or {}, is_search=before.trials is not None)
+            found |= compare_grids(old, new or {})
         elif name == "runs":
             old, new = ([{k: v for k, v in run.items() if k != "paper"} for run in runs] for runs in pair)
             found |= {f"runs.{i}": (run, None) for i, run in enumerate(old) if run not in new}
-        elif name == "trials" and old and new and old < new:
-            continue
-        elif name in ("bases", "seeds", "lr") and bool(old) == bool(new):
+        elif name in ("bases", "seeds") and bool(old) == bool(new):
             if lost := [value for value in old if value not in new]:
                 found[name] = lost, None
         elif name != "grid":
@@ -91,11 +86,11 @@ def list_differences(before: Ablation, now: Ablation) -> list[str]:
     return [f"{name}: {describe(*pair)}" for name, pair in found.items()]
 
 
-def compare_grids(old: dict[str, Any], new: dict[str, Any], is_search: bool) -> dict[str, tuple[Any, Any]]:
-    """Returns option -> what is lost of it, None or new values; those of a search must all be equal."""
+def compare_grids(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Returns option -> what is lost of it, None or new values."""
     found: dict[str, tuple[Any, Any]] = {}
     for option in {**old, **new}:
-        if option not in old or option not in new or (is_search and old[option] != new[option]):
+        if option not in old or option not in new:
             found[f"grid.{option}"] = old.get(option), new.get(option)
         elif lost := [value for value in old[option] if value not in new[option]]:
             found[f"grid.{option}"] = lost, None
@@ -104,17 +99,11 @@ def compare_grids(old: dict[str, Any], new: dict[str, Any], is_search: bool) -> 
 
 def describe(old: Any, new: Any) -> str:
     """Returns the text of a difference: a value that was removed, one that was added, or both."""
-    old, new = ("" if value is None else one_line(to_text(value), MOST_SHOWN) for value in (plain(old), plain(new)))
+    pair = ([*value] if isinstance(value, tuple) else value for value in (old, new))
+    old, new = ("" if value is None else one_line(to_text(value), MOST_SHOWN) for value in pair)
     if not new:
         return f"{old} was removed"
     return f"{old} -> {new}" if old else f"{new} was not set before, and would change all runs"
-
-
-def plain(value: Any) -> Any:
-    """Returns an option of a sweep in plain types."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {name: item for name, item in dataclasses.asdict(value).items() if item is not None}
-    return [*value] if isinstance(value, tuple) else value
 
 
 def store_sweep(path: Path, overrides: Sequence[str], output: Path) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -9,16 +10,25 @@ from typing import NamedTuple
 import yaml
 
 from ablation.figures import draw_curves, draw_heat_map, draw_pareto, draw_results
-from ablation.latex import latex_table
-from ablation.notes import list_notes
-from ablation.settings import Setting, changed_options
-from ablation.short_names import short_names
-from ablation.tables import Table, list_runs, tabulate, tabulate_match
+from ablation.settings import Setting, changed_options, short_names
+from ablation.tables import Table, list_notes, list_runs, tabulate, tabulate_match
 from engine.reporting.plots import encode
 from engine.reporting.tables import markdown_table
 from engine.runtime.files import to_csv, write_file
 from engine.runtime.locks import hold_lock
 from engine.runtime.ownership import remove_owned
+
+ESCAPES = {
+    "\\": r"\textbackslash{}",
+    **{character: f"\\{character}" for character in "&%$#_{}"},
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "|": r"\textbar{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+}
+
+NUMBER = re.compile(r"([+-]?\d[\d.]*(?:e[+-]?\d+)?)(?: ± (\d[\d.]*))?(?= |$)")
 
 TABLES = ("table.md", "table.tex", "table.json", "table.csv", "runs.csv")
 """Files that `write_tables` writes."""
@@ -46,8 +56,6 @@ def make_report(settings: Sequence[Setting], table: Table, left_out: Sequence[st
     given = (
         *changed_options(settings),
         *tabulate_match(settings),
-        "lr",
-        "edge of lr",
         "parameters (M)",
         "MACs (G)",
         "seeds",
@@ -92,7 +100,6 @@ def to_json(caption: str, settings: Sequence[Setting], left_out: Sequence[str] =
             "name": name,
             "changes": {option: yaml.safe_load(text) for option, text in setting.changes.items()},
             **setting.costs._asdict(),
-            **({"tuning": setting.tuning.results()} if setting.tuning else {}),
             **({"matched": dataclasses.asdict(setting.matched)} if setting.matched else {}),
             "paper": setting.paper and dataclasses.asdict(setting.paper),
             "runs": setting.results(),
@@ -126,3 +133,32 @@ def write_figures(caption: str, settings: Sequence[Setting], output: Path) -> No
                 write_file(output / name, encode(figure))
             else:
                 remove_owned(output, [name])
+
+
+def latex_table(caption: str, titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Formats a table; columns of numbers are aligned to the right."""
+    is_number = [all(NUMBER.match(cell) or not cell for cell in column) for column in zip(*rows, strict=True)]
+    head = [
+        "% needs \\usepackage{booktabs}",
+        "\\begin{table}",
+        "  \\centering",
+        f"  \\caption{{{escape(caption)}}}",
+        f"  \\begin{{tabular}}{{{''.join('r' if right else 'l' for right in is_number)}}}",
+        "    \\toprule",
+    ]
+    lines = [" & ".join(map(to_cell, line)) for line in (titles, *rows)]
+    lines = [f"    {lines[0]} \\\\", "    \\midrule", *(f"    {line} \\\\" for line in lines[1:])]
+    return "\n".join([*head, *lines, "    \\bottomrule", "  \\end{tabular}", "\\end{table}", ""])
+
+
+def to_cell(text: str) -> str:
+    """Formats a cell: a number, or mean and deviation, in mathematics, so that signs are; the rest is escaped."""
+    if not (found := NUMBER.match(text)):
+        return escape(text)
+    mean, deviation = found.groups()
+    return f"${mean}" + (f" \\pm {deviation}" if deviation else "") + "$" + escape(text[found.end() :])
+
+
+def escape(text: str) -> str:
+    """Returns `text` as LaTeX that prints it."""
+    return "".join(ESCAPES.get(character, character) for character in text).replace("±", "$\\pm$")

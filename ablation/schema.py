@@ -1,14 +1,23 @@
-"""Options of an ablation file."""
+"""Options of an ablation file, and how its keys name options of train.py."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ablation.match import Match
 from attention.options import OptionError, option
+from engine.config.yaml_files import dump_yaml
+from engine.runtime.errors import as_config_error
+from models.assignment import numbers_of
 
 LIMIT = 10_000
 """Largest number of settings of a grid, and of seeds of a setting."""
+
+OF_ROWS = {"paper", "match"}
+"""Keys of an item of `runs` that are no options of train.py."""
+
+MOST_ENTRIES = 1000
+"""Numbers of list entries in a key are below this."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,20 +40,7 @@ class Ablation:
         low=2,
         high=1000,
     )
-    lr: tuple[float, ...] | None = option(
-        None,
-        "values of optim.lr: that of each setting is chosen on held-out training images; null: as base has it",
-        above=0,
-    )
-    val_fraction: float = option(0.1, "data.val_fraction of the runs that choose lr", above=0, below=1)
     grid: dict[str, Any] | None = option(None, "option key.path -> list of values; one setting per combination")
-    trials: int | None = option(
-        None,
-        "number of settings sampled from grid, whose values may be {range: [LOW, HIGH]} or {log_range: [LOW, HIGH]}",
-        low=1,
-        high=LIMIT,
-    )
-    trials_seed: int = option(0, "seed of the sampling", low=0)
     runs: tuple[dict[str, Any], ...] = option(
         (),
         "options key.path -> value of each setting; paper: its top-1 in a paper, or {top1: , step_ms: , memory_gb: };"
@@ -53,8 +49,9 @@ class Ablation:
     baseline: dict[str, Any] | None = option(
         None, "option key.path -> value of the row to compare with, which becomes the first; null: the first row"
     )
-    match: Match | None = option(
-        None, "a cost for which the size of every setting's mechanism is solved, see `ablation.match.Match`"
+    match: dict[str, Any] | None = option(
+        None,
+        "multiply-accumulates for which the size of every setting's mechanism is solved, see `ablation.match.KINDS`",
     )
     plugins: tuple[str, ...] = option((), "modules or .py files that register mechanisms of your own, see --plugin")
 
@@ -79,9 +76,8 @@ def list_replicates(ablation: Ablation) -> Replicates:
     """
     if ablation.folds is None:
         return Replicates("train.seed", tuple({"train.seed": seed} for seed in list_seeds(ablation.seeds)) or ({},))
-    for name in ("seeds", "lr"):
-        if getattr(ablation, name) is not None:
-            raise OptionError("folds", f" = {ablation.folds} is given beside {name}; leave one of them out")
+    if ablation.seeds is not None:
+        raise OptionError("folds", f" = {ablation.folds} is given beside seeds; leave one of them out")
     overrides = ({"data.folds": ablation.folds, "data.fold": fold} for fold in range(ablation.folds))
     return Replicates("data.fold", tuple(overrides))
 
@@ -98,3 +94,35 @@ def list_seeds(seeds: int | tuple[int, ...] | None) -> Sequence[int]:
     if seeds is not None and (not values or min(values) < 0 or len(set(values)) < len(values)):
         raise OptionError("seeds", f"expected a number of seeds, or a list of different ones from 0, got {seeds!r}")
     return values
+
+
+def to_overrides(options: Mapping[str, Any]) -> list[str]:
+    """Returns the overrides of train.py for a setting.
+
+    Raises:
+        ConfigError: see `expand`.
+    """
+    given = {option: to_text(value) for option, value in options.items() if option not in OF_ROWS}
+    return [f"{key}={text}" for option, text in given.items() for key in expand(option)]
+
+
+def expand(option: str) -> list[str]:
+    """Returns the options that one key of a sweep sets: ``attention.0-2.window_size`` is that of three entries.
+
+    Raises:
+        ConfigError: numbers of entries that fall, or come twice.
+    """
+    keys = [""]
+    for part in option.split("."):
+        parts = [part]
+        if re.fullmatch(r"[0-9 ]+([-,][0-9 ]+)+", part):
+            with as_config_error():
+                parts = [str(number) for number in numbers_of(part, MOST_ENTRIES, option)]
+        keys = [f"{key}.{each}" if key else each for key in keys for each in parts]
+    return keys
+
+
+def to_text(value: Any) -> str:
+    """Formats `value` as YAML on one line."""
+    text = dump_yaml(value, default_flow_style=True, width=float("inf"), allow_unicode=True)
+    return text.removesuffix("...\n").strip()

@@ -1,42 +1,59 @@
 """Ablation files: settings, each trained once for every seed, all checked before the first run starts."""
 
 import dataclasses
+import hashlib
 import itertools
 import math
-import sys
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from ablation.match import OutOfReach
-from ablation.measured import Measurements
-from ablation.names import to_overrides
-from ablation.planner import PaperRows, Planner, Row, list_bases
-from ablation.schema import LIMIT, Ablation
-from ablation.search import sample
-from ablation.selection import put_first
-from ablation.settings import Setting
-from attention.options import OptionError, nearest, parse_options
-from attention.plugins import load_plugin
-from engine.config.papers import read_papers
+from ablation.cases import Case
+from ablation.match import Matched, OutOfReach, parse_match, solve
+from ablation.schema import LIMIT, OF_ROWS, Ablation, list_replicates, to_overrides, to_text
+from ablation.settings import Setting, put_first
+from attention.options import OptionError, nearest, parse_options, to_yaml
+from attention.plugins import as_arguments, load_plugin
+from engine.config.checks import check_run
+from engine.config.load import is_overridden, load_run, load_unbuilt
+from engine.config.papers import PaperRow, read_papers
 from engine.config.schema import Run
 from engine.config.yaml_files import SWEEP, Tree, read_yaml
-from engine.runtime.errors import ConfigError
+from engine.runtime.errors import ConfigError, as_config_error
+
+TRAIN = str(Path(__file__).parents[1] / "train.py")
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 
+MAX_BYTES = 255
+"""Longest name of a directory in nearly every file system, in bytes."""
+
+PaperRows = Mapping[tuple[Path, tuple[str, ...]], PaperRow]
+"""Configuration and overrides -> row of a paper's table."""
+
+PAPER_FIELDS = "top1", "parameters", "macs", "step_ms", "memory_gb"
+"""Fields of a `PaperRow` that a row of a sweep may give itself."""
+
+
+class Row(NamedTuple):
+    """A row of a sweep before it is checked.
+
+    Attributes:
+        key: key of the ablation file that gives it, for messages. base: path of its configuration. options: option ->
+            value, with the keys in `OF_ROWS`.
+    """
+
+    key: str
+    base: Path
+    options: Mapping[str, Any]
+
 
 def read_ablation(
-    path: Path,
-    overrides: Sequence[str],
-    output: Path,
-    launcher: Sequence[str],
-    measurements: Measurements | None = None,
+    path: Path, overrides: Sequence[str], output: Path, launcher: Sequence[str]
 ) -> tuple[Ablation, list[Setting], list[str]]:
     """Reads the ablation file `path` and checks all its settings; writes nothing.
 
-    Args:
-        measurements: takes those of `match`; None: those in `output`.
     Returns:
         The file, its settings, and a line for each setting that is left out, as its cost cannot be that of `match`.
     Raises:
@@ -48,11 +65,9 @@ def read_ablation(
         raise ConfigError(f"{path}: the configuration of one run; give it to train.py, or name it as base of a sweep")
     with tree.locating():
         ablation = parse_ablation(tree)
-        paper_rows, measurements = find_paper_rows(ablation.paper), measurements or Measurements(output)
-        planner = Planner(ablation, path.parent, overrides, output, launcher, paper_rows, measurements)
-        if "val_fraction" in tree.values and not planner.rates:
-            raise OptionError("val_fraction", f" = {ablation.val_fraction}, but there is no lr to choose; leave it out")
-        rows = list_rows(ablation, path.parent, planner.check)
+        paper_rows = find_paper_rows(ablation.paper)
+        planner = Planner(ablation, path.parent, overrides, output, launcher, paper_rows)
+        rows = list_rows(ablation, path.parent)
 
     settings: dict[str, Setting] = {}
     left_out = []
@@ -74,6 +89,57 @@ def read_ablation(
     return ablation, ordered, left_out
 
 
+def parse_ablation(tree: Tree) -> Ablation:
+    """Returns the options of an ablation file, and imports its plugins.
+
+    Raises:
+        OptionError: an option that cannot be honoured, or contradicts another.
+    """
+    ablation = parse_options(Ablation, tree.values)
+    for plugin in ablation.plugins:
+        load_plugin(plugin, "plugins")
+    if not list_bases(ablation):
+        raise OptionError("base", "required, but not given; or give bases")
+    if ablation.base and ablation.bases:
+        raise OptionError("bases", "given beside base; leave one of them out")
+    if not ablation.grid and not ablation.runs and not ablation.bases:
+        raise OptionError("runs", "no runs; give grid or runs")
+    return ablation
+
+
+def list_bases(ablation: Ablation) -> tuple[str, ...]:
+    """Returns the configurations that the settings change."""
+    return (ablation.base,) if ablation.base else ablation.bases
+
+
+def list_rows(ablation: Ablation, folder: Path) -> list[Row]:
+    """Returns the rows for each base: those of `grid`, then those of `runs`; without both, the base as it is.
+
+    Raises:
+        OptionError: see `combine`.
+    """
+    changes = [("grid", options) for options in combine(ablation.grid or {})]
+    changes += [(f"runs.{i}", options) for i, options in enumerate(ablation.runs)]
+    bases = [folder / base for base in list_bases(ablation)]
+    if not changes:
+        return [Row(f"bases.{i}", base, {}) for i, base in enumerate(bases)]
+    return [Row(key, base, options) for base, (key, options) in itertools.product(bases, changes)]
+
+
+def combine(grid: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns the settings of `grid`: all combinations of its values.
+
+    Raises:
+        OptionError: a value of `grid` is no list; there are more than `LIMIT` settings.
+    """
+    for key, values in grid.items():
+        if not isinstance(values, list) or not values:
+            raise OptionError(f"grid.{key}", f"expected a list of values, got {values!r}")
+    if (count := math.prod(map(len, grid.values()))) > LIMIT:
+        raise OptionError("grid", f"{count:,} combinations, more than {LIMIT:,}; list rows in runs instead")
+    return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values()) if values]
+
+
 def check_effect(overrides: Sequence[str], rows: Sequence[Row], path: Path) -> None:
     """Raises a ConfigError if every row of the ablation file `path` sets what one of the `overrides` sets, or a whole
     of which that is a part: the override would change nothing.
@@ -85,65 +151,6 @@ def check_effect(overrides: Sequence[str], rows: Sequence[Row], path: Path) -> N
         if all(wholes & of_row for of_row in keys):
             by = min(wholes & keys[0], key=len)
             raise ConfigError(f"override {text!r}: every run of {path} sets {by} itself; change it there")
-
-
-def parse_ablation(tree: Tree) -> Ablation:
-    """Returns the options of an ablation file, and imports its plugins.
-
-    Raises:
-        OptionError: an option that cannot be honoured, or contradicts another.
-    """
-    ablation = parse_options(Ablation, tree.values)
-    for plugin in ablation.plugins:
-        load_plugin(plugin, "plugins")
-    if ablation.match:
-        ablation.match.check()
-    if not list_bases(ablation):
-        raise OptionError("base", "required, but not given; or give bases")
-    if ablation.base and ablation.bases:
-        raise OptionError("bases", "given beside base; leave one of them out")
-    if not ablation.grid and not ablation.runs and not ablation.bases:
-        raise OptionError("runs", "no runs; give grid or runs")
-    return ablation
-
-
-def list_rows(ablation: Ablation, folder: Path, check: Callable[[dict[str, Any]], None]) -> list[Row]:
-    """Returns the rows for each base: those of `grid`, then those of `runs`; without both, the base as it is.
-
-    Raises:
-        OptionError: see `combine`.
-    """
-    changes = [("grid", options) for options in combine(ablation, check)]
-    changes += [(f"runs.{i}", options) for i, options in enumerate(ablation.runs)]
-    bases = [folder / base for base in list_bases(ablation)]
-    if not changes:
-        return [Row(f"bases.{i}", base, {}) for i, base in enumerate(bases)]
-    return [Row(key, base, options) for base, (key, options) in itertools.product(bases, changes)]
-
-
-def combine(ablation: Ablation, check: Callable[[dict[str, Any]], None]) -> list[dict[str, Any]]:
-    """Returns the settings of `grid`: all combinations, or `trials` of them that `check` does not refuse.
-
-    Raises:
-        OptionError: a value of `grid` is no list, or no range of a search; there are more than `LIMIT` settings.
-    """
-    grid = ablation.grid or {}
-    if ablation.trials and not grid:
-        raise OptionError("trials", f" = {ablation.trials}, but there is no grid to choose from")
-    if ablation.trials:
-        settings, refused = sample(grid, ablation.trials, ablation.trials_seed, check)
-        if refused:
-            number = f"{len(refused)} of {len(refused) + len(settings)} points"
-            print(f"grid: {number} are no valid run, others take their place; the first: {refused[0]}", file=sys.stderr)
-        return settings
-    for key, values in grid.items():
-        if isinstance(values, dict):
-            raise OptionError(f"grid.{key}", f"{values!r} needs trials: how many settings to choose")
-        if not isinstance(values, list) or not values:
-            raise OptionError(f"grid.{key}", f"expected a list of values, got {values!r}")
-    if (count := math.prod(map(len, grid.values()))) > LIMIT:
-        raise OptionError("grid", f"{count:,} combinations, more than {LIMIT:,}; choose some of them by trials")
-    return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values()) if values]
 
 
 def find_paper_rows(source: str | None) -> PaperRows:
@@ -158,3 +165,153 @@ def find_paper_rows(source: str | None) -> PaperRows:
         meant = nearest(source, {row.source for row in rows})
         raise OptionError("paper", f"{source!r} is no source in engine/config/papers.yaml{meant}")
     return found
+
+
+class Planner:
+    """Makes settings of the rows of `ablation`.
+
+    Args:
+        folder: directory of the ablation file. overrides: options of every run. output: directory of the runs.
+        launcher: command that starts train.py. paper_rows: those of the table that the ablation names.
+    Attributes:
+        replicates: the runs of every setting. match: the target of the sizes that are solved, or None.
+    Raises:
+        OptionError: seeds, folds or a match that cannot be.
+    """
+
+    def __init__(
+        self,
+        ablation: Ablation,
+        folder: Path,
+        overrides: Sequence[str],
+        output: Path,
+        launcher: Sequence[str],
+        paper_rows: PaperRows,
+    ):
+        self.ablation, self.folder, self.overrides, self.output = ablation, folder, (*overrides,), output
+        self.launcher, self.paper_rows = launcher, paper_rows
+        self.match = None if ablation.match is None else parse_match(ablation.match)
+        self.replicates = list_replicates(ablation)
+        self.world_size = count_ranks(launcher)
+
+    def plan(self, row: Row) -> tuple[str, Setting]:
+        """Returns the name of a row's setting in the file system, and the setting.
+
+        Raises:
+            OutOfReach: its mechanism has no size with the cost of `match`. ConfigError: it cannot be trained.
+        """
+        matched, run = self._load(row)
+        size, given = [matched.override] if matched else [], to_overrides(row.options)
+        name = self.name(row, size)
+        self._check_replicates(run, given)
+        command = [*self.launcher, TRAIN, str(row.base), *self.overrides, *given, *size]
+        cases = tuple(self._create_case(run, command, name, values) for values in self.replicates.overrides)
+        changes = {option: to_text(value) for option, value in row.options.items() if option not in OF_ROWS}
+        if self.ablation.bases:
+            changes = {"base": title(row.base)} | changes
+        return name, Setting(changes, self._paper(row), cases, matched, self.replicates.option)
+
+    def _check_replicates(self, run: Run, given: Sequence[str]) -> None:
+        """Refuses overrides that set what tells the runs of a setting apart, and folds that cannot be.
+
+        Raises:
+            ConfigError: the first problem.
+        """
+        for key in self.replicates.overrides[0]:
+            if is_overridden(key, [*self.overrides, *given]):
+                by = "folds" if self.ablation.folds else "seeds"
+                raise ConfigError(f"{key} is given beside {by}; leave one of them out")
+        if not self.ablation.folds:
+            return
+        if held_out_by := run.data.held_out_by:
+            raise ConfigError(f"{held_out_by}: folds already holds images out; set it to null in base")
+        with as_config_error("folds: "):
+            check_run(with_values(run, self.replicates.overrides[0]), self.world_size)
+
+    def name(self, row: Row, size: Sequence[str] = ()) -> str:
+        """Returns the name of a row in the file system, with the override `size` that `match` adds."""
+        titles = [title(row.base)] if self.ablation.bases else []
+        return to_name([*titles, *to_overrides(row.options), *size]) or "base"
+
+    def _load(self, row: Row) -> tuple[Matched | None, Run]:
+        """Returns the size that is solved for the row, None if there is none, and its run."""
+        given, match = (*self.overrides, *to_overrides(row.options)), row.options.get("match", True)
+        if "match" in row.options and (match is not False or not self.match):
+            problem = "acts in a sweep with match only" if match is False else "expected false, or no match"
+            raise ConfigError(f"match: {problem}, got {match!r}; leave it out")
+        matched = self._solve_size(row.base, given) if match and self.match else None
+        overrides = (*given, *([matched.override] if matched else []))
+        return matched, load_run(row.base, overrides, world_size=self.world_size)
+
+    def _solve_size(self, base: Path, overrides: tuple[str, ...]) -> Matched:
+        """Solves the size of the mechanism of the configuration `base` with `overrides`.
+
+        Raises:
+            OutOfReach: see `solve`. ConfigError: the overrides give the size, or something cannot be honoured.
+        """
+        assert self.match is not None
+        run = load_unbuilt(base, overrides)
+        with as_config_error():
+            matched = solve(self.match, run)
+        if is_overridden(key := f"attention.{matched.option}", overrides):
+            raise ConfigError(f"{key} is given, and match solves it; leave it out, or write match: false beside it")
+        return matched
+
+    def _paper(self, row: Row) -> PaperRow | None:
+        """Returns the figures of a paper: those that the row gives itself, or those of its configuration."""
+        given = row.options.get("paper")
+        if isinstance(given, float | int):
+            given = {"top1": given}
+        if given is None:
+            return self.paper_rows.get((row.base.resolve(), tuple(to_overrides(row.options))))
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"paper: expected a number, or a mapping of {', '.join(PAPER_FIELDS)}, got {given!r}")
+        if unknown := sorted(set(given) - set(PAPER_FIELDS)):
+            raise ConfigError(f"paper.{unknown[0]}: unknown figure{nearest(unknown[0], PAPER_FIELDS)}")
+        with as_config_error():
+            return parse_options(PaperRow, {"config": str(row.base), **given}, "paper")
+
+    def _create_case(self, run: Run, command: Sequence[str], name: str, values: Mapping[str, int]) -> Case:
+        """Returns the run of a setting with these values, option key.path -> value, and adds them to its `command`."""
+        texts = [f"{key}={to_yaml(value)}" for key, value in values.items()]
+        directory = self.output / to_directory(name, texts)
+        run = with_values(run, values)
+        return Case(run, directory, [*command, *texts, "--output", str(directory), *as_arguments()])
+
+
+def title(base: Path) -> str:
+    """Returns the name of a configuration with its folder: "deit_tiny_p8/eva"."""
+    return "/".join(base.with_suffix("").parts[-2:])
+
+
+def with_values(run: Run, values: Mapping[str, int]) -> Run:
+    """Returns `run` with these values, "section.option" -> value."""
+    for key, value in values.items():
+        section, name = key.split(".")
+        run = dataclasses.replace(run, **{section: dataclasses.replace(getattr(run, section), **{name: value})})
+    return run
+
+
+def to_name(texts: Sequence[str]) -> str:
+    """Returns the name of a directory for the overrides `texts`."""
+    return re.sub(r"[^\w.=,]+", "-", re.sub(r"[{}\s]", "", ",".join(texts)).replace(":", "="))
+
+
+def to_directory(name: str, values: Sequence[str]) -> str:
+    """Returns the name of the directory of a run: the setting's `name`, and the overrides that its `values` are.
+
+    In a name beyond the `MAX_BYTES` that file systems allow, a hash takes the place of what does not fit.
+    """
+    whole = ",".join([name, *values])
+    if len(whole.encode()) <= MAX_BYTES:
+        return whole
+    digest = hashlib.sha256(name.encode()).hexdigest()[:12]
+    end = ",".join([f"-{digest}", *values])
+    return name.encode()[: MAX_BYTES - len(end)].decode(errors="ignore") + end
+
+
+def count_ranks(launcher: Sequence[str]) -> int:
+    """Returns how many ranks the command `launcher` starts, by torchrun's options; 1 where they are no numbers."""
+    text = " ".join(launcher).replace("_", "-")
+    found = (re.findall(rf"--{option}[= ](\d+)(?!\S)", text) for option in ("nnodes", "nproc-per-node"))
+    return math.prod(int(numbers[-1]) for numbers in found if numbers)

@@ -1,21 +1,46 @@
-"""Tables of a sweep's finished runs: a row for each setting, and for each run."""
+"""Tables of a sweep's finished runs: a row for each setting, a row for each run, and the notes below them."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, pstdev
 from typing import Any, NamedTuple
 
-from ablation.front import front_probabilities
+from ablation.cases import Case
 from ablation.match import TOLERANCE
-from ablation.replicates import MEASURED_COSTS, Measured, means_if_apart, measure
-from ablation.settings import Setting, accuracies, has_replicates, held_options, in_order, replicate_of
-from attention.options import to_yaml
-from engine.reporting.tables import plus_minus, verdict
+from ablation.settings import Setting, accuracies, has_replicates, held_options, in_order, replicate_of, short_names
+from engine.checkpoints.progress import is_score
+from engine.reporting.tables import Spread, plus_minus, spread, verdict
+
+Table = dict[str, list[str]]
+"""Title of a column -> texts of its rows; empty for values that are not known yet."""
+
+MEASURED_COSTS = {"step_seconds": "step time (s)", "memory_mb": "peak memory (MB)"}
+"""Costs that runs measure: key in their final records -> label of an axis."""
+
+TIMES_SEEDS = 3
+"""A measured cost has a panel if it varies this many times as much between settings as between seeds."""
 
 WITHIN = f"within {100 * TOLERANCE:.0f} %"
 """Title of the column that says whether the target of `match` is reached."""
 
-Table = dict[str, list[str]]
-"""Title of a column -> texts of its rows; empty for values that are not known yet."""
+ONE_RUN = (
+    "One run per row: how far other seeds would end from it is not known, and rows that are near cannot be ranked."
+)
+
+REPLICATES = (
+    "± is the standard deviation over {0}s. Differences are to the first row, between runs of the same {0}, and noise"
+    " where the 95 % interval of Student's t over them contains 0; their standard deviation is taken as at"
+    " least one image, because accuracies are multiples of one image (row by row: of 20 rows without an effect, one"
+    " will seem to have one)."
+)
+
+FOLDS = (
+    "Each fold is another part of the training images, which its run validates on. Runs of different folds share"
+    " training images, so that the standard deviation over folds is too small (Bengio and Grandvalet: No unbiased"
+    " estimator of the variance of k-fold cross-validation, JMLR 2004)."
+)
 
 
 class Tables(NamedTuple):
@@ -35,7 +60,6 @@ def tabulate(settings: Sequence[Setting]) -> Tables:
     options = {
         **held_options(settings),
         **tabulate_match(settings),
-        **tabulate_rates(settings),
         "parameters (M)": [f"{setting.costs.parameters / 1e6:#.4g}" for setting in settings],
         "paper: parameters (M)": paper_cells(settings, "parameters", ".1f"),
         "MACs (G)": [f"{setting.costs.macs / 1e9:#.4g}" for setting in settings],
@@ -48,29 +72,85 @@ def tabulate(settings: Sequence[Setting]) -> Tables:
     if several := has_replicates(settings):
         options[f"{replicate_of(settings)}s"] = [str(len(runs)) for runs in results]
     measured = {name: measure(results, key) for name, key in accuracies(settings).items()}
-    fronts = tabulate_fronts(settings, results) if several else {}
 
     def join(write: Callable[[str, Sequence[Measured]], Table]) -> Table:
         table = {**options}
         for name, own in measured.items():
             table |= write(name, own) if several else {f"{name} (%)": mean_cells(own, ".2f")}
-        return table | fronts | {"paper (%)": paper_cells(settings, "top1", ".2f")}
+        return table | {"paper (%)": paper_cells(settings, "top1", ".2f")}
 
     return Tables(join(for_readers), join(for_programs))
 
 
-def tabulate_fronts(settings: Sequence[Setting], results: Sequence[Mapping[int, Mapping[str, Any]]]) -> Table:
-    """Returns a column of `front_probabilities` for each cost in which settings differ more than their runs."""
-    top1 = [[*own.values.values()] for own in measure(results, "top1")]
-    costs: dict[str, list[float | None]] = {"MACs": [setting.costs.macs for setting in settings]}
-    for key, cost, _ in MEASURED_COSTS:
-        if means := means_if_apart(measure(results, key)):
-            costs[cost] = means
-    fronts: Table = {}
-    for cost, values in costs.items():
-        sure = [format_number(probability, ".2f") for probability in front_probabilities(values, top1)]
-        fronts |= if_any(f"on front: {cost}", sure)
-    return fronts
+def list_runs(settings: Sequence[Setting]) -> Table:
+    """Returns a row for each run, in the order of training."""
+    row_of = {case.directory: i for i, setting in enumerate(settings) for case in setting.cases}
+    runs = [(case, case.result() or {}) for case in in_order(settings)]
+    columns = {f"{name} (%)": key for name, key in accuracies(settings).items()}
+    columns |= {"top-5 (%)": "top5", "loss": "loss", "epochs": "epoch", "step (s)": "step_seconds"}
+    memory = [format_number(result.get("memory_mb"), ".6g") for _, result in runs]
+    elapsed = [result.get("elapsed_seconds") for _, result in runs]  # without pauses
+    hours = [format_number(seconds and seconds / 3600, ".4g") for seconds in elapsed]
+    changes = ["; ".join(case.changes()) for case, _ in runs]
+    options = held_options(settings).items()
+    replicate = {"train.seed": [str(case.run.train.seed) for case, _ in runs]}
+    if replicate_of(settings) == "fold":
+        replicate["data.fold"] = [str(case.run.data.fold) for case, _ in runs]
+    return {
+        "directory": [case.directory.name for case, _ in runs],
+        **{option: [texts[row_of[case.directory]] for case, _ in runs] for option, texts in options},
+        **replicate,
+        **{title: [format_number(result.get(key), ".6g") for _, result in runs] for title, key in columns.items()},
+        **if_any("hours", hours),
+        **if_any("peak memory (MB)", memory),
+        **({"changed": changes} if any(changes) else {}),
+    }
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One measurement of the finished runs of a setting.
+
+    Attributes:
+        values: seed -> value. spread: spread of the values; None if there are none yet. difference: spread of the
+            differences to the first setting with the same seeds; None if there are none, and for the first setting.
+    """
+
+    values: dict[int, float]
+    spread: Spread | None
+    difference: Spread | None
+
+
+def measure(results: Sequence[Mapping[int, Mapping[str, Any]]], name: str) -> list[Measured]:
+    """Returns the measurement `name` of every setting, whose `results` are seed -> final record of train.py.
+
+    A record may lack it: the run keeps no averaged weights, or was resumed after its last step and has timed none. A
+    value that is no score, see `is_score`, counts as lacking. Steps of an accuracy (`top1` and its
+    kin, in percent) are those of one of the evaluated `images`.
+    """
+    values = [{seed: record[name] for seed, record in runs.items() if is_score(record.get(name))} for runs in results]
+    images = [record.get("images", math.inf) for runs in results for record in runs.values() if name.endswith("top1")]
+    first, step = values[0], 100 / min(images, default=math.inf)
+    pairs = [[own[seed] - first[seed] for seed in own if seed in first] for own in values[1:]]
+    differences = [None, *(spread(found, step) for found in pairs)]
+    return [Measured(own, spread(own.values()), d) for own, d in zip(values, differences, strict=True)]
+
+
+def tells_apart(measured: Sequence[Measured]) -> bool:
+    """Returns whether a measurement varies more between settings than between their seeds, by `TIMES_SEEDS`.
+
+    Variation is the standard deviation: of the settings' means, and of a setting's seeds (root of the mean square).
+    That of a single seed is not known, and taken for none. False without two settings.
+    """
+    means = [own.spread.mean for own in measured if own.spread]
+    squares = [own.spread.std**2 for own in measured if own.spread and own.spread.std is not None]
+    between_seeds = math.sqrt(fmean(squares)) if squares else 0.0
+    return len(means) > 1 and pstdev(means) > TIMES_SEEDS * between_seeds
+
+
+def means_if_apart(measured: Sequence[Measured]) -> list[float | None]:
+    """Returns the mean of every setting, None without a finished run; empty if `tells_apart` is false."""
+    return [own.spread and own.spread.mean for own in measured] if tells_apart(measured) else []
 
 
 def tabulate_match(settings: Sequence[Setting]) -> Table:
@@ -81,28 +161,12 @@ def tabulate_match(settings: Sequence[Setting]) -> Table:
     found = [setting.matched for setting in settings]
     if not (match := next((own.match for own in found if own), None)):
         return {}
-    title, form = match.kind + (f" ({match.unit.strip()})" if match.unit else ""), ".4g" if match.is_measured else ".0f"
     return {
         "size": [f"{own.option}={own.value}" if own else "" for own in found],
-        f"{title}: target": [format_number(own and match.target, form) for own in found],
-        f"{title}: reached": [format_number(own and own.reached, form) for own in found],
+        f"{match.kind}: target": [format_number(own and match.target, ".0f") for own in found],
+        f"{match.kind}: reached": [format_number(own and own.reached, ".0f") for own in found],
         "off target (%)": [format_number(own and 100 * own.deviation, "+.1f") for own in found],
         WITHIN: [("yes" if own.is_equal else "no") if own else "" for own in found],
-    }
-
-
-def tabulate_rates(settings: Sequence[Setting]) -> Table:
-    """Returns the chosen learning rate of each setting and its top-1 on the held-out images; no columns without one.
-
-    The edge is "lowest" or "highest" if the choice ends there: a better learning rate may lie beyond it.
-    """
-    rates = [(tuning := setting.tuning) and (tuning.choose(), tuning.edge(), tuning.results()) for setting in settings]
-    if not all(rates):
-        return {}
-    return {
-        "lr": ["" if lr is None else to_yaml(lr) for lr, _, _ in rates],
-        "edge of lr": [edge for _, edge, _ in rates],
-        "held-out top-1 (%)": [format_number(found.get(lr, {}).get("top1"), ".2f") for lr, _, found in rates],
     }
 
 
@@ -146,28 +210,28 @@ def format_number(number: float | None, form: str) -> str:
     return f"{number:{form}}" if number is not None and math.isfinite(number) else ""
 
 
-def list_runs(settings: Sequence[Setting]) -> Table:
-    """Returns a row for each run, in the order of training, without those that choose learning rates."""
-    row_of = {case.directory: i for i, setting in enumerate(settings) for case in setting.cases}
-    runs = [(case, case.result() or {}) for case in in_order(settings)]
-    columns = {f"{name} (%)": key for name, key in accuracies(settings).items()}
-    columns |= {"top-5 (%)": "top5", "loss": "loss", "epochs": "epoch", "step (s)": "step_seconds"}
-    memory = [format_number(result.get("memory_mb"), ".6g") for _, result in runs]
-    elapsed = [result.get("elapsed_seconds") for _, result in runs]  # without pauses
-    hours = [format_number(seconds and seconds / 3600, ".4g") for seconds in elapsed]
-    changes = ["; ".join(case.changes()) for case, _ in runs]
-    options = held_options(settings).items()
-    replicate = {"train.seed": [str(case.run.train.seed) for case, _ in runs]}
-    if replicate_of(settings) == "fold":
-        replicate["data.fold"] = [str(case.run.data.fold) for case, _ in runs]
-    is_tuned = any(setting.tuning for setting in settings)
-    return {
-        "directory": [case.directory.name for case, _ in runs],
-        **{option: [texts[row_of[case.directory]] for case, _ in runs] for option, texts in options},
-        **({"lr": [to_yaml(case.run.optim.lr) for case, _ in runs]} if is_tuned else {}),
-        **replicate,
-        **{title: [format_number(result.get(key), ".6g") for _, result in runs] for title, key in columns.items()},
-        **if_any("hours", hours),
-        **if_any("peak memory (MB)", memory),
-        **({"changed": changes} if any(changes) else {}),
-    }
+def list_notes(settings: Sequence[Setting], table: Table, left_out: Sequence[str]) -> list[str]:
+    """Returns the notes below a table: how reliable its numbers are, and what is not as its row says."""
+    replicate, num_runs = replicate_of(settings), settings[0].num_runs
+    notes = [REPLICATES.format(replicate) if has_replicates(settings) else ONE_RUN] + [FOLDS] * (replicate == "fold")
+    counts = set(map(int, table.get(f"{replicate}s", [])))
+    if len(counts) == 1 and 0 < max(counts) < num_runs and not all(map(Case.outcome, in_order(settings))):
+        notes.append(f"Not finished: every row has {max(counts)} of its {num_runs} runs.")
+    for name, setting in zip(short_names(settings), settings, strict=True):
+        notes += [f"{name}: {line}." for line in describe_lost(setting)]
+        if setting.paper and setting.paper.note:
+            notes.append(f"{name}, not as the paper prints it: {setting.paper.note}.")
+    for case in in_order(settings):
+        if changes := case.changes():
+            notes.append(f"{case.directory.name} changed options during training: {'; '.join(changes)}.")
+    return notes + [f"Left out: {line}." for line in left_out]
+
+
+def describe_lost(setting: Setting) -> list[str]:
+    """Returns a text for the runs of a setting that have diverged, and one for those that have failed otherwise."""
+    outcomes, lines = Counter(map(Case.outcome, setting.cases)), []
+    for outcome in ("diverged", "failed"):
+        if count := outcomes[outcome]:
+            has, takes = ("has", "takes") if count == 1 else ("have", "take")
+            lines.append(f"{count} of {setting.num_runs} runs {has} {outcome} and {takes} no part")
+    return lines

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
@@ -40,10 +40,9 @@ def train_all(
     cases: Sequence[Case],
     failures: Mapping[Path, int | None],
     wait: bool,
-    after_each: Callable[[], None],
     progress: Progress,
-) -> None:
-    """Trains the runs that are neither finished nor running elsewhere, and calls `after_each` after each run.
+) -> Iterator[Case]:
+    """Trains the runs that are neither finished nor running elsewhere, and yields each after it.
 
     Args:
         failures: directory -> `last_failure` before the sweep began; a run that has failed since is left alone.
@@ -66,7 +65,7 @@ def train_all(
                 is_free = is_held and not is_locked(case.directory)
                 if is_free and not case.result() and last_failure(case) == failures[case.directory]:
                     is_free = train(case, name, progress)
-                    after_each()
+                    yield case
                     progress.end_run()
             if not is_free:
                 elsewhere.append(case)

@@ -129,14 +129,14 @@ class Hybrids:
         """Returns the hybrid with a mechanism in several layers."""
         return tuple(name if layer in layers else OWN for layer in range(len(self.own)))
 
-    def score(self, choices: Choices, is_aligned: bool) -> Score:
-        """Scores a hybrid, with aligned layers or with untrained ones; kept in the directory."""
+    def score(self, choices: Choices) -> Score:
+        """Scores a hybrid of aligned layers; kept in the directory."""
 
         def compute() -> dict[str, Any]:
-            model = self.build(choices, is_aligned)
+            model = self.build(choices, is_aligned=True)
             return score(model, self.laboratory.trained, self.laboratory.sample)._asdict()
 
-        return Score(**self.once(choices, compute, aligned=is_aligned))
+        return Score(**self.once(choices, compute, of="score"))
 
     def once(self, choices: Choices, compute: Callable[[], dict[str, Any]], **question: Any) -> dict[str, Any]:
         """Returns the values of a measurement of a hybrid, which the directory keeps; computes them if it has none."""

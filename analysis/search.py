@@ -4,8 +4,9 @@ python analyze.py search runs/softmax --attention lara eva linear --budget macs=
 python analyze.py search runs/softmax --attention eva linear '{name: eva, window_size: 2}' --budget macs=0.6 macs=0.8
 python analyze.py search runs/softmax --attention eva linear --budget ms=12 ms=15      # measured on this machine
 
-Each mechanism is first aligned once. Losses and costs of assignments are predicted from single layers
-(`analysis.assignments`). For each budget the assignments with the lowest predictions are then measured.
+Each mechanism is first aligned once, and measured in every layer alone: the first table. From these layers, losses and
+costs of assignments are predicted (`analysis.assignments`). For each budget the assignments with the lowest predictions
+are then measured.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from analysis import assignments, command_line
 from analysis.align import BATCH_SIZE, validates_on_training_images
 from analysis.assignments import Point, choose, is_best
 from analysis.costs import COSTS, Cost, Prices
-from analysis.hybrids import Choices, Hybrids
+from analysis.hybrids import OWN, Choices, Hybrids
 from analysis.laboratory import MEASUREMENTS_FILE, Laboratory, Score
 from analysis.trained import load_trained, read_sample
 from attention import OptionError
@@ -170,7 +171,7 @@ def measure(
     with command_line.progress("search", limit, "assignments") as bar:
 
         def evaluate(choices: Choices) -> tuple[Score, float]:
-            score, found = hybrids.score(choices, is_aligned=True), cost.measure(choices)
+            score, found = hybrids.score(choices), cost.measure(choices)
             bar.update()
             return score, found
 
@@ -188,8 +189,11 @@ def report(
     budgets: Mapping[str, float],
     args: argparse.Namespace,
 ) -> None:
-    """Prints the front, and writes tables, figure, and the files of every point of the front."""
+    """Prints the layers alone and the front, and writes tables, figure, and the files of every point of the front."""
     own, front = hybrids.laboratory.own.score, sorted(front, key=lambda point: point.cost)
+    if layers := tabulate_layers(points, own):
+        print("One layer alone with another mechanism: rise of the loss (top-1 in %)\n")
+        print(f"{compact_table(layers)}\n")
     names = {point: f"front/{number:02}" for number, point in enumerate(front)}
     takes = f"{args.checkpoint}: {cost.text(cost.measure(hybrids.own))}"
     if cost.columns:
@@ -246,6 +250,19 @@ def report(
 def front_files(name: str) -> list[str]:
     """Returns the names of the files of a point of the front."""
     return [f"{name}.yaml", *with_digest(f"{name}.safetensors")]
+
+
+def tabulate_layers(points: Sequence[Point], own: Score) -> list[dict[str, str]]:
+    """Returns a row for each mechanism that was measured in one layer alone: layer -> rise of the loss (top-1)."""
+    rows: dict[str, dict[str, str]] = {}
+    for point in points:
+        choices, score = point.candidate.choices, point.score
+        replaced = [layer for layer, name in enumerate(choices) if name != OWN]
+        if len(replaced) == 1:
+            name = choices[replaced[0]]
+            row = rows.setdefault(name, {"attention": name} | {f"layer {layer}": "" for layer in range(len(choices))})
+            row[f"layer {replaced[0]}"] = f"{score.loss - own.loss:+.4f} ({score.top1:.2f})"
+    return list(rows.values())
 
 
 def values(point: Point, hybrids: Hybrids, cost: Cost, names: Mapping[Point, str]) -> dict[str, Any]:

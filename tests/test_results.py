@@ -13,7 +13,7 @@ from types import MappingProxyType
 import pytest
 import yaml
 
-from ablation.replicates import Measured, measure
+from ablation.tables import Measured, measure
 from analysis.draws import Row as Transferred
 from analysis.draws import is_own, paired, read_rows
 from attention import ATTENTION, create_attention

@@ -172,13 +172,33 @@ def test_files_of_the_front_are_runs_of_train(checkpoint, tmp_path, monkeypatch,
 def test_assignments_whose_loss_is_not_finite_are_said_and_not_on_the_front(checkpoint, tmp_path, monkeypatch, capsys):
     """All but the model's own."""
     monkeypatch.setattr(search, "encode", lambda figure: b"")
-    scores = lambda hybrids, choices, is_aligned: Score(50.0, math.inf if "linear" in choices else 1.0)  # noqa: E731
+    scores = lambda hybrids, choices: Score(50.0, math.inf if "linear" in choices else 1.0)  # noqa: E731
     monkeypatch.setattr(search.Hybrids, "score", scores)
     options = "--images", "20", "--align", "2", "--output", str(tmp_path)
     analyze.main(["search", str(checkpoint), *options, "--attention", "linear", "--budget", "macs=1"])
     assert "warning: the loss of 3 of 4 assignments is not finite; they are not" in capsys.readouterr().out
     with (tmp_path / "front.csv").open(newline="") as file:
         assert [(row["layer 0"], row["layer 1"]) for row in csv.DictReader(file)] == [(OWN, OWN)]
+
+
+def test_the_first_table_has_each_layer_alone(checkpoint, tmp_path, monkeypatch, capsys):
+    """Softmax in the place of softmax changes nothing."""
+    monkeypatch.setattr(search, "encode", lambda figure: b"")
+    options = "--images", "60", "--align", "3", "--output", str(tmp_path), "--budget", "macs=1"
+    analyze.main(["search", str(checkpoint), *options, "--attention", "softmax", "linear"])
+    title, _, head, _, *rows = capsys.readouterr().out.splitlines()[:6]
+    assert title == "One layer alone with another mechanism: rise of the loss (top-1 in %)"
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in (head, *rows)]
+    with (tmp_path / "search.csv").open(newline="") as file:
+        measured = {(row["layer 0"], row["layer 1"]): row for row in csv.DictReader(file)}
+    own, alone = measured[OWN, OWN], [measured["linear", OWN], measured[OWN, "linear"]]
+    assert cells[:2] == [["attention", "layer 0", "layer 1"], ["softmax", *[f"+0.0000 ({float(own['top1']):.2f})"] * 2]]
+    assert cells[2][0] == "linear"
+    for cell, row in zip(cells[2][1:], alone, strict=True):
+        rise, top1 = cell.split()
+        assert float(rise) == pytest.approx(float(row["loss"]) - float(own["loss"]), abs=7e-5)
+        assert top1 == f"({float(row['top1']):.2f})"
+    assert cells[2][1] != cells[2][2]
 
 
 def test_a_budget_within_which_nothing_was_measured_is_named(checkpoint, tmp_path, monkeypatch, capsys):

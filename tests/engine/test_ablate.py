@@ -27,21 +27,14 @@ from matplotlib.transforms import Bbox
 
 import ablate
 import train
-from ablation import tables, worker
+from ablation import worker
 from ablation.cases import Case
-from ablation.figures import draw_curves, draw_heat_map, draw_pareto, draw_results, read_curve
-from ablation.front import front_probabilities, non_dominated
-from ablation.names import to_directory
-from ablation.notes import ONE_RUN
-from ablation.planner import count_ranks
+from ablation.figures import draw_curves, draw_heat_map, draw_pareto, draw_results, non_dominated, read_curve
 from ablation.progress import Progress
-from ablation.replicates import measure
 from ablation.report import FIGURES, report_sweep, to_json, write_figures, write_tables
-from ablation.search import sample
-from ablation.settings import Setting, in_order
-from ablation.short_names import short_names
-from ablation.sweep import read_ablation
-from ablation.tables import tabulate
+from ablation.settings import Setting, in_order, short_names
+from ablation.sweep import count_ranks, read_ablation, to_directory
+from ablation.tables import ONE_RUN, measure, tabulate
 from engine.checkpoints.files import find_checkpoint, save_checkpoint
 from engine.config.load import dump_run
 from engine.data.idx import IMAGES, LABELS, write_idx
@@ -363,7 +356,7 @@ def test_a_run_whose_process_is_killed_is_taken_over(config, launcher, monkeypat
     with subprocess.Popen(other, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         process.stdout.readline()
         monkeypatch.setattr(worker.time, "sleep", lambda seconds: (process.kill(), process.wait()))
-        worker.train_all([case], {case.directory: None}, True, lambda: None, Progress([setting]))
+        [*worker.train_all([case], {case.directory: None}, True, Progress([setting]))]
     assert case.result()
     assert "run 1/1 is running elsewhere\nwaiting for 1 runs elsewhere" in capfd.readouterr().out
 
@@ -377,10 +370,10 @@ def test_a_run_that_failed_in_another_worker_is_tried_again_by_the_next_command_
     assert not worker.is_busy(case)
     claim(case.directory, RESULTS, [worker.failure_mark(case).name])
     worker.failure_mark(case).touch()
-    worker.train_all([case], before, True, lambda: None, Progress([setting]))
+    [*worker.train_all([case], before, True, Progress([setting]))]
     assert not case.result()
     failures = {case.directory: worker.last_failure(case)}
-    worker.train_all([case], failures, True, lambda: None, Progress([setting]))
+    [*worker.train_all([case], failures, True, Progress([setting]))]
     assert case.result()
 
 
@@ -648,33 +641,9 @@ def test_dry_run_shows_everything_and_writes_nothing(config, capsys):
             "seeds: 2\ngrid:\n  train.seed: [3, 4]",
             "windows.yaml:4: grid: train.seed is given beside seeds; leave one of them out",
         ),
-        (
-            "[1, 2]",
-            "{range: [1, 2]}",
-            "windows.yaml:4: grid.attention.window_size: {'range': [1, 2]} needs trials: how",
-        ),
-        ("grid:", "trials: 9\ngrid:", "windows.yaml:3: trials = 9, but grid has fewer combinations; choose at most 2"),
-        ("grid:", "trials: 0\ngrid:", "windows.yaml:3: trials = 0 is below the least valid value 1"),
-        ("grid:", "trials: 99999\ngrid:", "windows.yaml:3: trials = 99999 is above the largest valid value 10000"),
+        ("[1, 2]", "{a: 1}", "windows.yaml:4: grid.attention.window_size: expected a list of values, got {'a': 1}"),
         ("grid:", f"grid:\n  x: {[*range(101)]}\n  y: {[*range(100)]}", "windows.yaml:3: grid: 20,200 combinations"),
         ("grid:", "seeds: 1000000000\ngrid:", "windows.yaml:3: seeds: 1,000,000,000 seeds, more than 10,000"),
-        *(
-            (
-                ABLATION,
-                f"base: base.yaml\ntrials: 2\ngrid:\n  optim.lr: {axis}\n",
-                f"windows.yaml:4: grid.optim.lr{problem}",
-            )
-            for axis, problem in (
-                ("{rnage: [1, 2]}", ": expected a list, range: [LOW, HIGH] or log_range: [LOW, HIGH], got {'rnage'"),
-                ("0.1", ": expected a list, range: [LOW, HIGH] or log_range: [LOW, HIGH], got 0.1"),
-                ("{}", ": expected a list, range: [LOW, HIGH] or log_range: [LOW, HIGH], got {}"),
-                ("{range: [2.0, 1.0]}", ".range: expected two rising numbers, got [2.0, 1.0]"),
-                ("{range: [1.0]}", ".range: expected two numbers, got [1.0]"),
-                ("{range: [1.0, .inf]}", ".range: expected two rising numbers, got [1.0, inf]"),
-                ("{log_range: [0, 1]}", ".log_range: expected two rising numbers above 0, got [0, 1]"),
-            )
-        ),
-        (ABLATION, "base: base.yaml\ntrials: 2\nruns:\n  - {}\n", "windows.yaml:2: trials = 2, but there is no grid"),
         (
             "base: base.yaml",
             "base: base.yaml\nbases: [base.yaml]",
@@ -704,19 +673,17 @@ def test_all_runs_are_checked_before_the_first_starts(config, launcher, capsys, 
     assert sorted(config.parent.rglob("*")) == before
 
 
-LONG = {f"augment.{name}": [0.111111111, 0.2] for name in ("hflip", "vflip", "reprob", "smoothing", "color_jitter")}
-
-
 def test_a_long_name_of_a_directory_ends_in_a_hash(config):
     """The names differ, stay the same at every start, and can be made; those that fit are as they were."""
-    grid = LONG | {"attention.window_size": [1, 2], "schedule.warmup_lr": [1.0e-6, 2.0e-6], "data.crop_pct": [0.8, 0.9]}
-    grid |= {"augment.mixup_switch_prob": [0.5], "schedule.min_lr": [1.0e-5], "optim.weight_decay": [0.05]}
-    config.write_text(yaml.safe_dump({"base": "base.yaml", "trials": 3, "grid": grid, "seeds": [7, 100]}))
+    grid = {f"augment.{name}": [0.111111111] for name in ("hflip", "vflip", "reprob", "smoothing", "color_jitter")}
+    grid |= {"attention.window_size": [1], "schedule.warmup_lr": [1.0e-6], "augment.mixup_switch_prob": [0.5]}
+    grid |= {"schedule.min_lr": [1.0e-5], "optim.weight_decay": [0.05], "data.crop_pct": [0.8, 0.9, 0.95]}
+    config.write_text(yaml.safe_dump({"base": "base.yaml", "grid": grid, "seeds": [7, 100]}, sort_keys=False))
     _, settings, _ = read_ablation(config, [], config.parent / "out", ["python"])
     names = [case.directory.name for case in in_order(settings)]
     assert len(set(names)) == len(names) == 6
     for name, case in zip(names, in_order(settings), strict=True):
-        assert re.fullmatch(r"attention\..*-[0-9a-f]{12},train\.seed=(7|100)", name)
+        assert re.fullmatch(r"augment\..*-[0-9a-f]{12},train\.seed=(7|100)", name)
         assert len(name) == 255
         case.directory.mkdir(parents=True)
     _, again, _ = read_ablation(config, [], config.parent / "out", ["python"])
@@ -742,40 +709,6 @@ def test_a_dry_run_refuses_a_file_in_the_place_of_a_run(config, capsys):
     with pytest.raises(SystemExit, match="2"):
         ablate.main([str(config), "--output", str(config.parent / "out"), "--dry-run"])
     assert capsys.readouterr().err == f"error: --output {path}: cannot be made: Not a directory\n"
-
-
-SEARCH = """\
-base: base.yaml
-trials: 8
-grid:
-  model.num_heads: {range: [1, 6]}
-  optim.lr: {log_range: [1e-4, 1]}
-"""
-
-
-def test_the_next_point_takes_the_place_of_one_that_is_no_valid_run(config, capsys):
-    """An embedding of 12 has no 5 heads. The points are those of a longer search."""
-    config.write_text(SEARCH)
-    _, settings, _ = read_ablation(config, [], config.parent / "out", ["python"])
-    drawn, _ = sample(yaml.safe_load(SEARCH.replace("1e-4", "1.0e-4"))["grid"], 16, seed=0)
-    valid = [point for point in drawn if point["model.num_heads"] != 5][:8]
-    assert valid != drawn[:8]
-    runs = [setting.cases[0].run for setting in settings]
-    assert [(run.model["num_heads"], run.optim.lr) for run in runs] == [tuple(point.values()) for point in valid]
-    (line,) = capsys.readouterr().err.splitlines()
-    assert re.match(
-        r"grid: \d of 1?\d points are no valid run, others take their place; the first: override 'mod", line
-    )
-
-
-@pytest.mark.parametrize("axis", ["[5]", "{range: [7, 11]}", "{range: [1.0, 2.0]}"])
-def test_a_search_without_valid_points_ends_with_the_reason(config, capsys, axis):
-    config.write_text(SEARCH.replace("{range: [1, 6]}", axis).replace("trials: 8", "trials: 2"))
-    with pytest.raises(SystemExit, match="2"):
-        ablate.main([str(config), "--output", str(config.parent / "out"), "--dry-run"])
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "windows.yaml:2: trials = 2, but 0 of 11 points of grid are valid runs; the last is not: override" in line
-    assert "num_heads" in line
 
 
 @pytest.mark.parametrize("jobs", ["0", "-2", "5000"])
@@ -905,7 +838,6 @@ def test_folds_are_runs_of_their_own_and_a_row_together(config):
     ("change", "message"),
     [
         ("folds: 3\nseeds: 2", "folds = 3 is given beside seeds; leave one of them out"),
-        ("folds: 3\nlr: [0.1, 0.2]", "folds = 3 is given beside lr; leave one of them out"),
         ("folds: 1", "folds = 1 is below the least valid value 2"),
         ("folds: 3\ngrid: {data.fold: [0, 1]}", "data.fold is given beside folds; leave one of them out"),
         ("folds: 3\ngrid: {data.val_fraction: [0.1]}", "folds already holds images out"),
@@ -1096,62 +1028,6 @@ def test_a_cost_that_seeds_vary_as_settings_do_has_no_panel(config):
     assert "Not shown: step time, in which settings differ no more than seeds." in figure.get_suptitle()
 
 
-def test_the_probability_to_be_on_the_front_by_hand():
-    """Two values each, so a mean is low, middle or high with 1/4, 1/2, 1/4.
-
-    Against the first, which is always 5 at cost 1: values 4 and 6 have a mean above 5 with 1/4 (equal is dominated);
-    values 4 and 4 never do, unless they cost less. One seed, or no cost, takes no part.
-    """
-    costs, values = [1, 2, 0.5, 2, None], [[5, 5], [4, 6], [4, 4], [9], [9, 9]]
-    first, second, third, *others = front_probabilities(costs, values)
-    assert (first, third, others) == (1.0, 1.0, [None, None])
-    assert second == pytest.approx(0.25, abs=4 * math.sqrt(0.25 * 0.75 / 10_000))
-    assert front_probabilities(costs, values) == [first, second, third, *others]
-    assert front_probabilities([1, 1], [[5, 5], [5, 5]]) == [1.0, 1.0]
-    assert front_probabilities([1], [[5]]) == [None]
-
-
-def test_rows_of_several_seeds_say_how_sure_the_front_is(config):
-    config.write_text(REPLICATED)
-    ablation, settings, _ = read_ablation(config, [], config.parent, ["python"])
-    for number, values in enumerate(([90, 90, 90], [91, 91, 91], [88, 92, 95])):
-        for case, top1 in zip(settings[number].cases, values, strict=True):
-            finish(case, top1=top1, step_seconds=0.3 - 0.1 * number)
-    table = tabulate(settings).programs
-    assert table["on front: MACs"][:2] == ["0.00", "1.00"]  # windows of 1 cost least, softmax most
-    share = float(table["on front: MACs"][2])
-    assert share == pytest.approx(17 / 27, abs=4 * math.sqrt(17 * 10 / 27**2 / 10_000))  # 17 of 27 draws are above 91
-    assert table["on front: step"] == ["0.00", f"{1 - share:.2f}", "1.00"]  # softmax is slowest, windows of 2 fastest
-    assert f"({share:.0%})" in "".join(text.get_text() for text in draw_pareto("", settings).axes[0].texts)
-    assert "10,000 bootstrap resamples" in report_sweep(ablation.caption, settings)
-
-
-def test_all_tables_are_of_one_reading_of_the_records(config, monkeypatch):
-    """The bootstrap of each cost is drawn once."""
-    settings, drawn = grid_of_numbers(config), []
-
-    def count(*arguments: object) -> list[float | None]:
-        drawn.append(arguments)
-        return front_probabilities(*arguments)
-
-    monkeypatch.setattr(tables, "front_probabilities", count)
-    write_tables("Windows", settings, config.parent)
-    assert len(drawn) == len([title for title in rows(config.parent)[0] if title.startswith("on front")]) == 2
-
-
-def test_a_cost_that_seeds_vary_as_settings_do_has_no_front(config):
-    """Step times overlap, and memory is the same: the table leaves out what `pareto.png` leaves out, and says so."""
-    config.write_text("base: base.yaml\nseeds: 2\nruns: [{attention: softmax}, {attention.window_size: 1}]\n")
-    _, settings, _ = read_ablation(config, [], config.parent, ["python"])
-    for setting, steps in zip(settings, ([0.0583, 0.0551], [0.0561, 0.0522]), strict=True):
-        for case, seconds, top1 in zip(setting.cases, steps, (90, 92), strict=True):
-            finish(case, top1=top1, step_seconds=seconds)
-    fronts = [title for title in tabulate(settings).programs if title.startswith("on front")]
-    assert fronts == ["on front: MACs"]
-    assert len(draw_pareto("", settings).axes) == len(fronts)
-    assert "A measured cost in which rows differ no more than seeds has no such" in report_sweep("", settings)
-
-
 def test_curves_are_of_all_runs_finished_or_not(config):
     settings = grid_of_numbers(config)
     old, new, cut = (setting.cases[0].directory / "metrics.jsonl" for setting in settings[:3])
@@ -1228,21 +1104,6 @@ def test_a_grid_takes_options_of_an_entry_and_whole_lists(config):
     config.write_text("caption: Stages\nbase: base.yaml\ngrid:\n  attention.1.window_size: [2, 4]\n")
     _, settings, _ = read_ablation(config, [], config.parent, [])
     assert [setting.cases[0].run.attention[1]["window_size"] for setting in settings] == [2, 4]
-
-
-def test_a_search_covers_its_ranges_and_a_longer_one_goes_on(config):
-    """Each sixteenth of a range has one of 16 points of a Sobol sequence; whole bounds give whole numbers."""
-    axes = {"a": {"range": [0.0, 1.6]}, "b": {"log_range": [1.0e-4, 1.0]}, "c": {"range": [1, 4]}, "d": ["x", "y"]}
-    settings, _ = sample(axes, 16, seed=0)
-    assert sorted(int(10 * setting["a"]) for setting in settings) == list(range(16))
-    assert sorted(int(4 * math.log10(setting["b"]) + 16) for setting in settings) == list(range(16))
-    assert sorted(setting["c"] for setting in settings) == [1] * 4 + [2] * 4 + [3] * 4 + [4] * 4
-    assert sorted(setting["d"] for setting in settings) == ["x"] * 8 + ["y"] * 8
-    assert sample(axes, 20, seed=0)[0][:16] == settings != sample(axes, 16, seed=1)[0]
-    grid = "grid:\n  optim.lr: {log_range: [1.0e-4, 1.0e-2]}\n  attention.window_size: [1, 2]\n"
-    config.write_text(f"base: base.yaml\ntrials: 4\n{grid}")
-    _, settings, _ = read_ablation(config, [], config.parent, ["python"])
-    assert len({setting.cases[0].run.optim.lr for setting in settings}) == 4
 
 
 def test_quantiles_are_those_of_students_t():

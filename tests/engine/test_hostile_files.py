@@ -12,8 +12,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from ablation.measured import Measurement
-from ablation.measured import Measurements as Matches
 from ablation.sweep import read_ablation
 from analysis.draws import read_rows
 from analysis.laboratory import to_measured
@@ -97,12 +95,6 @@ def read_measurement(path: Path) -> None:
             to_measured(values, ["evaluation"], path)
 
 
-def read_matches(path: Path) -> None:
-    measurements = Matches(path.parent)
-    for key in measurements.known:
-        measurements.take(json.loads(key), 3, lambda: Measurement(1.0, 0.1), "m")
-
-
 def read_run(path: Path) -> None:
     EpochTable(read_records(path.parent)).rows()
     find_records(path.parent)
@@ -117,7 +109,6 @@ def read_lock(path: Path) -> None:
 READERS: dict[str, Callable[[Path], object]] = {
     "metrics.jsonl": read_run,
     "epochs.csv": read_epochs,
-    "match.json": read_matches,
     "measurements.jsonl": read_measurement,
     "table.json": lambda path: read_results(path, 1),
     "replace_draws.csv": read_rows,

@@ -1,23 +1,14 @@
 """Equal budgets: sizes are solved for a cost, runs are ordinary configurations, and what cannot reach it is named."""
 
 import json
-import re
-import time
 from pathlib import Path
 
 import pytest
-import torch
 
 import ablate
-from ablation import match
-from ablation.match import find_size
-from ablation.measured import MATCH_FILE, Measurement, Measurements, measure_call, measure_layers
 from ablation.report import report_sweep, to_json
-from ablation.sweep import read_ablation
 from ablation.tables import tabulate
-from attention import ATTENTION, LayerContext
-from attention.options import parse_options
-from attention.sizes import Size
+from attention import ATTENTION
 from engine.config.load import load_run
 from models import layer_contexts
 from models.costs import count_costs
@@ -112,6 +103,20 @@ def test_a_target_of_a_token_is_the_same_on_every_grid(config):
         assert setting.matched.reached == other.matched.reached / tokens == pytest.approx(960, rel=0.1)
 
 
+@pytest.mark.parametrize(
+    ("mechanism", "per_layer"),
+    [("transnormer", (64 * 16 * 24, 64 * 6 * 24)), ("shifted_window", (64 * 16 * 24, 64 * 16 * 24))],
+)
+def test_layers_that_differ_count_each_for_itself(config, mechanism, per_layer):
+    """TransNormer's first layer has windows of 4 x 4 tokens, its second linear attention of heads of 6 channels."""
+    target = sum(per_layer) / 2
+    config.write_text(
+        f"base: base.yaml\nmatch: {{layer_macs: {target}}}\nruns: [{{attention: {{name: {mechanism}}}}}]\n"
+    )
+    _, [setting], _ = read(config)
+    assert (setting.matched.override, setting.matched.reached) == ("attention.window_size=4", target)
+
+
 def test_a_size_that_the_grid_refuses_is_replaced_before_the_model_is_built(config):
     """Linformer has 64 landmarks by default, more than the 16 tokens here."""
     config.write_text("base: base.yaml\nmatch: {token_macs: 100}\nruns:\n  - {attention: {name: linformer}}\n")
@@ -138,27 +143,33 @@ def test_a_mechanism_whose_costs_are_all_off_is_left_out(config, target, nearest
 @pytest.mark.parametrize(
     ("old", "new", "expected"),
     [
+        ("{layer_macs: 24.0e3}", "{macs: 1.0e6}", "equal.yaml:2: match.macs: unknown option; known: layer_macs, mod"),
         (
             "{layer_macs: 24.0e3}",
-            "{macs: 1.0e6}",
-            "equal.yaml:2: match.macs: unknown option; known: batch_size, layer_",
+            "{layer_macs: -1}",
+            "equal.yaml:2: match.layer_macs: expected a number above 0, got -1",
         ),
-        ("{layer_macs: 24.0e3}", "{layer_macs: -1}", "equal.yaml:2: match.layer_macs = -1.0 must be greater than 0"),
         (
             "{layer_macs: 24.0e3}",
             "{}",
-            "equal.yaml:2: match: expected one of layer_macs, token_macs, model_macs, time, memory",
+            "equal.yaml:2: match: expected one of layer_macs, token_macs, model_macs, got {}",
         ),
         (
             "{layer_macs: 24.0e3}",
             "{layer_macs: 1.0, model_macs: 2.0}",
-            "equal.yaml:2: match: expected one of layer_macs, token_macs, model_macs, time, memory, got {",
+            "equal.yaml:2: match: expected one of layer_macs, token_macs, model_macs, got {",
         ),
         (
             "{layer_macs: 24.0e3}",
-            "{layer_macs: 1.0, batch_size: 4}",
-            "equal.yaml:2: match.batch_size = 4: acts with time",
+            "{layer_macs: 24e3x}",
+            "equal.yaml:2: match.layer_macs: expected a number above 0, got",
         ),
+        (
+            "{layer_macs: 24.0e3}",
+            "{layer_macs: .inf}",
+            "equal.yaml:2: match.layer_macs: expected a number above 0, got",
+        ),
+        ("{layer_macs: 24.0e3}", "{time: 5.0}", "equal.yaml:2: match.time: unknown option; known: layer_macs, model_"),
         (
             "{name: abc}",
             "{name: abc, num_landmarks: 3}",
@@ -188,192 +199,8 @@ def test_what_cannot_be_honoured_is_one_line(config, old, new, expected):
     assert refusal(config).startswith(expected)
 
 
-def test_points_of_a_search_out_of_reach_give_way_to_others(config, capsys):
-    config.write_text(
-        "base: base.yaml\nmatch: {layer_macs: 24.0e3}\ntrials: 2\n"
-        "grid:\n  attention: [{name: softmax}, {name: abc}]\n  optim.lr: {log_range: [1.0e-4, 1.0e-2]}\n"
-    )
-    _, settings, left_out = read(config)
-    assert [setting.matched.option for setting in settings] == ["num_landmarks"] * 2
-    assert not left_out
-    assert "are no valid run, others take their place; the first: attention(softmax)" in capsys.readouterr().err
-
-
 def test_a_dry_run_names_what_is_left_out(config, capsys):
     ablate.main([str(config), "--output", str(config.parent / "out"), "--dry-run"])
     out = capsys.readouterr().out
     assert "Left out: attention=softmax: attention(softmax): declares no option that sets its size.\n" in out
     assert "attention.num_samples=8 --output" in out
-
-
-@pytest.mark.parametrize(
-    ("target", "costs", "expected"),
-    [
-        (50.0, {size: 10.0 + size for size in range(1, 100)}, (40, False)),
-        (50.0, {2**k: float(2**k) for k in range(10)}, (64, True)),
-        (0.5, {size: 10.0 + size for size in range(1, 100)}, (1, False)),
-        (500.0, {size: 10.0 + size for size in range(1, 100)}, (99, False)),
-        (50.0, {size: float(size) if size < 30 else float("inf") for size in range(1, 100)}, (29, True)),
-    ],
-    ids=["linear", "few sizes", "all above", "all below", "out of memory"],
-)
-def test_the_measured_size_is_the_nearest_and_found_with_few_measurements(target, costs, expected):
-    """Multiply-accumulates of a size are 7 times the size. The first size is within the tolerance if it is the best."""
-    asked = []
-
-    def nearest(macs: float) -> Size:
-        size = min(costs, key=lambda size: abs(7 * size - macs))
-        return Size(size, 7.0 * size, True)
-
-    def cost(size: int) -> float:
-        asked.append(size)
-        return costs[size]
-
-    assert find_size(target, nearest, cost, 70.0, 0.02) == expected
-    assert len(asked) == len(set(asked)) <= 8
-
-
-MEASURED = """\
-base: base.yaml
-match: {time: 5.0, batch_size: 2}
-runs:
-  - {attention: {name: abc}}
-  - {attention: {name: performer}}
-  - {attention: softmax}
-"""
-
-
-class Machine:
-    """Stands for a machine on which a layer of size s takes s * `scale` ms and as many MiB; notes measured sizes."""
-
-    def __init__(self) -> None:
-        self.scale, self.sizes = 0.5, []
-
-    def measure(self, kind, mechanism, options, contexts, batch_size, run) -> Measurement:
-        assert (batch_size, len(contexts)) == (2, 2)
-        self.sizes.append(size := getattr(options, mechanism.size_option))
-        return Measurement(size * self.scale, 0.05, size * self.scale / 1e3)
-
-
-@pytest.fixture
-def machine(config, monkeypatch) -> Machine:
-    config.write_text(MEASURED)
-    machine = Machine()
-    monkeypatch.setattr(match, "measure_layers", machine.measure)
-    monkeypatch.setattr(match, "machine_of", lambda device: f"machine {machine.scale}")
-    return machine
-
-
-def test_measured_sizes_are_stored_and_taken_again(config, machine):
-    """Also on a slower machine, by which only a new row is measured."""
-    measurements = Measurements(config.parent)
-    ablation, settings, left_out = read_ablation(config, [], config.parent, [], measurements)
-    assert [setting.matched.value for setting in settings] == [10, 10]
-    assert settings[1].cases[0].run.attention["num_samples"] == 10
-    assert left_out == ["attention=softmax: attention(softmax): declares no option that sets its size"]
-    assert not measurements.store()
-    count, machine.scale = len(machine.sizes), 1.0
-    config.write_text(MEASURED + "  - {attention: {name: linformer}}\n")
-    _, again, _ = read_ablation(config, [], config.parent, [])
-    assert [setting.matched.value for setting in again] == [10, 10, 5]
-    assert 0 < len(machine.sizes) - count <= 8
-    table = tabulate(again).programs
-    assert table["time (ms): reached"] == ["5"] * 3
-    report = report_sweep(ablation.caption, again)
-    assert (
-        "images: 2, measured once on machine 0.5, machine 1.0; standard error of the medians up to 5.0 %.\n" in report
-    )
-
-
-def test_the_measurements_of_the_first_worker_hold(config, machine, capsys, monkeypatch):
-    """Two workers begin together: the second has measured as well when the first has stored."""
-    first, second = Measurements(config.parent / "out"), Measurements(config.parent / "out")
-    (config.parent / "out").mkdir()
-    read_ablation(config, [], config.parent / "out", [], first)
-    first.store()
-    machine.scale = 1.0
-    taken = iter([second, Measurements(config.parent / "out")])
-    monkeypatch.setattr(ablate, "Measurements", lambda output: next(taken))
-    monkeypatch.setattr(ablate, "write_figures", lambda *arguments: None)
-    stopping = [str(config), "--output", str(config.parent / "out"), "--launcher", "false", "--no-wait"]
-    with pytest.raises(SystemExit):
-        ablate.main(stopping)
-    assert (
-        "run 1/2: " + str(config.parent / "out/attention=name=abc,attention.num_landmarks=10")
-        in capsys.readouterr().out
-    )
-    assert next(taken, None) is None
-
-
-@pytest.mark.parametrize(
-    ("target", "expected"),
-    [
-        (
-            "time: 1.0e+9",
-            "match.time = 1e+09 ms: a pass would take about 1,000,000 s; lower it until that is at most 10 s;"
-            " measured: num_landmarks = 20, 200 ms",
-        ),
-        (
-            "memory: 1.0e+9",
-            "match.memory = 1e+09 MiB: a pass would take about 1,000,000 s; lower it until that is at most 10 s;"
-            " measured: num_landmarks = 20, 200 MiB",
-        ),
-    ],
-)
-def test_a_target_that_takes_too_long_is_refused_soon(config, machine, capsys, target, expected):
-    """At the first pass of more than 0.1 s; sizes are doubled until then, and named."""
-    machine.scale = 10.0
-    config.write_text(MEASURED.replace("time: 5.0", target))
-    assert refusal(config) == f"equal.yaml:4: runs.0: {expected}"
-    assert machine.sizes == [5, 10, 20]
-    key = expected.partition(":")[0]
-    assert capsys.readouterr().err == "".join(f"{key}: measuring abc with num_landmarks = {n}\n" for n in (5, 10, 20))
-
-
-def test_points_of_a_search_that_take_too_long_are_measured_once(config, machine):
-    machine.scale = 10.0
-    config.write_text(
-        "base: base.yaml\nmatch: {time: 1.0e+9, batch_size: 2}\ntrials: 2\n"
-        "grid:\n  attention: [{name: abc}]\n  optim.lr: {log_range: [1.0e-4, 1.0e-2]}\n"
-    )
-    assert "the last is not: match.time = 1e+09 ms: a pass would take about" in refusal(config)
-    assert machine.sizes == [5, 10, 20]
-
-
-def test_measurements_of_a_version_without_seconds_are_taken(tmp_path):
-    (tmp_path / MATCH_FILE).write_text('{"{}": {"machine": "m", "sizes": {"3": [4.0, 0.1]}}}')
-    assert Measurements(tmp_path).take({}, 3, lambda: pytest.fail("measured"), "m") == Measurement(4.0, 0.1, 0.0)
-
-
-@pytest.mark.parametrize(("seconds", "calls"), [(0.5, 13), (4.0, 5), (20.0, 5)])
-def test_a_long_pass_is_timed_in_few_rounds(monkeypatch, seconds, calls):
-    """One call tells how long a pass takes, one how often to repeat it, and one round more than are kept is timed."""
-    made = []
-    monkeypatch.setattr(time, "perf_counter", lambda: seconds * len(made))
-    monkeypatch.setattr(time, "process_time", lambda: seconds * len(made))
-    found = measure_call("time", lambda: made.append(1), torch.device("cpu"))
-    assert (found, len(made)) == (Measurement(1e3 * seconds, 0.0, seconds), calls)
-
-
-def test_measurements_that_are_none_are_refused(config):
-    (config.parent / "out").mkdir()
-    for text in ("", "[1]", '{"q": {"machine": "m", "sizes": {"3": [-1, 0]}}}'):
-        (config.parent / "out" / MATCH_FILE).write_text(text)
-        config.write_text(MEASURED)
-        assert re.fullmatch(r"out/match.json: damaged \(.*\); delete it to measure again", refusal(config))
-
-
-def test_a_layer_is_measured(config):
-    """Memory grows with the features of Performer; time has an uncertainty."""
-    run = load_run(config.parent / "base.yaml")
-    contexts = [LayerContext(dim=12, num_heads=2, grid=(4, 8), layer=layer, depth=2) for layer in (0, 1)]
-    mechanism = ATTENTION["performer"]
-    options = [parse_options(mechanism.Config, {"num_samples": number}) for number in (4, 64)]
-    few, many = (measure_layers("memory", mechanism, config, contexts, 2, run) for config in options)
-    features = 2 * 2 * 32 * 64 * 4 / 2**20  # of 2 images, 2 heads, 32 keys, in MiB
-    assert many.cost - few.cost > features
-    assert few.error == many.error == 0
-    time = measure_layers("time", mechanism, options[0], contexts, 2, run)
-    assert time.cost > 0 < time.error < 1
-    assert time.seconds == pytest.approx(time.cost / 1e3)
-    assert few.seconds > 0 < many.seconds
