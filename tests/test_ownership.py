@@ -145,7 +145,6 @@ TABLE: dict[str, tuple[tuple[str, ...], Callable[[Path], object], str | None]] =
     "a run, a checkpoint": (("step_9.pt",), run_training, "step_9.pt"),
     "a run, its lock": (("lock",), run_training, "a file of another program"),
     **{f"a sweep, {name}": ((name,), run_sweep, "is there already") for name in (*TABLES, *SWEEP_FIGURES)},
-    "a sweep, its measurements": (("match.json",), run_sweep, "move it away to measure again"),
     "a sweep, its file": (("sweep.yaml",), run_sweep, "move it away to go on"),
     **{f"results, {name}": ((name,), lambda d: make_output(d, FIGURES), "is there already") for name in FIGURES},
     "figures of a benchmark": (FIGURES, lambda d: draw_figures([], d), None),

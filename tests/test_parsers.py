@@ -22,7 +22,7 @@ OF_READER = "engine.data.splits.refusing, in which every split is opened, refuse
 OF_CHECKPOINT = "engine.checkpoints.files.read_checkpoint refuses whatever a file raises"
 MAY_PARSE = {
     "ablation/report.py": "texts of options that the sweep has formatted itself",
-    "ablation/short_names.py": "texts of options that the sweep has formatted itself",
+    "ablation/settings.py": "texts of options that the sweep has formatted itself",
     "bench/scale.py": "the output of its own process",
     "engine/checkpoints/files.py": OF_CHECKPOINT,
     "engine/checkpoints/format.py": OF_CHECKPOINT,

@@ -5,6 +5,7 @@ import json
 import os
 import tempfile
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from engine.runtime.errors import UserError
@@ -17,7 +18,7 @@ from engine.runtime.files import (
     sync_directory,
     write_atomically,
 )
-from engine.runtime.reading import read_bounded
+from engine.runtime.reading import parsing, read_bounded
 
 MARKER = "made_by_eav.json"
 """Name of the marker file of a directory: a line of JSON for every claim."""
@@ -134,10 +135,8 @@ def _names(directory: Path, kind: str) -> set[str] | None:
         return None
     found: set[str] | None = None
     for line in filter(None, lines):
-        try:
+        with suppress(UserError), parsing(MARKER):  # a killed process may have begun a line
             content = json.loads(line)
             if content["kind"] == kind and all(isinstance(name, str) for name in content["names"]):
                 found = (found or set()) | {*content["names"]}
-        except (ValueError, LookupError, TypeError, RecursionError):  # a line that a killed process has begun
-            continue
     return found

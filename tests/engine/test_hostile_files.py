@@ -227,7 +227,6 @@ VALID: dict[str, Any] = {
         "key": "k",
         "values": {"stages": {"evaluation": [STAGE, STAGE]}, "seconds": 1.5, "untrained": 3, "peak": 4096},
     },
-    "match.json": {'{"q": 1}': {"machine": "m", "sizes": {"3": [1.5, 0.1, 0.01]}}},
     "table.json": {"rows": [{"runs": {"0": {"top1": 50.0, "elapsed_seconds": 60.0}}}]},
     MARKER: {"kind": "cache", "names": ["a"]},
     "metrics.jsonl": {"kind": "train", "epoch": 1, "step": 3, "loss": 0.5, "time": "2026-01-01 00:00:00"},
