@@ -29,6 +29,7 @@ AMP_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 MAX_RANKS = 10**6
+"""Most ranks that a launcher may state."""
 
 CONNECT_SECONDS = 0.5
 """Interval (s) at which a rank tries to reach the first."""

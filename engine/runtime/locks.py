@@ -19,8 +19,8 @@ from engine.runtime.ownership import RESULTS, claim
 from engine.runtime.reading import open_regular
 from engine.runtime.text import one_line
 
-LOCK = re.compile(r"process \d+ on .* since .*\n(unfinished (?P<token>\S+)\n)?|")
-"""Text of the lock of a run directory, of any version; it is empty while it is made."""
+LOCK = re.compile(r"process \d+ on |$")
+"""Beginning of the text of the lock of a run directory; the text is empty while it is made, and may be cut."""
 
 MAX_LOCK = 4096
 """Characters of the text of a lock, at most."""
@@ -66,11 +66,11 @@ def _lock(directory: Path, names: Collection[str]) -> tuple[TextIO | None, str]:
             return file, f"{directory}: in use by {lock_holder(directory)}; {remedy}"
         if is_held is None:
             print(f"{directory}: locks do not work here; see that no second run uses it", flush=True)
-        if not (former := LOCK.fullmatch(file.read(MAX_LOCK))):
+        if not LOCK.match(former := file.read(MAX_LOCK)):
             return file, f"{directory / 'lock'}: a file of another program; move it away, or choose another directory"
         claim(directory, RESULTS, names)
-        if is_held and former["token"]:
-            remove_unfinished(directory, former["token"])
+        if is_held and (token := re.search(r"^unfinished (\S+)\n", former, re.MULTILINE)):
+            remove_unfinished(directory, token[1])
         file.seek(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()} since {time.ctime()}\nunfinished {TOKEN}\n")
         file.truncate()
