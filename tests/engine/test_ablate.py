@@ -777,14 +777,6 @@ def test_a_search_without_valid_points_ends_with_the_reason(config, capsys, axis
     assert "num_heads" in line
 
 
-@pytest.mark.parametrize("jobs", ["0", "-2", "5000"])
-def test_a_number_of_jobs_that_cannot_be_is_refused(config, capsys, jobs):
-    with pytest.raises(SystemExit) as ended:
-        ablate.main([str(config), "--output", str(config.parent / "out"), "--jobs", jobs])
-    assert ended.value.code == 2
-    assert capsys.readouterr().err == f"error: --jobs {jobs}: expected 1 to 1024\n"
-
-
 def test_a_directory_that_cannot_be_made_is_refused(config, capsys):
     with pytest.raises(SystemExit, match="2"):
         ablate.main([str(config), "--output", "/dev/null/sweep"])
