@@ -711,14 +711,6 @@ def test_a_dry_run_refuses_a_file_in_the_place_of_a_run(config, capsys):
     assert capsys.readouterr().err == f"error: --output {path}: cannot be made: Not a directory\n"
 
 
-@pytest.mark.parametrize("jobs", ["0", "-2", "5000"])
-def test_a_number_of_jobs_that_cannot_be_is_refused(config, capsys, jobs):
-    with pytest.raises(SystemExit) as ended:
-        ablate.main([str(config), "--output", str(config.parent / "out"), "--jobs", jobs])
-    assert ended.value.code == 2
-    assert capsys.readouterr().err == f"error: --jobs {jobs}: expected 1 to 1024\n"
-
-
 def test_a_directory_that_cannot_be_made_is_refused(config, capsys):
     with pytest.raises(SystemExit, match="2"):
         ablate.main([str(config), "--output", "/dev/null/sweep"])
