@@ -88,14 +88,23 @@ def attention_layer(text: str, dim: int, num_heads: int, path: kernels.Path = "a
     Raises:
         OptionError, ConfigError: unknown mechanism, path or option.
     """
-    name, _, options = text.partition(":")
-    name, path = _split_path(text, name, path)
-    factory = AttentionFactory.from_options({"name": name, **read_options(text, options)})
+    factory, path = read_layer(text, path)
 
     def tokens(layer: nn.Module, grid: Grid, batch: int, device: torch.device | str) -> tuple[Any, ...]:
         return torch.randn(batch, math.prod(grid), dim, device=device, requires_grad=True), grid
 
     return Subject(text, path, lambda grid: factory(dim=dim, num_heads=num_heads, grid=grid), tokens)
+
+
+def read_layer(text: str, path: kernels.Path = "auto") -> tuple[AttentionFactory, kernels.Path]:
+    """Parses ``"NAME[@PATH][:OPTION=VALUE,...]"`` as a mechanism with checked options and a path, by default `path`.
+
+    Raises:
+        OptionError, ConfigError: unknown mechanism, path or option.
+    """
+    name, _, options = text.partition(":")
+    name, path = _split_path(text, name, path)
+    return AttentionFactory.from_options({"name": name, **read_options(text, options)}), path
 
 
 class Core(nn.Module):
