@@ -3,14 +3,11 @@
 import argparse
 import itertools
 import math
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 
 import torch
 
 from attention import ATTENTION, Grid
-from engine.runtime.errors import UserError
-from engine.runtime.memory import is_out_of_memory
 
 
 def positive(text: str) -> int:
@@ -25,17 +22,6 @@ def device_name(text: str) -> str:
     if text == "cuda" and not torch.cuda.is_available():
         raise argparse.ArgumentTypeError("cuda is not available here; use auto or cpu")
     return text
-
-
-@contextmanager
-def refuse_too_large(remedy: str) -> Iterator[None]:
-    """Context that raises a UserError with `remedy` if memory runs out."""
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        raise UserError(f"out of memory; {remedy}") from None
 
 
 def image_size(text: str) -> Grid:

@@ -17,7 +17,6 @@ from ablation.replicates import Measured, measure
 from analysis.draws import Row as Transferred
 from analysis.draws import is_own, paired, read_rows
 from attention import ATTENTION, create_attention
-from bench.shares import COUNTED
 from engine.reporting.tables import Spread, plus_minus, spread, verdict
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -731,7 +730,7 @@ def spent() -> str:
     lines = [["", "of the ratio of MACs", *kinds, "products and convolutions alone"]]
     for row in slow():
         of_kind = {kind: float(found[row["name"]][kind]) for kind in kinds}
-        alone = float(row["efficiency"]) / sum(of_kind[kind] for kind in COUNTED)
+        alone = float(row["efficiency"]) / sum(of_kind[kind] for kind in ("products", "convolutions"))
         cells = [f"{100 * share:.0f}" for share in of_kind.values()]
         lines.append([f"`{row['name']}`", f"{float(row['efficiency']):.2f}", *cells, f"{alone:.2f}"])
     return markdown(lines)
