@@ -106,11 +106,11 @@ class Trainer:
         self.model.set_grad_checkpointing(self.options.grad_checkpointing)
         self.sampler = self.train_loader.sampler
         self.objective = create_objective(run, self.model, self.train_loader.dataset.dataset, world)
-        self.optimizer = create_optimizer(self.model, run.optim, self.options.total_batch_size, self.objective.own)
+        self.optimizer = create_optimizer(self.model, run.optim, self.options.total_batch_size)
         self.schedule = create_schedule(self.optimizer, run.schedule, self.sampler.updates_per_epoch)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=self.options.amp == "fp16")
         self.ema = ModelEmaV3(self.model, decay=self.options.ema_decay) if self.options.ema_decay else None
-        others = {**self.objective.own} | ({"model_ema": self.ema.module} if self.ema else {})
+        others = {"model_ema": self.ema.module} if self.ema else {}
         self.stateful = {"model": self.model, "optimizer": self.optimizer, "scaler": self.scaler, **others}
         cleanup.enter_context(lock_directory(output, world))
         identity = identify_data(self.train_loader.dataset.dataset, self.val_loader.dataset)

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from attention.options import nearest, parse_options
 from engine.checkpoints.background import BackgroundTask, copy_to_memory
-from engine.checkpoints.files import IDENTITY, WEIGHTS, find_checkpoint, save_checkpoint
+from engine.checkpoints.files import IDENTITY, find_checkpoint, save_checkpoint
 from engine.checkpoints.format import MAX_CLASS_NAMES
 from engine.checkpoints.identify import CHECKPOINT_NAME, list_checkpoints
 from engine.checkpoints.progress import Progress, Resumption
@@ -136,7 +136,6 @@ class Checkpoints:
         progress, checkpoint = self.find(allowed)
         if self.resumption.checkpoint is None:
             return progress
-        own = {name: x for name, x in stateful.items() if isinstance(x, nn.Module) and name not in WEIGHTS.values()}
         afresh = self.resumption.changes.keys() & {"optim.opt", "train.freeze"}  # the optimiser's state does not fit
         if afresh and self.world.is_primary:
             names = " and ".join(sorted(afresh))
@@ -149,7 +148,7 @@ class Checkpoints:
                 target.load_state_dict(state or target.state_dict())
             elif not afresh:
                 model, options = cast(nn.Module, stateful["model"]), self.former
-                former = create_optimizer(model, options.optim, options.train.total_batch_size, own)
+                former = create_optimizer(model, options.optim, options.train.total_batch_size)
                 restore_optimizer(target, checkpoint[name], former, f"{self.directory}: {name}")
         return progress
 

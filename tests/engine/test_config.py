@@ -426,7 +426,6 @@ WITHOUT_HIGH = {
     "data.subset": "of the images that there are; a class that has fewer refuses it",
     "data.val_fraction": "of the images that there are; a class that has as few refuses it",
     "data.subset_seed": "any number is one",
-    "distill.layers": "of the blocks that there are; others are refused",
     "train.seed": "any number is one",
     "train.eval_every": "above the epochs: the last alone",
     "train.keep_checkpoints": "above the epochs: all of them",
