@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Self, cast
+from typing import Any, Literal, Self
 
 import torch
 import torch.nn.functional as F
@@ -112,7 +112,7 @@ class Distillation(Objective):
 
     def __init__(self, loss: nn.Module, distill: Distill, teacher: nn.Module):
         assert distill.type != "attention", "it has an objective of its own"
-        self.loss, self.distill, self.teacher, self.kind = loss, distill, teacher, cast(Prediction, distill.type)
+        self.loss, self.distill, self.teacher, self.kind = loss, distill, teacher, distill.type
         self.identity = {"teacher_weights": digest_weights(teacher.get_submodule("model").state_dict())}
 
     @staticmethod
