@@ -118,7 +118,6 @@ class Trainer:
             splits = f"data.val_split = {run.data.val_split} has the images of data.train_split"
             print(f"warning: {splits}; top-1 is not that of new images", file=sys.stderr, flush=True)
         self.checkpoints = Checkpoints(output, run, world, self.sampler.num_images, identity | self.objective.identity)
-        cleanup.push(self.checkpoints.close)
         self.progress = self.checkpoints.restore(self.stateful, allowed)
         self.total_steps = self.progress.total_steps(run, self.sampler.updates_per_epoch)
         check_profile(run.report, self.total_steps)
@@ -140,8 +139,6 @@ class Trainer:
         while progress.epoch < epochs and not stopped:
             self.sampler.set_epoch(progress.epoch, progress.images)
             stopped = self.train_epoch(self.prepare_batches()) or self.finish_epoch()
-            if stopped or progress.epoch == epochs:
-                self.checkpoints.wait()
             self.world.barrier()  # no rank ends, or starts an epoch that might fail, while the checkpoint is written
         if stopped:
             check_workers(self.train_loader, self.world)
@@ -178,7 +175,6 @@ class Trainer:
             progress.step += 1
             progress.images += options.total_batch_size
             self.recorder.end_step()
-            self.checkpoints.raise_failure()
             is_complete = progress.images == sampler.stop
             is_logged = is_complete or (number + 1) % options.log_every == 0
             if is_logged:
