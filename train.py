@@ -118,11 +118,11 @@ class Trainer:
         self.model.set_grad_checkpointing(self.options.grad_checkpointing)
         self.sampler = self.train_loader.sampler
         self.objective = create_objective(run, self.model, self.train_loader.dataset.dataset, world)
-        self.optimizer = create_optimizer(self.model, run.optim, self.options.total_batch_size, self.objective.own)
+        self.optimizer = create_optimizer(self.model, run.optim, self.options.total_batch_size)
         self.schedule = create_schedule(self.optimizer, run.schedule, self.sampler.updates_per_epoch)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=self.options.amp == "fp16")
         self.ema = create_average(self.model, self.options.ema_decay) if self.options.ema_decay else None
-        others = {**self.objective.own} | ({"model_ema": self.ema.module} if self.ema else {})
+        others = {"model_ema": self.ema.module} if self.ema else {}
         self.stateful = {"model": self.model, "optimizer": self.optimizer, "scaler": self.scaler, **others}
         cleanup.enter_context(lock_directory(output, world, RUN_FILES))
         identity = identify_data(self.train_loader.dataset.dataset, self.val_loader.dataset)
@@ -130,7 +130,6 @@ class Trainer:
             splits = f"data.val_split = {run.data.val_split} has the images of data.train_split"
             print(f"warning: {splits}; top-1 is not that of new images", file=sys.stderr, flush=True)
         self.checkpoints = Checkpoints(output, run, world, self.sampler.num_images, identity | self.objective.identity)
-        cleanup.push(self.checkpoints.close)
         self.progress = self.checkpoints.restore(self.stateful, allowed)
         self.total_steps = self.progress.total_steps(run, self.sampler.updates_per_epoch)
         check_profile(run.report, self.total_steps)
@@ -152,8 +151,6 @@ class Trainer:
         while progress.epoch < epochs and not stopped:
             self.sampler.set_epoch(progress.epoch, progress.images)
             stopped = self.train_epoch(self.prepare_batches()) or self.finish_epoch()
-            if stopped or progress.epoch == epochs:
-                self.checkpoints.wait()
             self.world.barrier()  # no rank ends, or starts an epoch that might fail, while the checkpoint is written
         if stopped:
             check_workers(self.train_loader, self.world)
@@ -192,7 +189,6 @@ class Trainer:
             progress.step += 1
             progress.images += options.total_batch_size
             self.recorder.end_step()
-            self.checkpoints.raise_failure()
             is_complete = progress.images == sampler.stop
             is_logged = is_complete or (number + 1) % options.log_every == 0
             if is_logged:

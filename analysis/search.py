@@ -26,7 +26,7 @@ from analysis.hybrids import OWN, Choices, Hybrids
 from analysis.laboratory import MEASUREMENTS_FILE, Laboratory, Score
 from analysis.trained import load_trained, read_sample
 from attention import OptionError
-from bench.budgets import parse_budget
+from bench.choice import parse_budget
 from engine.checkpoints.progress import is_score
 from engine.config.load import dump_run
 from engine.config.schema import Init

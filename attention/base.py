@@ -7,7 +7,7 @@ tokens.
 
 Arguments that ops share, and that their docstrings do not repeat: queries q (B, h, N, d), keys and values k, v (B, h,
 P + N, d); bias, the position bias of a window, (h, w, e); attn_drop, the dropout rate of attention weights; key_mask
-(B, P + N) bool, true for keys that count; causal: query n attends to keys up to the n-th, after those of a `Past`. An
+(B, P + N) bool, true for keys that count; causal: query n attends to keys up to the n-th. An
 op returns attended values (B, h, N, d), in float32 at least if it has the decorator `full_precision`. Where prefix
 tokens are plain, N counts them too.
 """
@@ -210,8 +210,7 @@ class Attention(nn.Module):
         plain, there are queries of all P + N tokens. A mechanism without `key_mask_refusal` also takes key_mask, None
         or (B, P + N) bool, true for tokens that count; at least one token of every image counts. Masked keys have
         weights of exactly zero, masked queries do not influence other outputs, and outputs of masked queries are never
-        read. Masked tokens hold the values that `stand_in` gives them. A mechanism that can be decoded token by token
-        also takes `past`; then q, k and v hold the next token alone.
+        read. Masked tokens hold the values that `stand_in` gives them.
         """
         raise NotImplementedError(f"{type(self).__name__} does not define attend")
 

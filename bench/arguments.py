@@ -9,7 +9,6 @@ import torch
 
 from attention import ATTENTION, Grid
 from engine.runtime.arguments import Count
-from engine.runtime.memory import refuse_too_large as refuse_too_large
 
 positive = Count()
 """Type of a count: channels, heads, images, tokens or pixels along a side."""

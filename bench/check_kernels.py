@@ -2,7 +2,7 @@
 
 Without a GPU, TRITON_INTERPRET=1 in the environment runs the same check in Triton's interpreter. Exit status 1 means
 that a kernel is wrong. Only the joint softmax is timed, from q, k, v to the output, in bf16, on every path of
-attention.kernels and by FlexAttention (`bench.flex`), in interleaved rounds (`bench.timing`) with cold caches.
+attention.kernels, in interleaved rounds (`bench.timing`) with cold caches.
 benchmark.py times layers and models.
 """
 
@@ -15,12 +15,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._inductor.exc import InductorError
 
 from attention import kernels
 from attention.ops.joint_softmax.op import joint_softmax
 from attention.ops.triton_tokens import INTERPRETED
-from bench import flex
 from bench.kernel_cases import CASES, Case, errors, example, excess
 from bench.results import NOISE, quartile_columns, quartiles_text
 from bench.timing import Call, Quartiles, Times, count_launches, time_rounds
@@ -67,7 +65,6 @@ def on_path(path: kernels.Path, q: Tensor, *arguments: Any, **options: Any) -> T
 FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "SDPA": lambda q, k, v, *others, windows: F.scaled_dot_product_attention(q, k, v),
     **{path: partial(on_path, path) for path in ("plain", "torch", "triton")},
-    "FlexAttention": flex.joint_softmax,
 }
 """Title of a column -> timed function. SDPA is softmax attention over all tokens, without the bias and landmarks."""
 
@@ -86,35 +83,23 @@ def timings(case: Case, device: torch.device, bytes_per_second: float) -> list[d
 
     # Tensors of the size of q: q, k, v, y; in the backward pass q, k, v, y, dy, dq, dk, dv.
     for mode, moved, run in ("forward", 4, partial(forward, inputs[:-1])), ("forward+backward", 12, gradients):
-        calls, missing = implemented({name: partial(run, function) for name, function in FUNCTIONS.items()})
+        calls = {name: partial(run, function) for name, function in FUNCTIONS.items()}
+        for call in calls.values():
+            call()  # compiles its kernels
         times = time_cold(calls, device)
         row = {"N": dy.shape[2], "B": dy.shape[0], "mode": mode}
         for name in FUNCTIONS:
-            known = name in calls
-            time = quartile_columns("time", Quartiles.of(times.seconds[name]), times) if known else {}
-            row[f"{name} (ms)"] = quartiles_text(time, "time", 1e-3, ".3f") if known else missing[name]
-        for name in ("SDPA", "plain", "torch", "FlexAttention"):
-            ratio = quartile_columns("ratio", times.speedup("triton", name), times) if name in calls else {}
-            row[f"over {name}"] = quartiles_text(ratio, "ratio", 1, ".2f") if ratio else ""
+            time = quartile_columns("time", Quartiles.of(times.seconds[name]), times)
+            row[f"{name} (ms)"] = quartiles_text(time, "time", 1e-3, ".3f")
+        for name in ("SDPA", "plain", "torch"):
+            ratio = quartile_columns("ratio", times.speedup("triton", name), times)
+            row[f"over {name}"] = quartiles_text(ratio, "ratio", 1, ".2f")
         floor, triton = moved * dy.nbytes / bytes_per_second, Quartiles.of(times.seconds["triton"])
         row["of the floor"] = f"{'~' * times.noisy(triton)}{floor / triton.median:.0%}"
-        row |= {f"{name} launches": count_launches(calls[name], device) if name in calls else "" for name in FUNCTIONS}
+        row |= {f"{name} launches": count_launches(calls[name], device) for name in FUNCTIONS}
         rows.append(row)
     saved = {f"{name} saved (MiB)": saved_bytes(partial(forward, leaves, FUNCTIONS[name]), ()) for name in calls}
     return [row | {name: f"{count / 2**20:.1f}" for name, count in saved.items()} for row in rows]
-
-
-def implemented(calls: Mapping[str, Call]) -> tuple[dict[str, Call], dict[str, str]]:
-    """Makes every call once, to compile it. Returns the calls that work on the device, and why others do not: torch has
-    no such operator, or cannot compile it (FlexAttention, which may need more shared memory than there is).
-    """
-    missing = {}
-    for name, call in calls.items():
-        try:
-            call()
-        except (NotImplementedError, InductorError) as error:
-            missing[name] = str(error).partition(".")[0]
-    return {name: call for name, call in calls.items() if name not in missing}, missing
 
 
 def table(device: torch.device) -> Iterator[str]:

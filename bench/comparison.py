@@ -15,7 +15,7 @@ from attention import Grid
 from attention.options import OptionError, nearest
 from bench.figures import FIGURES
 from bench.results import COLUMNS, FILES, SETTINGS, quartile_columns
-from bench.timing import SAMPLE_SECONDS, Call, Quartiles, capturing, time_rounds
+from bench.timing import Call, Quartiles, capturing, time_rounds
 from bench.workload import Subject, Workload, attention_core, attention_layer, layers_that_differ, whole_model
 from engine.checkpoints.export import check_target
 from engine.runtime.errors import ConfigError
@@ -106,14 +106,13 @@ def compare(
     rounds: int,
     device: torch.device,
     clock: Callable[[], float] = time.perf_counter,
-    sample_seconds: float = SAMPLE_SECONDS,
 ) -> list[dict[str, Any]]:
     """Measures all subjects. Returns a row of results.csv for each; None for subjects that exceed the memory."""
     torch.compiler.reset()  # otherwise the next shape would be compiled as a dynamic one, which is slower
     # All mechanisms share one function, which the compiler would otherwise stop compiling at its limit.
     with torch._dynamo.config.patch(recompile_limit=1000):
         calls, counts = set_up(comparison, device)
-        times = time_rounds(calls, rounds, device, sample_seconds, clock=clock)
+        times = time_rounds(calls, rounds, device, clock=clock)
 
     rows, macs = [], {each.name: costs.macs for each, costs in zip(comparison.subjects, comparison.costs, strict=True)}
     for subject, costs in zip(comparison.subjects, comparison.costs, strict=True):

@@ -94,9 +94,7 @@ def attention_layer(
     Raises:
         OptionError, ConfigError: unknown mechanism, path or option.
     """
-    name, _, options = text.partition(":")
-    name, path = _split_path(text, name, path)
-    factory = AttentionFactory.from_options({"name": name, **read_options(text, options)})
+    factory, path = read_layer(text, path)
 
     def tokens(layer: nn.Module, grid: Grid, batch: int, device: torch.device | str) -> tuple[Any, ...]:
         return torch.randn(batch, math.prod(grid), dim, device=device, requires_grad=True), grid
@@ -115,6 +113,17 @@ def layers_that_differ(text: str, dim: int, num_heads: int, grid: Grid) -> list[
         layers = [attention_layer(text, dim, num_heads, layer=layer).build(grid) for layer in range(DEPTH)]
     first = [n for n, layer in enumerate(layers) if not any(is_same_attention(layer, other) for other in layers[:n])]
     return [*first] if len(first) > 1 else [None]
+
+
+def read_layer(text: str, path: kernels.Path = "auto") -> tuple[AttentionFactory, kernels.Path]:
+    """Parses ``"NAME[@PATH][:OPTION=VALUE,...]"`` as a mechanism with checked options and a path, by default `path`.
+
+    Raises:
+        OptionError, ConfigError: unknown mechanism, path or option.
+    """
+    name, _, options = text.partition(":")
+    name, path = _split_path(text, name, path)
+    return AttentionFactory.from_options({"name": name, **read_options(text, options)}), path
 
 
 class Core(nn.Module):

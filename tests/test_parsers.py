@@ -23,7 +23,6 @@ OF_CHECKPOINT = "engine.checkpoints.files.read_checkpoint refuses whatever a fil
 MAY_PARSE = {
     "ablation/report.py": "texts of options that the sweep has formatted itself",
     "ablation/settings.py": "texts of options that the sweep has formatted itself",
-    "bench/scale.py": "the output of its own process",
     "engine/checkpoints/files.py": OF_CHECKPOINT,
     "engine/checkpoints/format.py": OF_CHECKPOINT,
     "engine/checkpoints/local_dir.py": OF_CHECKPOINT,
@@ -43,7 +42,6 @@ MAY_OPEN = {
     "ablation/worker.py": "a pipe of its own",
     "attention/plugins.py": "code of the user, which is run",
     "bench/runtimes.py": "a file that it has written",
-    "bench/scale.py": "the kernel's files on a process",
     "engine/checkpoints/local_dir.py": "a license, which is shown",
     "engine/config/generate.py": "pages of this repository",
     "engine/data/cache.py": "the pixels that the index beside them describes",

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
-from statistics import mean, median
+from statistics import correlation, mean, median
 from types import MappingProxyType
 
 import pytest
@@ -17,13 +17,11 @@ from ablation.tables import Measured, measure
 from analysis.draws import Row as Transferred
 from analysis.draws import is_own, paired, read_rows
 from attention import ATTENTION, create_attention
-from bench.agreement import rank_correlation
-from bench.shares import COUNTED
 from engine.reporting.tables import Spread, plus_minus, spread, verdict
 
 DOCS = Path(__file__).parents[1] / "docs"
 RESULTS = "\n".join(path.read_text() for path in sorted(DOCS.glob("results*.md")))
-BENCHMARKS = "\n".join((DOCS / f"{name}.md").read_text() for name in ("benchmarks", "gpus", "recommendations"))
+BENCHMARKS = "\n".join((DOCS / f"{name}.md").read_text() for name in ("benchmarks", "gpus"))
 CONTROLS = {"softmax", "identity", "mean", "pooling", "convolution"}
 Row = dict[str, str]
 
@@ -32,6 +30,15 @@ def read(name: str) -> list[Row]:
     """The rows of a file."""
     with (DOCS / "data" / name).open() as file:
         return list(csv.DictReader(file))
+
+
+def rank_correlation(x: Sequence[float], y: Sequence[float]) -> float:
+    """Spearman's rank correlation; equal values share their mean rank."""
+
+    def ranks(values: Sequence[float]) -> list[float]:
+        return [sum(y < x for y in values) + sum(y == x for y in values) / 2 for x in values]
+
+    return correlation(ranks(x), ranks(y))
 
 
 def read_mode(name: str, mode: str) -> list[Row]:
@@ -730,7 +737,7 @@ def spent() -> str:
     lines = [["", "of the ratio of MACs", *kinds, "products and convolutions alone"]]
     for row in slow():
         of_kind = {kind: float(found[row["name"]][kind]) for kind in kinds}
-        alone = float(row["efficiency"]) / sum(of_kind[kind] for kind in COUNTED)
+        alone = float(row["efficiency"]) / sum(of_kind[kind] for kind in ("products", "convolutions"))
         cells = [f"{100 * share:.0f}" for share in of_kind.values()]
         lines.append([f"`{row['name']}`", f"{float(row['efficiency']):.2f}", *cells, f"{alone:.2f}"])
     return markdown(lines)
@@ -846,43 +853,6 @@ def test_table_of_a_block_of_512_channels():
 
 def test_table_of_shares_of_time():
     assert spent() in BENCHMARKS, spent()
-
-
-def test_tables_of_predicted_times():
-    """Times on an H100, and the least size from which on a layer is faster than softmax attention."""
-    found = {(int(row["tokens"]), row["name"]): row for row in read("roofline.csv")}
-    sizes, gpus = sorted({size for size, _ in found}), ("a100", "h100", "h200", "l4")
-
-    def time(size: int, name: str) -> str:
-        row = found[size, name]
-        return row["h100_ms"] + (f" ({row['h100_speedup']})" if name != "softmax" else "")
-
-    kernels = [f"{name}@triton" for name in ("local", "eva", "performer", "lara")]
-    for name in ("softmax", "local", "eva", "performer", "lara", *kernels):
-        at_784 = found[784, name]
-        cells = [f"`{name}`", at_784["gb"], at_784["operators"], *(time(size, name) for size in (784, 3136, 12544))]
-        assert f"| {' | '.join(cells)} |\n" in BENCHMARKS, cells
-
-    def crossover(name: str, gpu: str) -> str:
-        times = {size: [float(found[size, each][f"{gpu}_ms"]) for each in ("softmax", name)] for size in sizes}
-        slower = [size for size, (softmax, own) in times.items() if own >= softmax]
-        later = [size for size in sizes if not slower or size > slower[-1]]
-        return str(later[0]) if later else f"above {sizes[-1]}"
-
-    table = BENCHMARKS.partition("| | A100 | H100 | H200 | L4 |\n")[2].partition("\n\n")[0].splitlines()[1:]
-    shown = set()
-    for line in table:
-        names, *cells = (cell.strip() for cell in line.strip("|").split("|"))
-        for name in re.findall(r"`([\w@]+)`", names):
-            assert [crossover(name, gpu) for gpu in gpus] == cells, name
-            shown.add(name)
-    assert shown | {"softmax"} == {name for _, name in found}
-
-
-def test_table_of_compiled_layers():
-    for row in read("roofline_compiled.csv"):
-        cells = [f"`{row['name']}`", *(row[key] for key in ("gb", "operators", "compiled_gb", "kernels"))]
-        assert f"| {' | '.join(cells)} |\n" in BENCHMARKS, cells
 
 
 def test_accuracy_with_augmentation_in_batches():

@@ -23,7 +23,6 @@ from ..parts.features import upcast
 from ..parts.geometry import Grid, split_heads
 from ..parts.linear import init_linear
 from ..parts.masking import mask_logits
-from ..parts.past import Causal, Past
 from .softmax import softmax, softmax_reference
 
 
@@ -34,17 +33,16 @@ def abc(
     control: Tensor,
     attn_drop: float = 0.0,
     *,
-    causal: Causal = False,
+    causal: bool = False,
     key_mask: Tensor | None = None,
 ) -> Tensor:
     """Attention to slots that the tokens, if causal those up to the query, write by logits `control` (B, h, N, c)."""
     control = mask_logits(upcast(control), key_mask, -2)
     if causal:
-        past = causal if isinstance(causal, Past) else None
-        mass = running_mass(control, past)
-        logits = running_logits(q * q.shape[-1] ** -0.5, k, control, mass, past)
+        mass = running_mass(control)
+        logits = running_logits(q * q.shape[-1] ** -0.5, k, control, mass)
         weights = F.dropout(logits.softmax(-1), attn_drop)
-        return running_mix(weights, control, mass, v, past).to(v.dtype)
+        return running_mix(weights, control, mass, v).to(v.dtype)
     weights = control.softmax(-2).to(v.dtype).mT
     return softmax(q, weights @ k, weights @ v, attn_drop)
 
@@ -94,6 +92,5 @@ class Abc(Attention):
         control: Tensor,
         grid: Grid,
         key_mask: Tensor | None = None,
-        past: Past | None = None,
     ) -> Tensor:
-        return abc(q, k, v, control, self.attn_drop, causal=past or self.config.causal, key_mask=key_mask)
+        return abc(q, k, v, control, self.attn_drop, causal=self.config.causal, key_mask=key_mask)

@@ -4,7 +4,7 @@
 
 which stay non-negative and, because the cosine of a difference is cos cos + sin sin, are a kernel of twice as many
 features. On the grid (2d) the factor is cos(pi dy / 2H) cos(pi dx / 2W), with four times as many features. In causal
-attention N is still the number of all tokens, so that decoding needs it in advance.
+attention N is still the number of all tokens.
 Cost: 4 N d C multiply-accumulates, 8 N d C on the grid; linear in N.
 """
 
@@ -22,13 +22,12 @@ from ..options import Options, local_option, option
 from ..parts.features import full_precision
 from ..parts.geometry import Grid, raster, split_prefix
 from ..parts.masking import of_grid
-from ..parts.past import Causal, Past
 from ..window_options import NOT_RASTER, window_option
 
 
 @full_precision
 def cosformer(
-    q: Tensor, k: Tensor, v: Tensor, *, grid: Grid, causal: Causal = False, key_mask: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, *, grid: Grid, causal: bool = False, key_mask: Tensor | None = None
 ) -> Tensor:
     """Attention re-weighted by distance along both axes of the grid; (1, N) for the raster order.
 
@@ -37,8 +36,7 @@ def cosformer(
     """
     phi_q, (k_prefix, phi_k) = q.relu(), split_prefix(k.relu(), q.shape[2])
     mask = of_grid(key_mask, q.shape[2])
-    first = causal.num_tokens if isinstance(causal, Past) else 0
-    weighted_q, weighted_k = (reweight(x, grid, mask, first) for x in (phi_q, phi_k))
+    weighted_q, weighted_k = (reweight(x, grid, mask) for x in (phi_q, phi_k))
     if not k_prefix.shape[2]:
         return linear_attention(weighted_q, weighted_k, v, causal=causal, key_mask=key_mask)
     # Features with and without a position are concatenated; a key has only one of the two kinds.
@@ -46,10 +44,10 @@ def cosformer(
     return linear_attention(torch.cat([weighted_q, phi_q], -1), keys, v, key_mask=key_mask)
 
 
-def reweight(x: Tensor, grid: Grid, key_mask: Tensor | None = None, first: int = 0) -> Tensor:
+def reweight(x: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
     """[x cos(theta), x sin(theta)], theta = pi i / (2 side), along each axis of more than one token.
 
-    x: the tokens (B, h, N, d) of the grid, or, in raster order, some tokens beginning with the token `first`.
+    x: the tokens (B, h, N, d) of the grid.
     """
     for axis, side in enumerate(grid):
         if side > 1:
@@ -59,7 +57,7 @@ def reweight(x: Tensor, grid: Grid, key_mask: Tensor | None = None, first: int =
                 position = lines.cumsum(1)[:, None] - 1
                 step = math.pi / 2 / lines.sum(1).clamp(min=1).to(x.dtype)[:, None, None, None]
             position = position.unsqueeze(-1 - axis).expand(*position.shape[:-1], *grid).flatten(-2)
-            theta = position[..., first : first + x.shape[-2], None].to(x.dtype) * step
+            theta = position[..., None].to(x.dtype) * step
             x = torch.cat([x * theta.cos(), x * theta.sin()], -1)
     return x
 
@@ -95,8 +93,6 @@ class Cosformer(Attention):
             local_cost(cls, context, config),
         )
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None, past: Past | None = None
-    ) -> Tensor:
-        grid, causal = raster(grid, self.config.layout), past or self.config.causal
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
+        grid, causal = raster(grid, self.config.layout), self.config.causal
         return cosformer(q, k, v, grid=grid, causal=causal, key_mask=key_mask).to(v.dtype)

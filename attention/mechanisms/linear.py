@@ -18,11 +18,10 @@ from ..ops.random_features.op import linear_attention, weighted_values_reference
 from ..options import Options, causal_option, local_option
 from ..parts.features import full_precision
 from ..parts.geometry import Grid
-from ..parts.past import Causal, Past
 
 
 @full_precision
-def linear(q: Tensor, k: Tensor, v: Tensor, *, causal: Causal = False, key_mask: Tensor | None = None) -> Tensor:
+def linear(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, key_mask: Tensor | None = None) -> Tensor:
     """Linear attention with the features elu + 1; 0 for a query whose weights vanish."""
     phi_q, phi_k = of_both(elu_plus_one, q, k)
     return linear_attention(phi_q, phi_k, v, causal=causal, key_mask=key_mask)
@@ -45,7 +44,5 @@ class Linear(Attention):
         own = Cost(0, linear_attention_macs(context, context.head_dim, config.causal))
         return total(own, local_cost(cls, context, config))
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None, past: Past | None = None
-    ) -> Tensor:
-        return linear(q, k, v, causal=past or self.config.causal, key_mask=key_mask).to(v.dtype)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
+        return linear(q, k, v, causal=self.config.causal, key_mask=key_mask).to(v.dtype)

@@ -24,7 +24,6 @@ from ..ops.random_features.op import linear_attention, mix_features, weighted_va
 from ..options import Options, causal_option, local_option, option, released_option
 from ..parts.features import CAUSAL, CLAMPED, FEATURE_MAPS, LOG_FEATURE_MAPS, full_precision, scale
 from ..parts.geometry import Grid
-from ..parts.past import Causal, Past
 from ..parts.sampling import OmegaSampling, gaussian, omega_sampling_option
 
 Features = Literal["positive", "hyperbolic", "trigonometric", "relu", "favorp"]
@@ -39,7 +38,7 @@ def performer(
     omega: Tensor,
     *,
     features: Features | Literal["trigonometric_released", "relu_released"] = "positive",
-    causal: Causal = False,
+    causal: bool = False,
     key_mask: Tensor | None = None,
 ) -> Tensor:
     """Attention with the estimated kernel.
@@ -175,10 +174,8 @@ class Performer(Attention):
         macs = 2 * N * s * C + mixing_macs(context, num_features, config.causal)
         return total(Cost(s * C * (config.feature_redraw == "learnable"), macs), local_cost(cls, context, config))
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None, past: Past | None = None
-    ) -> Tensor:
-        fresh, causal = self.training and self.config.feature_redraw == "redraw", past or self.config.causal
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
+        fresh, causal = self.training and self.config.feature_redraw == "redraw", self.config.causal
         omega = self.redraw(q) if fresh else self.omega
         features = self.config.features + "_released" * self.config.released_clamp
         return performer(q, k, v, omega, features=features, causal=causal, key_mask=key_mask).to(v.dtype)

@@ -20,7 +20,6 @@ from ..ops.random_features.op import linear_attention, weighted_values_reference
 from ..options import Options, causal_option, local_option, option
 from ..parts.features import full_precision
 from ..parts.geometry import Grid
-from ..parts.past import Causal, Past
 from ..parts.sampling import gaussian, redrawn
 
 
@@ -32,7 +31,7 @@ def rfa(
     omega: Tensor,
     sigma: Tensor,
     *,
-    causal: Causal = False,
+    causal: bool = False,
     key_mask: Tensor | None = None,
 ) -> Tensor:
     """Attention with the kernel that samples omega (h, s, d) estimate, for the sigma (h) of every head."""
@@ -78,8 +77,6 @@ class Rfa(Attention):
             local_cost(cls, context, config),
         )
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None, past: Past | None = None
-    ) -> Tensor:
-        omega, causal = redrawn(self.training, self.omega, q), past or self.config.causal
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
+        omega, causal = redrawn(self.training, self.omega, q), self.config.causal
         return rfa(q, k, v, omega, self.log_sigma.exp(), causal=causal, key_mask=key_mask).to(v.dtype)

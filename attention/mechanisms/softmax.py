@@ -15,7 +15,6 @@ from ..base import Attention, Cost, LayerContext
 from ..costs import local_cost, total
 from ..options import Options, causal_option, local_option, option
 from ..parts.geometry import Grid
-from ..parts.past import Past
 from ..parts.transforms import softmax_attention
 
 
@@ -52,10 +51,5 @@ class Softmax(Attention):
     def cost(cls, context: LayerContext, config: Config) -> Cost:
         return total(Cost(0, 2 * context.num_tokens**2 * context.dim), local_cost(cls, context, config))
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None, past: Past | None = None
-    ) -> Tensor:
-        if past is not None:
-            k, v = past.append(k, v)
-            return softmax(q, k, v)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         return softmax(q, k, v, self.attn_drop, causal=self.config.causal, key_mask=key_mask)

@@ -16,7 +16,6 @@ from ..ops.random_features.op import linear_attention, weighted_values_reference
 from ..options import Options, causal_option, local_option, option
 from ..parts.features import full_precision
 from ..parts.geometry import Grid
-from ..parts.past import Causal, Past
 
 
 @full_precision
@@ -27,7 +26,7 @@ def t2r(
     weight: Tensor,
     bias: Tensor,
     *,
-    causal: Causal = False,
+    causal: bool = False,
     key_mask: Tensor | None = None,
 ) -> Tensor:
     """Attention with learned features: weight (h, m, d), bias (h, m); 0 for a query without positive weights."""
@@ -68,8 +67,6 @@ class T2r(Attention):
             local_cost(cls, context, config),
         )
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None, past: Past | None = None
-    ) -> Tensor:
-        bias, causal = self.feature_bias.view(self.num_heads, -1), past or self.config.causal
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
+        bias, causal = self.feature_bias.view(self.num_heads, -1), self.config.causal
         return t2r(q, k, v, self.feature_weight, bias, causal=causal, key_mask=key_mask).to(v.dtype)

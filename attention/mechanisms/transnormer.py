@@ -25,7 +25,6 @@ from ..ops.random_features.op import linear_attention
 from ..options import Options, fit_option, local_option, option
 from ..parts.features import full_precision
 from ..parts.geometry import Grid, Layout, Windows, split_prefix
-from ..parts.past import Causal, Past
 from ..window_options import refuse_windows, window_option, windows_on
 from .local import local
 
@@ -43,7 +42,7 @@ def transnormer(
     *,
     variant: Variant,
     norm: Norm,
-    causal: Causal = False,
+    causal: bool = False,
     key_mask: Tensor | None = None,
 ) -> Tensor:
     """NormAttention. gain: factors of the normalised channels, (h, d)."""
@@ -125,16 +124,12 @@ class Transnormer(Attention):
             local_cost(cls, context, config),
         )
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None, past: Past | None = None
-    ) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         config, windows = self.config, windows_on(self.config, grid, key_mask)
-        if self.in_windows and past is not None:  # the window is the next token alone, earlier tokens are a prefix
-            (k, v), windows = past.append(k, v, period=config.window_size), Windows((1, 1), (1, 1))
         if self.in_windows and config.variant == "t2":
             return local(q, k, v, windows=windows)
         gain, norm = self.gain.view(self.num_heads, -1), config.norm
         if self.in_windows:
             return rela(q, k, v, gain, norm=norm, windows=windows).to(v.dtype)
-        options = {"variant": config.variant, "norm": norm, "causal": past or config.causal}
+        options = {"variant": config.variant, "norm": norm, "causal": config.causal}
         return transnormer(q, k, v, gain, key_mask=key_mask, **options).to(v.dtype)

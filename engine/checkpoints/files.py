@@ -4,7 +4,7 @@ A run directory holds `step_S.pt`, made within an epoch and before its evaluatio
 epoch E and its evaluation, each with its SHA-256 beside it in the format of sha256sum. A checkpoint is a dict. Its
 metadata: `config` (the resolved configuration, plain), `processes` and `images` (their numbers), `progress` (the fields
 of `Progress`), and `IDENTITY`. Its state dicts: `model`, `optimizer`, `scaler`, if a weight average is kept
-`model_ema`, timm's name for it, and those of `Objective.own`. Random state is not saved: see `engine.data.sampler`.
+`model_ema`, timm's name for it. Random state is not saved: see `engine.data.sampler`.
 """
 
 import argparse

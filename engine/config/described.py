@@ -27,7 +27,7 @@ def _options(section: str, names: str) -> set[str]:
 DESCRIBED = {
     *("model", "attention", "plugins", "simmim", "augment", "optim", "schedule"),
     *_options("init", "weights strict"),
-    *_options("distill", "teacher type layers distance alpha beside tau"),
+    *_options("distill", "teacher type alpha beside tau"),
     *_options("data", "subset val_fraction folds fold subset_seed num_sequences"),
     *_options("data", "levels crop_mode crop_pct interpolation mean std"),
     *_options(
@@ -47,7 +47,7 @@ PLACE = _options("train", "device compile kernels grad_checkpointing channels_la
 COMMAND_LINE = {
     "report",
     *_options("data", "cache_dir cache_gb workers timeout_minutes order shuffle_shards max_broken broken_val"),
-    *_options("train", "keep_checkpoints checkpoint_minutes checkpoint_steps async_checkpoint"),
+    *_options("train", "keep_checkpoints checkpoint_minutes checkpoint_steps"),
     *_options("train", "max_skipped max_overflows timeout_minutes log_every"),
 }
 """Options and sections that no file brings: the command line does, or the default applies."""

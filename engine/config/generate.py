@@ -2,8 +2,8 @@
 
     python -m engine.config.generate
 
-They are configs/schema.json, the pages of docs/options/, and the parts of other pages between
-``<!-- generated: NAME -->`` and ``<!-- end -->``. Plugins are left out.
+They are the pages of docs/options/, and the parts of other pages between ``<!-- generated: NAME -->`` and
+``<!-- end -->``. Plugins are left out.
 """
 
 import re
@@ -15,7 +15,6 @@ from pathlib import Path
 
 from attention import ATTENTION, options_of
 from attention.__main__ import config, markdown, row
-from engine.config.json_schema import schema_text
 from engine.config.option_pages import index, page, sections
 from engine.config.papers import read_papers
 from engine.runtime.errors import UserError, refuse_bad_input
@@ -116,10 +115,7 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
 }
 """Page -> its generated parts: name -> function that returns the text."""
 
-WHOLE: dict[str, Callable[[], str]] = {
-    **{f"docs/options/{name}.md": partial(page, name) for name in sections()},
-    "configs/schema.json": schema_text,
-}
+WHOLE: dict[str, Callable[[], str]] = {f"docs/options/{name}.md": partial(page, name) for name in sections()}
 """Generated file -> function that returns its content."""
 
 FILES = (*PARTS, *WHOLE)

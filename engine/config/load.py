@@ -78,15 +78,28 @@ def load_unbuilt(path: str | Path, overrides: Sequence[str] = ()) -> Run:
     return _read(path, overrides)[1]
 
 
+REMOVED: dict[str, list[Any]] = {
+    "distill.layers": [None],
+    "distill.distance": ["squared"],
+    "train.async_checkpoint": [False, True],
+}
+"""Options of earlier versions -> values without an effect."""
+
+
 def parse_run(options: Mapping[str, Any], source: str, overrides: Sequence[str] = ()) -> Run:
     """Checks plain `options`, as `dump_run` returns them, and returns their `Run`; `source` names their origin.
 
-    They may be those of a stranger's checkpoint: their `plugins` are never imported.
+    They may be those of a stranger's checkpoint: their `plugins` are never imported. Those of an earlier version may
+    have options of `REMOVED` with values that had no effect.
 
     Raises:
         ConfigError: anything that cannot be honoured.
     """
     tree = Tree(copy.deepcopy(options), {(): source})
+    for key, harmless in REMOVED.items():
+        section, _, name = key.partition(".")
+        if isinstance(there := options.get(section), Mapping) and name in there and there[name] in harmless:
+            del tree.values[section][name]
     run = _parse(tree, overrides)
     given = [name for name in ("val_split", "val_fraction", "folds") if is_overridden(f"data.{name}", overrides)]
     if (held_out_by := run.data.held_out_by) and given == ["val_split"]:

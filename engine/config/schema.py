@@ -298,9 +298,6 @@ class Train:
         15.0, "minutes after which a checkpoint is made within an epoch; null: none", above=0
     )
     checkpoint_steps: int = option(0, "optimiser steps between checkpoints within an epoch; 0: none", low=0)
-    async_checkpoint: bool = option(
-        False, "write checkpoints in a background thread, from a copy in main memory; for slow storage"
-    )
     max_skipped: int = option(
         0,
         "number of steps with a loss or gradient that is not finite to skip before the run stops; above 0, every step"

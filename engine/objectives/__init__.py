@@ -4,7 +4,6 @@ from engine.objectives.alignment import Alignment
 from engine.objectives.classification import Classification
 from engine.objectives.copying import Copying
 from engine.objectives.distillation import Distillation
-from engine.objectives.features import FeatureDistillation
 from engine.objectives.masked_images import MaskedImages
 from engine.objectives.objective import Objective, Run
 from engine.objectives.sequences import SequenceClassification
@@ -14,7 +13,6 @@ OBJECTIVES: dict[str, type[Objective]] = {
     "copying": Copying,
     "sequences": SequenceClassification,
     "alignment": Alignment,
-    "features": FeatureDistillation,
     "distillation": Distillation,
     "classification": Classification,
 }

@@ -1,12 +1,9 @@
-"""Options of distillation, the teacher, and classification with one as in DeiT (Touvron et al., 2021, section 4).
-
-Functions that the objectives of `TOKEN_TYPES` share are here too.
-"""
+"""Options of distillation, the teacher, and classification with one as in DeiT (Touvron et al., 2021, section 4)."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Self, cast
+from typing import Any, Literal, Self
 
 import torch
 import torch.nn.functional as F
@@ -25,14 +22,11 @@ Prediction = Literal["hard", "soft", "soft_released"]
 TEACHER_OF_INIT = "init.weights"
 """Value of distill.teacher that means the model of init.weights."""
 
-TOKEN_TYPES = ("attention", "features")
-"""Types of distillation that compare tokens inside the models, by default without labels, not predictions."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Distill:
     """Distillation: the loss is (1 - alpha) x cross-entropy + alpha x divergence from a teacher, as in DeiT, or x the
-    error of attention layers or features.
+    error of attention layers.
     """
 
     teacher: str | None = option(
@@ -40,27 +34,21 @@ class Distill:
         "trained model: run directory, checkpoint or export, or timm:NAME of timm's hub; init.weights: that of this"
         " option; null: none",
     )
-    type: Literal["hard", "soft", "soft_released", "attention", "features"] = option(
+    type: Literal["hard", "soft", "soft_released", "attention"] = option(
         "hard",
         "cross-entropy with the teacher's class, or tau^2 x the divergence of the predictions; soft_released: also"
         " divided by the number of classes, as by DeiT's code; attention: relative squared error of attention layers,"
-        " on the inputs of the teacher's; features: distance of token features",
-    )
-    layers: tuple[int, ...] | None = option(
-        None, "features: blocks, from 0, whose outputs are compared; null: the tokens after the final norm", low=0
-    )
-    distance: Literal["squared", "cosine"] = option(
-        "squared", "features: squared error relative to the teacher's, or 1 - cosine similarity, which ignores lengths"
+        " on the inputs of the teacher's",
     )
     alpha: float | None = option(
         None,
-        "weight of the teacher; null: 0.5, and for attention and features 1, which uses no labels",
+        "weight of the teacher; null: 0.5, and for attention 1, which uses no labels",
         low=0,
         high=1,
     )
     beside: Literal["labels", "soft"] = option(
         "labels",
-        "attention, features: the rest of the loss, cross-entropy with the labels or soft predictions of the teacher",
+        "attention: the rest of the loss, cross-entropy with the labels or soft predictions of the teacher",
     )
     tau: float = option(1.0, "temperature of soft predictions", above=0, high=1000)
 
@@ -70,7 +58,7 @@ class Distill:
     @property
     def weight(self) -> float:
         """`alpha`, or its default for the type."""
-        return self.alpha if self.alpha is not None else float(self.type in TOKEN_TYPES) or 0.5
+        return self.alpha if self.alpha is not None else float(self.type == "attention") or 0.5
 
     @property
     def rest(self) -> Literal["labels", "soft", ""]:
@@ -125,8 +113,8 @@ class Distillation(Objective):
     measure = CLASSES
 
     def __init__(self, loss: nn.Module, distill: Distill, teacher: nn.Module):
-        assert distill.type not in TOKEN_TYPES, "they have objectives of their own"
-        self.loss, self.distill, self.teacher, self.kind = loss, distill, teacher, cast(Prediction, distill.type)
+        assert distill.type != "attention", "it has an objective of its own"
+        self.loss, self.distill, self.teacher, self.kind = loss, distill, teacher, distill.type
         self.identity = {"teacher_weights": digest_weights(teacher.get_submodule("model").state_dict())}
 
     @staticmethod
@@ -143,8 +131,8 @@ class Distillation(Objective):
         if distill.teacher == TEACHER_OF_INIT and run.init.weights is None:
             problem = f" = {TEACHER_OF_INIT}, which is null; give init.weights, or name a teacher"
             raise OptionError("distill.teacher", problem)
-        if distill.beside != "labels" and (distill.type not in TOKEN_TYPES or distill.weight == 1):
-            problem = f" = {distill.beside} acts beside distill.type=attention or features with distill.alpha below 1"
+        if distill.beside != "labels" and (distill.type != "attention" or distill.weight == 1):
+            problem = f" = {distill.beside} acts beside distill.type=attention with distill.alpha below 1"
             raise OptionError("distill.beside", f"{problem}; leave it out")
         is_soft = distill.type.startswith("soft") or distill.beside == "soft"
         if not is_soft and distill.tau != Distill.tau:

@@ -45,8 +45,6 @@ class Objective:
         identity: metadata of checkpoints; a run resumes only with equal ones.
         values: scalars of the last batch of this process, which are logged beside the loss: name -> value.
         compiled: models of the objective itself whose blocks `train.compile` compiles.
-        own: modules of the objective itself that are trained with the model and are no part of it: name of a state dict
-            in checkpoints -> module, which the result of `wrap` contains too.
         summary: what is trained, for the first lines of a run.
     """
 
@@ -56,7 +54,6 @@ class Objective:
     identity: Mapping[str, str] = {}
     values: Mapping[str, Tensor] = {}
     compiled: Sequence[Any] = ()
-    own: Mapping[str, nn.Module] = {}
     summary: str = ""
 
     @staticmethod

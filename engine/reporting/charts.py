@@ -36,7 +36,7 @@ CHARTED = {
 """Kind of record -> values that are charted. `broken` is charted only when it is not 0."""
 
 OPEN = ("error_", RECALL, f"ema_{RECALL}")
-"""Beginnings of the names of errors of attention layers or features, and of recalls, which are charted too."""
+"""Beginnings of the names of errors of attention layers, and of recalls, which are charted too."""
 
 
 class Charts:

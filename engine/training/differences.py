@@ -24,7 +24,6 @@ RESUMABLE_OPTIONS = {
     "train.keep_checkpoints",
     "train.checkpoint_steps",
     "train.checkpoint_minutes",
-    "train.async_checkpoint",
     "train.timeout_minutes",
     "train.elastic",
     "train.max_skipped",

@@ -22,7 +22,7 @@ from engine.config.schema import Run, num_channels, per_channel
 from engine.data.splits import Images, classes_of, count_classes
 from engine.objectives import choose_objective
 from engine.objectives.alignment import last_call, record_calls
-from engine.objectives.distillation import TEACHER_OF_INIT, TOKEN_TYPES, MeanStd, Teacher
+from engine.objectives.distillation import TEACHER_OF_INIT, MeanStd, Teacher
 from engine.objectives.objective import Objective
 from engine.runtime.distributed import World
 from engine.runtime.errors import UserError
@@ -61,7 +61,7 @@ def weigh_classes(run: Run, images: Images, world: World) -> Run:
 
 def create_teacher(run: Run, model: nn.Module, images: Images, world: World) -> Teacher:
     """Reads the teacher of `run` and tries it. The distillation token of `model`, if there is one, learns from its
-    predictions; beside a comparison of tokens (`TOKEN_TYPES`), both heads learn together.
+    predictions; with `distill.type: attention`, both heads learn together.
 
     Args:
         images: training images, whose classes must be the teacher's.
@@ -77,7 +77,7 @@ def create_teacher(run: Run, model: nn.Module, images: Images, world: World) -> 
             check_layers(teacher, model, shape, world.device)
     except UserError as error:
         raise UserError(f"distill.teacher={name}: {error}") from None
-    if run.model.get("dist_token") and distill.type not in TOKEN_TYPES:
+    if run.model.get("dist_token") and distill.type != "attention":
         cast(Deit, model).set_distilled_training()
     if world.is_primary:
         line = f"distill.teacher={name}: {distill.type}, alpha {distill.weight:g}"
@@ -96,17 +96,15 @@ def create_teacher(run: Run, model: nn.Module, images: Images, world: World) -> 
 def read_teacher(name: str, run: Run) -> Teacher:
     """Reads the model that `distill.teacher` names, for the images of `run`.
 
-    A run directory gives its best checkpoint, and a checkpoint the weights of `choose_one`. For `TOKEN_TYPES`,
-    weights of other programs load into the run's own model with the published attention of its family. A name of timm's
-    hub does so only for `attention`; for `features` it gives timm's model.
+    A run directory gives its best checkpoint, and a checkpoint the weights of `choose_one`. With
+    `distill.type: attention`, weights of other programs and of timm's hub load into the run's own model with the
+    published attention of its family.
 
     Raises:
         UserError: no such model, or a file of weights that does not name its model.
     """
     found = identify(name, follow_links=True)
-    if run.distill.type == "attention" and found.kind is Kind.HUB:
-        return read_published(name, run)
-    if run.distill.type in TOKEN_TYPES and found.kind in FOREIGN:
+    if run.distill.type == "attention" and found.kind in (Kind.HUB, *FOREIGN):
         return read_published(name, run)
     if found.kind is Kind.HUB:
         model = load_timm(name.removeprefix(TIMM))
@@ -149,7 +147,7 @@ def read_published(name: str, run: Run) -> Teacher:
 
 def ignores_predictions(run: Run) -> bool:
     """Whether the teacher's predictions have no part in the loss of `run`."""
-    return run.distill.type in TOKEN_TYPES and run.distill.rest != "soft"
+    return run.distill.type == "attention" and run.distill.rest != "soft"
 
 
 @torch.no_grad()

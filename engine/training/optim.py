@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from timm.optim import create_optimizer_v2, get_optimizer_info, param_groups_weight_decay
+from timm.optim import create_optimizer_v2, get_optimizer_info
 from timm.scheduler import create_scheduler_v2
 from timm.scheduler.scheduler import Scheduler
 from timm.utils import ModelEmaV3
@@ -28,10 +28,8 @@ DEVICE_OPTIONS = {"fused", "foreach"}
 """Options of parameter groups that choose the kernels of an update, not its result."""
 
 
-def create_optimizer(
-    model: nn.Module, optim: Optim, total_batch_size: int, own: Mapping[str, nn.Module] = {}
-) -> Optimizer:
-    """Creates timm's optimiser of `model`, and of `Objective.own`, with the learning rate scaled to the total batch.
+def create_optimizer(model: nn.Module, optim: Optim, total_batch_size: int) -> Optimizer:
+    """Creates timm's optimiser of `model` with the learning rate scaled to the total batch.
 
     One-dimensional weights, biases and the weights in `model.no_weight_decay()` do not decay. With `layer_decay` the
     groups are timm's, by `model.group_matcher()`: their `lr_scale` is the factor that the schedule applies. On CUDA,
@@ -40,7 +38,7 @@ def create_optimizer(
     is_fused = next(model.parameters()).is_cuda and optim.opt in FUSED
     given = {name: value for name in ("betas", "eps") if (value := getattr(optim, name)) is not None}
     fused: dict[str, Any] = {"fused": True} if is_fused else {}
-    optimizer = create_optimizer_v2(
+    return create_optimizer_v2(
         model,
         optim.opt,
         lr=optim.lr * total_batch_size / optim.lr_base_size,
@@ -49,10 +47,6 @@ def create_optimizer(
         **given,
         **fused,
     )
-    for module in own.values():
-        for group in param_groups_weight_decay(module, optim.weight_decay):
-            optimizer.add_param_group(group)
-    return optimizer
 
 
 def takes(opt: str, name: str) -> bool:

@@ -5,9 +5,7 @@ import sys
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, cast
 
 import torch
@@ -15,8 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from attention.options import nearest, parse_options
-from engine.checkpoints.background import BackgroundTask, copy_to_memory
-from engine.checkpoints.files import IDENTITY, WEIGHTS, find_checkpoint, save_checkpoint
+from engine.checkpoints.files import IDENTITY, find_checkpoint, save_checkpoint
 from engine.checkpoints.format import MAX_CLASS_NAMES
 from engine.checkpoints.identify import CHECKPOINT_NAME, list_checkpoints
 from engine.checkpoints.progress import Progress, Resumption
@@ -59,7 +56,7 @@ class Checkpoints:
     def __init__(self, directory: Path, run: Run, world: World, num_images: int, identity: Mapping[str, Any] = {}):
         self.directory, self.options, self.world = directory, run.train, world
         self.metadata = {"config": dump_run(run), "processes": world.size, "images": num_images, **identity}
-        self.saved_at, self.writing = time.monotonic(), BackgroundTask()
+        self.saved_at = time.monotonic()
         self.resumption, self.former = Resumption(), run
         classes = identity.get("classes", [])
         if (size := len(pickle.dumps(classes, protocol=2))) > MAX_CLASS_NAMES:  # torch's protocol
@@ -141,7 +138,6 @@ class Checkpoints:
         progress, checkpoint = self.find(allowed)
         if self.resumption.checkpoint is None:
             return progress
-        own = {name: x for name, x in stateful.items() if isinstance(x, nn.Module) and name not in WEIGHTS.values()}
         afresh = self.resumption.changes.keys() & {"optim.opt", "train.freeze"}  # the optimiser's state does not fit
         if afresh and self.world.is_primary:
             names = " and ".join(sorted(afresh))
@@ -154,7 +150,7 @@ class Checkpoints:
                 target.load_state_dict(state or target.state_dict())
             elif not afresh:
                 model, options = cast(nn.Module, stateful["model"]), self.former
-                former = create_optimizer(model, options.optim, options.train.total_batch_size, own)
+                former = create_optimizer(model, options.optim, options.train.total_batch_size)
                 restore_optimizer(target, checkpoint[name], former, f"{self.directory}: {name}")
         return progress
 
@@ -164,74 +160,36 @@ class Checkpoints:
         return bool(steps and step % steps == 0)
 
     def is_overdue(self) -> bool:
-        """Returns whether the last checkpoint is too old by the clock of this rank; clocks of ranks may differ.
-
-        Never while one is being written.
-        """
+        """Returns whether the last checkpoint is too old by the clock of this rank; clocks of ranks may differ."""
         minutes = self.options.checkpoint_minutes
-        is_old = minutes is not None and time.monotonic() - self.saved_at >= 60 * minutes
-        return is_old and not self.writing.is_running
+        return minutes is not None and time.monotonic() - self.saved_at >= 60 * minutes
 
     def save(self, progress: Progress, stateful: Stateful) -> None:
         """Writes a checkpoint on the primary rank, and removes all others except the newest and the best ones.
-
-        With `train.async_checkpoint` it copies the state, and a thread does the rest: its failure is raised by the next
-        `save`, `raise_failure` or `wait`. A checkpoint that is still being written is waited for.
 
         Raises:
             FloatingPointError: a weight, or the optimiser's state, is not finite; nothing is written.
             OSError: it cannot be written; existing files are unchanged.
         """
         if self.world.is_primary:
-            self.wait()
             if bad := _find_not_finite(stateful):
                 raise FloatingPointError(f"step {progress.step}: {bad} is not finite; no checkpoint was made of it")
             name = f"step_{progress.step}" + (f"_epoch_{progress.epoch}" if not progress.images else "")
-            content, path = self._content(progress, stateful), self.directory / f"{name}.pt"
-            best = {epoch for _, epoch in progress.ranking + progress.ema_ranking}
-            if self.options.async_checkpoint:
-                self.writing.start(partial(self._store, path, copy_to_memory(content), best))
-            else:
-                self._store(path, content, best)
+            path = self.directory / f"{name}.pt"
+            # A checkpoint that the user put there, from which the run resumes, has this very state.
+            if path != self.resumption.checkpoint or path in owned_files(self.directory, RESULTS):
+                claim(self.directory, RESULTS, with_digest(path.name))
+                save_checkpoint(path, self._content(progress, stateful))
+                self._rotate({epoch for _, epoch in progress.ranking + progress.ema_ranking})
         self.saved_at = time.monotonic()
 
-    def raise_failure(self) -> None:
-        """Raises the failure to write a checkpoint beside training, if there was one; does not wait."""
-        self.writing.raise_failure()
-
-    def wait(self) -> None:
-        """Waits until no checkpoint is being written; raises the failure of the last one."""
-        self.writing.wait()
-
-    def close(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Exit of a context: completes a checkpoint that is being written, unless an interrupt ends the run at once.
-
-        A failure to write it does not hide the `error` that ends the run.
-        """
-        if isinstance(error, KeyboardInterrupt):
-            return
-        try:
-            self.wait()
-        except Exception as failure:
-            if error is None:
-                raise
-            print(f"no checkpoint was made of the last save: {failure}", file=sys.stderr, flush=True)
-
     def write(self, path: Path, progress: Progress, stateful: Stateful) -> None:
-        """Writes a checkpoint to `path` at once, even if its state is not finite."""
-        self.wait()
+        """Writes a checkpoint to `path`, even if its state is not finite."""
         save_checkpoint(path, self._content(progress, stateful))
 
     def _content(self, progress: Progress, stateful: Stateful) -> dict[str, Any]:
         states = {name: source.state_dict() for name, source in stateful.items()}
         return self.metadata | {"progress": asdict(progress)} | states
-
-    def _store(self, path: Path, content: Mapping[str, Any], best: Collection[int]) -> None:
-        if path == self.resumption.checkpoint and path not in owned_files(self.directory, RESULTS):
-            return  # it was put there by hand, and has this very state
-        claim(self.directory, RESULTS, with_digest(path.name))
-        save_checkpoint(path, content)
-        self._rotate(best)
 
     def _rotate(self, best: Collection[int]) -> None:
         newest, *others = list_checkpoints(self.directory)

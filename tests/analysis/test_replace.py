@@ -606,7 +606,7 @@ def test_training_on_does_not_inherit_strictness_or_frozen_weights(trained):
     """They belong to the run's own mechanism, as its teacher does; the command line may ask for them again."""
     run = dataclasses.replace(
         trained.run,
-        distill=Distill(teacher=str(trained.path), type="features", alpha=1.0),
+        distill=Distill(teacher=str(trained.path), type="attention", alpha=1.0),
         init=dataclasses.replace(trained.run.init, strict=True),
         train=dataclasses.replace(trained.run.train, freeze="backbone"),
     )

@@ -9,9 +9,13 @@ import torch
 
 import benchmark
 from attention import ATTENTION
+from bench import choice
 from bench.arguments import image_size
+from bench.choice import format_choices, parse_budgets
 from bench.comparison import Comparison
 from bench.printed import PRINTED, print_beside, read_printed
+from bench.quality import Quality, derive, read_quality
+from bench.results import COLUMNS, ENDS
 from bench.workload import MODES, Workload, attention_core, attention_layer, initialise_weights, whole_model
 from models.base import Backbone
 from models.costs import count_costs
@@ -284,6 +288,89 @@ def test_each_layer_beside_itself_on_another_path(capsys):
     assert "kept waiting for up to 0%" in printed or "Too noisy" not in printed
 
 
+STORED = [Quality("softmax", "", 0.0, 0.0, 3), Quality("mean", "", 30.0, None, 1), Quality("xca", "", 9.0, 0.5, 3)]
+STORED += [Quality("local", "window_size=9", 1.0, 0.1, 3)]
+
+
+def measured(name: str, milliseconds: float | None, peak: float, macs: int, mode: str = "inference") -> dict:
+    """A row of results.csv of one image of 784 tokens."""
+    row = dict.fromkeys(COLUMNS) | {"name": name, "size": "784", "mode": mode, "macs": macs}
+    if milliseconds is None:
+        return row
+    quartiles = {f"{key}{end}": 1.0 for key in ("seconds", "speedup") for end in ENDS}
+    found = {"seconds": milliseconds / 1e3, "speedup": 8 / milliseconds, "peak_bytes": peak * 2**20}
+    return row | quartiles | {"seconds_noisy": False, "speedup_noisy": False} | found
+
+
+MEASURED = [
+    measured("softmax", 8, 10, 800),
+    measured("local", 2, 10, 400),
+    measured("mean", 1, 5, 100),
+    measured("xca@torch", 4, 20, 200),
+    measured("ra", None, 0, 100),
+]
+
+
+@pytest.mark.parametrize(
+    ("budgets", "chosen"),
+    [
+        (["ms=8"], ["softmax", "xca@torch", "mean", "local"]),  # by quality; layers without one last
+        (["macs=0.5"], ["xca@torch", "mean", "local"]),
+        (["ms=3.9"], ["mean", "local"]),
+        (["memory=10"], ["softmax", "mean", "local"]),
+        (["memory=19", "macs=0.4"], ["mean"]),
+    ],
+)
+def test_layers_within_budgets_by_stored_quality(budgets, chosen, monkeypatch):
+    monkeypatch.setattr(choice, "read_quality", lambda: STORED)
+    text = format_choices(MEASURED, parse_budgets(budgets))
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")][2:]
+    assert [row[0] for row in rows] == chosen
+    assert f"{5 - len(chosen)} of 5 layers exceed a budget." in text
+    assert next(row for row in rows if row[0] == "mean")[1::3] == ["30 (n=1)", "8.00"]
+    assert "takes: local:window_size=9\n" in text
+
+
+def test_the_nearest_layer_if_none_meets_the_budgets_of_a_setting(monkeypatch):
+    monkeypatch.setattr(choice, "read_quality", lambda: STORED)
+    slow = [measured("softmax", 100, 1, 800, "train"), measured("mean", 40, 1, 100, "train")]
+    text = format_choices([*MEASURED, *slow], {"ms": 20.0})
+    assert text.count("4 of 5") == 0 < text.count("1 of 5 layers exceed a budget.")
+    assert "No layer meets the budgets. The nearest, mean, exceeds one 2 times;" in text
+
+
+def test_a_choice_among_measured_layers(capsys):
+    entry = "lara:num_landmarks=49,released=True"
+    options = "--tokens", "196", "--modes", "inference", "--budget", "ms=1e6", "macs=1.5"
+    benchmark.main([*LAYERS, "--attention", entry, *options])
+    shown = capsys.readouterr().out.partition("Budgets: ms=1e+06 macs=1.5. ")[2]
+    names = [line.split(" | ")[0] for line in shown.splitlines() if line.startswith("| ")]
+    assert names[2:] == ["| softmax", f"| {entry}"]
+    assert "0 of 2 layers" in shown
+
+
+def test_the_stored_quality_is_derived_from_the_measurements():
+    """After new measurements: python -m bench.quality."""
+    assert read_quality() == derive()
+    assert all(each.factory(dim=48, num_heads=3, grid=(14, 14)) for each in read_quality())
+
+
+def test_quality_after_alignment(tmp_path):
+    path = tmp_path / "transfer.csv"
+    path.write_text(
+        "attention,options,mode,seed,top1,aligned_top1\n"
+        "softmax,,evaluation,0,90,\n"
+        "softmax,,evaluation,1,90,\n"
+        'eva,"window_size=7, num_landmarks=49",evaluation,0,60,88\n'
+        'eva,"window_size=7, num_landmarks=49",evaluation,1,62,89\n'
+        'eva,"window_size=7, num_landmarks=49",training,0,10,20\n'
+        "xca,,evaluation,0,12,70\n"
+        "mean,,evaluation,0,12,\n"
+    )
+    eva = Quality("eva", "window_size=7,num_landmarks=49", 1.5, round(0.5**0.5, 5), 2)
+    assert derive(path) == [Quality("softmax", "", 0.0, 0.0, 2), eva, Quality("xca", "", 20.0, None, 1)]
+
+
 @pytest.mark.parametrize("name", ["smyrf:cluster_size=4", "orthoformer:num_landmarks=4", "local:window_size=2"])
 def test_searches_among_tokens_are_noted_of_layers_and_models(name):
     for subject, size in (attention_layer(name, 12, 3), (4, 6)), (whole_model(f"deit_tiny_p16:{name}"), (64, 96)):
@@ -364,6 +451,11 @@ def test_models_are_compiled_as_in_training(tmp_path, monkeypatch):
             )
             for path, execution in (("plain", "onnx"), ("lean", "onnx-int8"), ("plain", "aot"))
         ),
+        ("--attention eva --budget mss=5", "--budget: 'mss=5': unknown budget; did you mean 'ms'?; write ms=5"),
+        ("--attention eva --budget ms", "--budget: 'ms': '' is not a number above 0; ms is milliseconds of a call"),
+        ("--attention eva --budget macs=-1", "--budget: 'macs=-1': '-1' is not a number above 0"),
+        ("--attention eva --budget ms=nan", "--budget: 'ms=nan': 'nan' is not a number above 0"),
+        ("--attention eva --budget ms=5 ms=6", "--budget: 'ms=6': ms is given twice; give it once"),
         ("--attention eva --output /dev/null/x", "--output /dev/null/x: cannot be made: Not a directory"),
     ],
 )
@@ -386,6 +478,8 @@ def test_refuses_with_one_line(arguments, message, capsys):
         ("--against plain --models deit_tiny_p8:eva", "--against: give --attention, and neither --models nor --base"),
         ("--against plain --attention eva --baseline eva", "--against: give --attention, and neither"),
         ("--against fast --attention eva", "invalid choice: 'fast'"),
+        ("--macs --budget ms=5", "--budget: give --attention, without --models"),
+        ("--attention eva --baseline eva --budget ms=5", "--budget: give --attention, without --models"),
         ("--device cuda --attention eva", "--device: cuda is not available here; use auto or cpu"),
         ("--processor-time --attention eva --threads 2", "--processor-time: give --threads 1, and --device cpu"),
     ],

@@ -124,6 +124,19 @@ def test_the_rest_of_the_loss_is_of_labels_or_soft_predictions(beside: str, tmp_
     assert all(weight.grad is not None for weight in model.parameters())
 
 
+def test_both_heads_of_a_distillation_token_learn_the_labels(tmp_path: Path):
+    """Predictions are their mean in training, too. Linear attention draws no random numbers."""
+    tokens = "model.class_token=true", "model.dist_token=true"
+    leave_teacher(tmp_path, *tokens)
+    run = aligned(tmp_path, "attention={name: linear}", "distill.alpha=0.25", *tokens)
+    model = build(run, seed=1)
+    objective = objective_of(run, model)
+    images, targets = torch.randn(3, 3, 24, 24), torch.tensor([1, 0, 7])
+    found = objective(objective.wrap(model), images, targets)
+    error = sum(objective.values.values()) / 3
+    torch.testing.assert_close(found, 0.25 * error + 0.75 * nn.functional.cross_entropy(model(images), targets))
+
+
 def test_layers_with_the_teachers_outputs_have_no_error_and_zeros_have_one():
     y = torch.randn(2, 5, 3)
     assert relative_error(y, y).item() == 0

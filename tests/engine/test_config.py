@@ -15,7 +15,7 @@ import torch
 import yaml
 
 from attention import OptionError
-from engine.config.load import dump_run, load_run, parse_run
+from engine.config.load import REMOVED, dump_run, load_run, parse_run
 from engine.config.schema import Augment, Optim, Run
 from engine.config.yaml_files import dump_yaml, read_yaml
 from engine.runtime.errors import ConfigError, refuse_bad_input
@@ -86,6 +86,25 @@ def test_dump_and_parse_are_inverse_also_through_yaml(tmp_path, model):
     plain = yaml.safe_load(yaml.safe_dump(dump_run(run), sort_keys=False))
     assert parse_run(plain, "checkpoint") == run
     assert load_run(write(tmp_path, yaml.safe_dump(dump_run(run)), "again.yaml")) == run
+
+
+def test_options_of_earlier_versions_without_an_effect_are_passed_over():
+    options = {"model": {"name": "deit_tiny_p16"}, "attention": "softmax"}
+    former = flatten_back({key: values[-1] for key, values in REMOVED.items()})
+    assert parse_run(options | former, "last.pt") == parse_run(options, "last.pt")
+    assert former["distill"] == {"layers": None, "distance": "squared"}  # not changed
+    former["distill"]["layers"] = [1]
+    with pytest.raises(ConfigError, match=r"^last\.pt: distill\.layers: unknown option"):
+        parse_run(options | former, "last.pt")
+
+
+def flatten_back(flat: dict) -> dict:
+    """Dotted paths -> sections."""
+    sections: dict = {}
+    for key, value in flat.items():
+        section, _, name = key.partition(".")
+        sections.setdefault(section, {})[name] = value
+    return sections
 
 
 def test_parse_run_names_its_source():
@@ -427,7 +446,6 @@ WITHOUT_HIGH = {
     "data.subset": "of the images that there are; a class that has fewer refuses it",
     "data.val_fraction": "of the images that there are; a class that has as few refuses it",
     "data.subset_seed": "any number is one",
-    "distill.layers": "of the blocks that there are; others are refused",
     "train.seed": "any number is one",
     "train.eval_every": "above the epochs: the last alone",
     "train.keep_checkpoints": "above the epochs: all of them",

@@ -15,7 +15,6 @@ from PIL import Image
 
 import train
 from attention.options import OptionError
-from bench.loading import write_jpegs
 from engine.config.checks import check_run
 from engine.config.schema import Augment, Data, Run, Train
 from engine.data import verify
@@ -384,10 +383,21 @@ DAMAGE = {  # what happens at a byte of the compressed pixels -> the share that 
 }
 
 
-def try_damage(root, count: int, kind: str) -> str:
+def made_jpeg(seed: int) -> bytes:
+    """A JPEG file (500 x 375 pixels, quality 95, about 125 kB) of coarse shapes to noise, as in a photograph."""
+    rng, image, file = np.random.default_rng(seed), np.full((375, 500, 3), 128.0), io.BytesIO()
+    for rows, std in ((4, 60), (16, 40), (64, 25), (375, 12)):
+        coarse = rng.normal(0, std, (3, rows, rows * 4 // 3)).astype(np.float32)
+        channels = [Image.fromarray(channel).resize((500, 375), Image.Resampling.BICUBIC) for channel in coarse]
+        image += np.stack(channels, -1)
+    Image.fromarray(image.clip(0, 255).astype(np.uint8)).save(file, "JPEG", quality=95)
+    return file.getvalue()
+
+
+def try_damage(count: int, kind: str) -> str:
     """Damages JPEG files at `count` places, one at a time, and holds the share that decodes to docs/data.md."""
     rng, (damage, (least, most)), wrong = np.random.default_rng(0), DAMAGE[kind], []
-    contents = [path.read_bytes() for path in sorted(write_jpegs(root, 2).rglob("*.jpg"))]
+    contents = [made_jpeg(seed) for seed in range(2)]
     wholes = [np.asarray(decode(io.BytesIO(content)), int) for content in contents]
     for number in range(count):
         content, whole = contents[number % 2], wholes[number % 2]
@@ -403,11 +413,11 @@ def try_damage(root, count: int, kind: str) -> str:
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_what_damage_in_a_jpeg_is_noticed(tmp_path, kind):
-    try_damage(tmp_path, 10, kind)
+def test_what_damage_in_a_jpeg_is_noticed(kind):
+    try_damage(10, kind)
 
 
 @pytest.mark.stress
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_what_damage_in_many_jpegs_is_noticed(tmp_path, kind, figure):
-    figure("I2", try_damage(tmp_path, 300, kind))
+def test_what_damage_in_many_jpegs_is_noticed(kind, figure):
+    figure("I2", try_damage(300, kind))

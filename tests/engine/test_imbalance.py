@@ -121,7 +121,7 @@ def test_balanced_class_weights_are_scikit_learns():
         (["train.class_weights=even"], "train.class_weights: "),
         (["train.class_weights=balanced", "train.balanced_sampling=true"], "= balanced, and train.balanced_sampling ="),
         (
-            ["train.class_weights=balanced", "distill.teacher=x", "distill.type=features", "init.weights=x"],
+            ["train.class_weights=balanced", "distill.teacher=x", "distill.type=attention", "init.weights=x"],
             "train.class_weights is given, but no labels have a part in the loss of this run",
         ),
     ],

@@ -4,7 +4,6 @@ import itertools
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -14,12 +13,9 @@ import numpy as np
 import pytest
 import yaml
 from PIL import Image
-from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import train
 from engine.checkpoints.files import find_checkpoint
-from engine.runtime import launch
 
 ROOT = Path(train.__file__).parent
 
@@ -119,13 +115,13 @@ def test_a_refusal_of_all_ranks_is_said_once(tmp_path: Path):
         "    raise errors.UserError('no data')\n"
     )
     done = launched(str(script))
-    assert done.returncode == 2
+    assert done.returncode == 1
     assert [line for line in done.stderr.splitlines() if line.startswith("error")] == ["error: no data"]
 
 
 def launched(*command: str) -> subprocess.CompletedProcess:
-    """Runs a command in two processes of the project's launcher."""
-    launcher = [sys.executable, "-m", "engine.runtime.launch", "--standalone", "--nproc_per_node=2"]
+    """Runs a command in two processes of torchrun."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     return subprocess.run([*launcher, *command], cwd=ROOT, capture_output=True, text=True, timeout=300, env=environment)
 
@@ -166,73 +162,3 @@ def errors_of(done: subprocess.CompletedProcess) -> str:
     """The errors of an ended command, without those of ranks that wait for another."""
     lines = [line for line in done.stderr.splitlines() if line.startswith("error") and "no answer from" not in line]
     return "\n".join(lines)
-
-
-def failure(status: int, tmp_path: Path, exception: str = "") -> ProcessFailure:
-    """The end of a rank; `exception` is what `record` has written of it."""
-    file = tmp_path / "error.json"
-    if exception:
-        message = {"message": exception, "extraInfo": {"py_callstack": exception, "timestamp": "1"}}
-        file.write_text(json.dumps({"message": message}))
-    return ProcessFailure(local_rank=0, pid=1, exitcode=status, error_file=str(file) if exception else "<N/A>")
-
-
-@pytest.mark.parametrize(
-    ("statuses", "exception", "expected"),
-    [
-        ([75, 75], "", 75),
-        ([75, -15], "", 75),  # torchrun ends the ranks that outlive the first
-        ([143, 75], "", 75),
-        ([2, 2], "", 2),
-        ([75, 1], "", 1),
-        ([75, -9], "", None),
-        ([-15], "", None),
-        ([1, 75], "KeyError", None),
-    ],
-)
-def test_the_launcher_ends_as_its_ranks_do(
-    statuses: list[int], exception: str, expected: int | None, tmp_path: Path, monkeypatch, capsys
-):
-    """torchrun reports failures that the ranks have not explained themselves."""
-    failures = [failure(status, tmp_path, exception if not rank else "") for rank, status in enumerate(statuses)]
-
-    def fail(arguments: object) -> None:
-        raise ChildFailedError("train.py", dict(enumerate(failures)))
-
-    monkeypatch.setattr(launch.run, "main", fail)
-    with pytest.raises((SystemExit, ChildFailedError)) as ended:
-        launch.main([])
-    assert getattr(ended.value, "code", None) == expected
-    saved = "stopped and saved; the same command continues the run\n"
-    assert capsys.readouterr().err == (saved if expected == 75 else "")
-
-
-def test_a_second_signal_is_no_planned_stop(monkeypatch: pytest.MonkeyPatch):
-    def interrupt(arguments: object) -> None:
-        try:
-            raise SignalException("", signal.SIGINT)
-        finally:
-            raise SignalException("", signal.SIGINT)
-
-    monkeypatch.setattr(launch.run, "main", interrupt)
-    with pytest.raises(SystemExit) as ended:
-        launch.main([])
-    assert ended.value.code == 130
-
-
-def test_the_last_line_of_a_stopped_run_is_its_own():
-    """SIGTERM to the launcher: the ranks save, and no traceback follows their line."""
-    # torchrun loses ranks that it has only just started when it is told to end.
-    rank = "trap 'echo saved; exit 75' TERM; sleep 2; echo ready; while kill -0 $PPID; do sleep 0.05; done"
-    command = [sys.executable, "-m", "engine.runtime.launch", "--standalone", "--no-python", "bash", "-c", rank]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-        try:
-            before = next(line for line in process.stdout if line == "ready\n")
-            process.send_signal(signal.SIGTERM)
-            text = process.communicate(timeout=60)[0]
-        finally:
-            process.kill()
-    assert before
-    assert process.returncode == 75
-    assert text.splitlines()[-1] == "saved"
-    assert "Traceback" not in text

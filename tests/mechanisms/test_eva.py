@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from attention import create_attention
-from attention.decoding import EvaDecoder
 from attention.mechanisms.eva import eva, group_values
 from attention.mechanisms.scatterbrain import scatterbrain
 from attention.mechanisms.softmax import softmax
@@ -18,7 +16,7 @@ from attention.ops.joint_softmax.op import window_logits
 from attention.parts.features import log_features, scale
 from attention.parts.geometry import Windows
 from attention.parts.groups import Groups, bins, bins_outside, chunks_outside, gather_groups, group_mean
-from tests.support.cases import HEAD_DIM, HEADS, PREFIX, Case
+from tests.support.cases import PREFIX, Case
 from tests.support.comparisons import assert_equal
 from tests.support.growth import Growth
 from tests.support.inputs import CPU, B, d, draw, every_grid, h, layer, one_head, tokens
@@ -328,43 +326,3 @@ def test_activation_checkpointing_replays_the_noise():
         run(x).square().sum().backward()
         gradients.append([p.grad.clone() for p in attn.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
-
-
-# Decoding token by token
-
-GRID = (5, 7)
-N = GRID[0] * GRID[1]
-
-CAUSAL_CASES = [case for case in CASES if case.options.get("causal")]
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        *CAUSAL_CASES,
-        Case("eva", GRID, {**CAUSAL, "num_landmarks": 0}),
-        Case("eva", GRID, {**CAUSAL, "num_landmarks": 9, "mu": "trainable", "position_bias": "none"}),
-        Case("eva", GRID, {**CAUSAL, "num_landmarks": 9, "overlap": 2, "released_overlap_groups": True}),
-    ],
-    ids=str,
-)
-def test_decoding_token_by_token_equals_the_parallel_form(case):
-    attn, x = case.build().eval(), case.tokens()
-    decoder = EvaDecoder(attn, GRID)
-    y, most = [], 0
-    for token in x.split(1, dim=1):
-        y.append(decoder(token))
-        most = max(most, len(decoder.tokens))
-    torch.testing.assert_close(torch.cat(y, 1), attn(x, GRID), rtol=1e-10, atol=1e-10)
-    longest = max((len(group) for group in decoder.groups), default=0)
-    assert most <= 8 + case.options.get("overlap", 0) + longest < N  # keeps the window and the present group alone
-    with pytest.raises(ValueError, match=f"all {N} tokens .* are decoded"):
-        decoder(x[:, :1])
-
-
-def test_decoding_refuses_what_is_not_causal_or_in_training():
-    options = {"dim": HEADS * HEAD_DIM, "num_heads": HEADS, "grid": GRID, "window_size": 3, "num_landmarks": 6}
-    with pytest.raises(ValueError, match="causal: true"):
-        EvaDecoder(create_attention("eva", **options).eval(), GRID)
-    with pytest.raises(ValueError, match="call eval"):
-        EvaDecoder(create_attention("eva", **options, causal=True, layout="1d"), GRID)

@@ -8,14 +8,14 @@ from timm.utils.onnx import onnx_export
 from torch import Tensor, nn
 
 from attention import ATTENTION
-from attention.decoding import DECODERS
 from models import create_model
 from models.costs import costs_of
 from tests.support.cases import Case
 from tests.support.facts import FACTS
 
 CASES = [FACTS[name].CASES[0] for name in ATTENTION]
-CASES += [next(c for c in FACTS[name].CASES if c.options.get("causal")) for name in DECODERS]
+CAUSAL = [[case for case in FACTS[name].CASES if case.options.get("causal")] for name in ATTENTION]
+CASES += [cases[0] for cases in CAUSAL if cases]
 CASES += [Case("eva", (5, 7), {"window_size": 3, "num_landmarks": 6, "partition": "mask"})]
 UNCOUNTED = {"aten::scaled_dot_product_attention", "aten::einsum", "aten::_convolution"}
 """Operators of multiply-accumulates other than matrix products, which are not counted here."""

@@ -64,24 +64,23 @@ class Landmarks(nn.Module):
         if config.num_samples > 1:  # with one sample, evaluation uses the proposal's mean
             self.register_buffer("eval_noise", torch.randn(num_heads, config.num_samples, head_dim))
 
-    def forward(self, q: Tensor, k: Tensor, groups: Any, first: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, groups: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Returns k_tilde (B, h, G, c, d), means mu (B, h, G, c, d) and samples omega (B, h, G, c, s, d) of proposals.
 
         Args:
             q, k: tokens of the grid, (B, h, N, d). groups: `Groups`, or the second argument of a custom `pool`.
-            first: index, among the layer's groups, of the first of `groups`.
         """
         k_tilde = self.k(self.pool(k, groups))
-        mu = self.mean(q, k_tilde, groups, first)
+        mu = self.mean(q, k_tilde, groups)
         return k_tilde, mu, self.noise(mu) + mu[..., None, :]
 
-    def mean(self, q: Tensor, k_tilde: Tensor, groups: Any, first: int) -> Tensor:
+    def mean(self, q: Tensor, k_tilde: Tensor, groups: Any) -> Tensor:
         """Means mu of the proposals, (B, h, G, c, d)."""
         kind, scale = self.config.mu, k_tilde.shape[-1] ** -0.25
         if kind == "zero":
             return torch.zeros_like(k_tilde)
         if kind == "trainable":
-            return scale * self.mu[:, None, first : first + k_tilde.shape[3]].expand_as(k_tilde)
+            return scale * self.mu[:, None].expand_as(k_tilde)
         q_tilde = self.q(self.pool(q, groups))
         return self.config.mu_scale * scale * (q_tilde + k_tilde if kind == "qk" else q_tilde)
 

@@ -21,34 +21,30 @@ from torch import Tensor
 
 from ...parts.chunks import chunk_size, chunks, pad
 from ...parts.features import full_precision
-from ...parts.past import Past
 
 
-def causal_sums(phi_q: Tensor, phi_k: Tensor, v: Tensor, past: Past | None = None) -> Tensor:
+def causal_sums(phi_q: Tensor, phi_k: Tensor, v: Tensor) -> Tensor:
     """sum_{m <= n} (phi_q_n . phi_k_m) v_m: features (B, h, N, f), v (B, h, N, d) -> (B, h, N, d).
 
     Cost: N (c (f + d) + 2 f d) multiply-accumulates, with N padded to chunks of c.
     """
     N, size = v.shape[2], chunk_size(v.shape[2])
     phi_q, phi_k, values = (chunks(pad(x, size), size) for x in (phi_q, phi_k, v))
-    y = (phi_q @ phi_k.mT).tril() @ values + phi_q @ states_before(phi_k.mT @ values, None, past, "sums")
+    y = (phi_q @ phi_k.mT).tril() @ values + phi_q @ states_before(phi_k.mT @ values)
     return y.flatten(2, 3)[:, :, :N]
 
 
-def running_mass(log_k: Tensor, past: Past | None = None) -> Tensor:
+def running_mass(log_k: Tensor) -> Tensor:
     """L_ns, the logarithm of sum_{m <= n} exp(log_k_ms): (B, h, N, s) -> (B, h, 1 + N, s).
 
-    The first entry is the mass of the past, or the least finite number without one.
+    The first entry is the mass of no key, the least finite number.
     """
-    past = past or Past()
-    first = past.kept.get("mass", torch.full_like(log_k[:, :, :1], torch.finfo(log_k.dtype).min))
-    mass = torch.cat([first, log_k], 2).logcumsumexp(2)
-    past.kept["mass"] = mass[:, :, -1:]
-    return mass
+    first = torch.full_like(log_k[:, :, :1], torch.finfo(log_k.dtype).min)
+    return torch.cat([first, log_k], 2).logcumsumexp(2)
 
 
 @full_precision
-def running_mix(weights: Tensor, log_k: Tensor, mass: Tensor, v: Tensor, past: Past | None = None) -> Tensor:
+def running_mix(weights: Tensor, log_k: Tensor, mass: Tensor, v: Tensor) -> Tensor:
     """sum_s weights_ns sum_{m <= n} exp(log_k_ms - L_ns) v_m, v (B, h, N, d) -> (B, h, N, d).
 
     Args:
@@ -57,12 +53,12 @@ def running_mix(weights: Tensor, log_k: Tensor, mass: Tensor, v: Tensor, past: P
     return over_prefix(
         lambda weights, on_query, on_key, v: weights * on_query @ on_key.mT @ v,
         lambda weights, on_query, state: weights * on_query @ state,
-        *(weights, log_k, mass, v, past, "values"),
+        *(weights, log_k, mass, v),
     )
 
 
 @full_precision
-def running_logits(q: Tensor, k: Tensor, log_k: Tensor, mass: Tensor, past: Past | None = None) -> Tensor:
+def running_logits(q: Tensor, k: Tensor, log_k: Tensor, mass: Tensor) -> Tensor:
     """q_n . sum_{m <= n} exp(log_k_ms - L_ns) k_m, queries and keys (B, h, N, d) -> (B, h, N, s).
 
     Args:
@@ -71,7 +67,7 @@ def running_logits(q: Tensor, k: Tensor, log_k: Tensor, mass: Tensor, past: Past
     return over_prefix(
         lambda q, on_query, on_key, k: q @ k.mT @ on_key * on_query,
         lambda q, on_query, state: q @ state.mT * on_query,
-        *(q, log_k, mass, k, past, "keys"),
+        *(q, log_k, mass, k),
     )
 
 
@@ -82,8 +78,6 @@ def over_prefix(
     log_k: Tensor,
     mass: Tensor,
     tokens: Tensor,
-    past: Past | None,
-    name: str,
 ) -> Tensor:
     """For every query, sums over the keys up to it: its own key, earlier spans of its chunk, and earlier chunks.
 
@@ -91,7 +85,7 @@ def over_prefix(
         by_keys: function of (x, exp(L_es - L_ns), exp(log_k_ms - L_es), tokens) that returns the sum over these keys.
         by_state: function of (x, exp(L_es - L_ns), state) that returns the sum over all keys up to e, where state is
             sum_m exp(log_k_ms - L_es) tokens_m, (s, d).
-        x: one row per query, (B, h, N, f). tokens: one row per key, (B, h, N, d). name: key of the state in `past`.
+        x: one row per query, (B, h, N, f). tokens: one row per key, (B, h, N, d).
     """
     N, size = x.shape[2], chunk_size(x.shape[2])
     x, tokens, log_k = pad(x, size), pad(tokens, size), pad(log_k, size, torch.finfo(log_k.dtype).min)
@@ -111,22 +105,20 @@ def over_prefix(
     sums = (chunks(log_k, size) - ends[:, :, 1:, None]).exp().mT @ chunks(tokens, size)
     decay = (ends[:, :, :-1] - ends[:, :, 1:]).exp()[..., None]
     on_query = (ends[:, :, :-1, None] - chunks(mass, size)).exp()
-    y = y + by_state(chunks(x, size), on_query, states_before(sums, decay, past, name)).flatten(2, 3)
+    y = y + by_state(chunks(x, size), on_query, states_before(sums, decay)).flatten(2, 3)
     return y[:, :, :N]
 
 
-def states_before(sums: Tensor, decay: Tensor | None, past: Past | None, name: str) -> Tensor:
-    """For each chunk, the sum of the past and of all chunks before it, (B, h, g, f, d); writes the total to `past`.
+def states_before(sums: Tensor, decay: Tensor | None = None) -> Tensor:
+    """For each chunk, the sum of all chunks before it, (B, h, g, f, d).
 
     Adds chunk by chunk, because `cumsum` is not deterministic on a GPU and has no decay.
 
     Args:
         sums: sums of each chunk, (B, h, g, f, d). decay: factor of each chunk for the sums before it, (B, h, g, f, 1).
     """
-    past, states = past or Past(), []
-    state = past.kept.get(name, torch.zeros_like(sums[:, :, 0]))
+    state, states = torch.zeros_like(sums[:, :, 0]), []
     for chunk, own in enumerate(sums.unbind(2)):
         states.append(state)
         state = own + (state if decay is None else decay[:, :, chunk] * state)
-    past.kept[name] = state
     return torch.stack(states, 2)

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from ...parts.features import Normaliser, full_precision
 from ...parts.masking import mask_logits, mask_tokens
-from ...parts.past import Causal, Past
 from ..kernels import with_fast_path
 from . import sums
 from .causal import causal_sums, running_mass, running_mix
@@ -16,7 +15,7 @@ from .causal import causal_sums, running_mass, running_mix
 
 @full_precision
 def mix_features(
-    log_q: Tensor, log_k: Tensor, v: Tensor, key_mask: Tensor | None = None, *, causal: Causal = False
+    log_q: Tensor, log_k: Tensor, v: Tensor, key_mask: Tensor | None = None, *, causal: bool = False
 ) -> Tensor:
     """Ratio of sums sum_sm exp(log_q_ns + log_k_sm) v_m / sum_sm exp(log_q_ns + log_k_sm), as two nested softmaxes.
 
@@ -24,11 +23,11 @@ def mix_features(
 
     log_q: (..., N, s), up to a constant per query. log_k: (..., s, M). v: (..., M, d). Causal: (B, h, ...).
     """
-    log_k, past = mask_logits(log_k, key_mask), causal if isinstance(causal, Past) else None
+    log_k = mask_logits(log_k, key_mask)
     if causal:
         log_k = log_k.mT
-        mass = running_mass(log_k, past)
-        return running_mix((log_q + mass[:, :, 1:]).softmax(-1), log_k, mass, v, past)
+        mass = running_mass(log_k)
+        return running_mix((log_q + mass[:, :, 1:]).softmax(-1), log_k, mass, v)
     return (log_q + log_k.logsumexp(-1)[..., None, :]).softmax(-1) @ (log_k.softmax(-1) @ v)
 
 
@@ -42,7 +41,7 @@ def linear_attention(
     eps: float = 1e-6,
     *,
     rotate: Callable[[Tensor], Tensor] | None = None,
-    causal: Causal = False,
+    causal: bool = False,
     key_mask: Tensor | None = None,
 ) -> Tensor:
     """Attention with weights phi_q_n . phi_k_m, sum_m (phi_q_n . phi_k_m) v_m over the sum of weights, in linear time.
@@ -59,13 +58,13 @@ def linear_attention(
     Returns:
         (..., N, d). Cost: 2 N f d multiply-accumulates at M = N, and N f for the normalisers; causal: `causal_sums`.
     """
-    phi_k, past = mask_tokens(phi_k, key_mask), causal if isinstance(causal, Past) else None
+    phi_k = mask_tokens(phi_k, key_mask)
     if causal:
         assert normaliser != "mean"  # its count of keys would have to run along
         assert rotate is None
         if normaliser == "none":
-            return causal_sums(phi_q, phi_k, v, past)
-        y, total = causal_sums(phi_q, phi_k, F.pad(v, (0, 1), value=1), past).split([v.shape[-1], 1], -1)
+            return causal_sums(phi_q, phi_k, v)
+        y, total = causal_sums(phi_q, phi_k, F.pad(v, (0, 1), value=1)).split([v.shape[-1], 1], -1)
     else:
         turned_q, turned_k = (phi_q, phi_k) if rotate is None else (rotate(phi_q), rotate(phi_k))
         y = turned_q @ (turned_k.mT @ v)
