@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.checkpoints.adapt import build_models
-from engine.checkpoints.export import check_crop_mode, check_target, export
+from engine.checkpoints.export import check_target, export
 from engine.checkpoints.files import Weights, find_weights, parse_weights
 from engine.checkpoints.weights import check_predicts_classes
 from engine.config.load import is_overridden, parse_run
@@ -72,8 +72,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             check_target(target)
         overrides = [f"data.workers={min(Data.workers, os.cpu_count() or 1)}", *args.overrides]  # no file decides that
         runs = [parse_run(checkpoint["config"], str(path), overrides) for path, checkpoint, _ in found]
-        for target in args.export:
-            check_crop_mode(target, runs[-1])
         world, results, records = init_distributed(runs[0].train.device), {}, {} if outputs else None
         try:
             with refuse_bad_input():  # said before the process group ends, see train.py

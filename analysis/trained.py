@@ -10,7 +10,6 @@ import torch
 from timm.layers import to_2tuple
 from torch import Tensor, nn
 
-from attention import OptionError
 from engine.checkpoints.adapt import build_models
 from engine.checkpoints.files import find_weights, trained_config
 from engine.checkpoints.weight_sources import Source, source_of
@@ -65,9 +64,6 @@ def load_trained(args: argparse.Namespace) -> Trained:
     found, checkpoint, kinds = find_weights(args.checkpoint, args.select, args.weights)[-1]  # averaged ones come last
     run = parse_run(checkpoint["config"], str(found), args.overrides)
     check_predicts_classes(run, str(found))
-    if run.data.crop_mode == "native":
-        problem = " = native: images are analysed together, at one size; set it to center, squash or border"
-        raise OptionError("data.crop_mode", problem)
     device = init_distributed(run.train.device).device
     models, resampled = build_models(run, checkpoint, kinds[-1:])
     if resampled:

@@ -5,7 +5,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -49,7 +48,6 @@ class Trained(NamedTuple):
     Attributes:
         model: images (B, C, H, W) -> logits (B, classes), in evaluation mode, on the CPU.
         transform: PIL image of any size and mode -> (C, H, W) fp32, normalised, as in validation; C is 1 (grey) or 3.
-            With `data.crop_mode` native, images of other aspect ratios become tensors of other sizes.
         classes: names of the classes, in the order of the logits.
     """
 
@@ -112,16 +110,9 @@ def predict(trained: Trained, loader: ImageLoader, top: int, amp: Amp = None) ->
     """
     model, _, classes = trained
     device = next(model.parameters()).device
-
-    def predict_sizes() -> Iterator[tuple[int, Prediction]]:
-        for images, positions in loader:
-            with autocast(amp, device):
-                logits = model(images.to(device))
-            probabilities, indices = logits.float().softmax(1).topk(min(top, len(classes)))
-            for position, row, values in zip(positions.tolist(), indices.tolist(), probabilities.tolist(), strict=True):
-                file = images_of(loader).filename(position)
-                yield position, Prediction(file, [classes[index] for index in row], values)
-
-    for _, batch in groupby(predict_sizes(), lambda found: found[0] // loader.batch_size):
-        for _, prediction in sorted(batch):  # the loader yields the images of a batch by their sizes
-            yield prediction
+    for images, positions in loader:
+        with autocast(amp, device):
+            logits = model(images.to(device))
+        probabilities, indices = logits.float().softmax(1).topk(min(top, len(classes)))
+        for position, row, values in zip(positions.tolist(), indices.tolist(), probabilities.tolist(), strict=True):
+            yield Prediction(images_of(loader).filename(position), [classes[index] for index in row], values)
