@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.checkpoints.adapt import build_models
-from engine.checkpoints.export import check_crop_mode, check_target, export
+from engine.checkpoints.export import check_target, export
 from engine.checkpoints.files import Weights, find_weights, parse_weights
 from engine.checkpoints.origin import is_made_here
 from engine.checkpoints.preference import prefer
@@ -80,8 +80,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             parse_described(checkpoint["config"], str(path), overrides, is_own=is_own, reads_images=True)
             for path, checkpoint, _ in found
         ]
-        for target in args.export:
-            check_crop_mode(target, runs[-1])
         world, results, records = init_distributed(runs[0].train.device), {}, {} if outputs else None
         try:
             with refuse_bad_input():  # said before the process group ends, see train.py

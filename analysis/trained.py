@@ -10,7 +10,6 @@ import torch
 from timm.layers import to_2tuple
 from torch import Tensor, nn
 
-from attention import OptionError
 from engine.checkpoints.adapt import build_models
 from engine.checkpoints.files import trained_config
 from engine.checkpoints.identify import identify
@@ -73,9 +72,6 @@ def load_trained(args: argparse.Namespace, reads_images: bool = True) -> Trained
     is_own = is_made_here(args.checkpoint)
     run = parse_described(checkpoint["config"], str(found), args.overrides, is_own=is_own, reads_images=reads_images)
     check_predicts_classes(run, str(found))
-    if run.data.crop_mode == "native":
-        problem = " = native: images are analysed together, at one size; set it to center, squash or border"
-        raise OptionError("data.crop_mode", problem)
     device = init_distributed(run.train.device).device
     models, resampled = build_models(run, checkpoint, [kind])
     if resampled:

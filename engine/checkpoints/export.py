@@ -71,17 +71,6 @@ def check_target(target: str) -> None:
             raise UserError(f"{target}: needs the package {package} ({error}); {remedy}") from None
 
 
-def check_crop_mode(target: str, run: Run) -> None:
-    """Refuses images of many sizes (`data.crop_mode` native) in files for other programs.
-
-    Raises:
-        UserError: timm has no transform of that name, and graphs take images of one size.
-    """
-    if run.data.crop_mode == "native" and _kind(target) != ".safetensors":
-        remedy = "set data.crop_mode to center, squash or border, or export a file .safetensors"
-        raise UserError(f"{target}: other programs have no data.crop_mode = native; {remedy}")
-
-
 def export(target: str, run: Run, checkpoint: Mapping[str, Any], weights: Weights) -> str:
     """Writes the model that `run` describes, with one kind of weights of `checkpoint`.
 
@@ -92,7 +81,6 @@ def export(target: str, run: Run, checkpoint: Mapping[str, Any], weights: Weight
     Raises:
         UserError: it cannot be exported or written; existing files are unchanged.
     """
-    check_crop_mode(target, run)
     path, kind, state = Path(target), _kind(target), WEIGHTS[weights]
     model = build_models(run, checkpoint, [weights])[0][weights].eval()
     card = write_card(model, run, checkpoint, weights) if kind == "/" else ""

@@ -46,7 +46,7 @@ PLACE = _options("train", "device compile kernels grad_checkpointing channels_la
 
 COMMAND_LINE = {
     "report",
-    *_options("data", "cache_dir cache_gb workers timeout_minutes order shuffle_shards max_broken broken_val"),
+    *_options("data", "cache_dir cache_gb workers timeout_minutes shuffle_shards max_broken broken_val"),
     *_options("train", "keep_checkpoints checkpoint_minutes checkpoint_steps"),
     *_options("train", "max_skipped max_overflows timeout_minutes log_every"),
 }

@@ -81,6 +81,7 @@ def load_unbuilt(path: str | Path, overrides: Sequence[str] = ()) -> Run:
 REMOVED: dict[str, list[Any]] = {
     "distill.layers": [None],
     "distill.distance": ["squared"],
+    "data.order": ["list"],
     "train.async_checkpoint": [False, True],
 }
 """Options of earlier versions -> values without an effect."""

@@ -80,11 +80,6 @@ class Data:
     num_sequences: tuple[int, int] = option(
         (20_000, 1_000), "copy: sequences that are drawn to train and to validate", low=1, high=10**6
     )
-    order: Literal["list", "keyed"] = option(
-        "list",
-        "random order of an epoch: a list of all images in every rank, or computed by position (a keyed permutation),"
-        " in memory that does not grow; without effect on mds, where blocks of shards are shuffled",
-    )
     shuffle_shards: int = option(
         16,
         "mds: shards of a block, whose images are shuffled together; a node fetches a block at a time",
@@ -110,15 +105,14 @@ class Data:
         low=-1e12,
         high=1e12,
     )
-    crop_mode: Literal["center", "squash", "border", "native"] = option(
+    crop_mode: Literal["center", "squash", "border"] = option(
         "center",
         "validation, as in timm: the centre of an image; all of it, stretched (squash) or with a border, if crop_pct is"
-        " 1 (below, the margin is cut); native: all of it in its own aspect ratio, resized to at most as many patches"
-        " as model.img_size has",
+        " 1 (below, the margin is cut)",
     )
     crop_pct: float = option(
         0.875,
-        "validation: share of the resized image kept by the centre crop; without effect on native",
+        "validation: share of the resized image kept by the centre crop",
         low=0.25,
         high=1,
     )

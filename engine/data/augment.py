@@ -8,16 +8,13 @@ import timm.data
 from PIL import Image
 from timm.data import Mixup, auto_augment
 from timm.data.mixup import mixup_target
-from timm.data.transforms import MaybePILToTensor, MaybeToTensor
 from timm.layers import to_2tuple
 from torch import Tensor
-from torchvision.transforms import Compose, Normalize
 from torchvision.transforms.functional import pil_to_tensor
 
 from engine.config.schema import Augment, Run, num_channels, per_channel
 from engine.data.batch_policy import DrawingTransform
 from engine.data.images import BrokenImage
-from engine.data.native_aspect import NativeAspect
 from engine.objectives import choose_objective
 
 
@@ -77,8 +74,6 @@ class ReadTokens:
 def create_transform(run: Run, img_size: Size, is_training: bool, as_bytes: bool) -> Callable[[Image.Image], Any]:
     """timm's transform of an image with the channels that the model takes; tokens stay as they are, bytes (1, H, W).
 
-    Images have the size `img_size`, but in validation with `data.crop_mode` native as many patches at most.
-
     Args:
         as_bytes: yields a uint8 tensor (C, H, W), neither normalised nor erased; else fp32, normalised and erased. In
             training with `augment.batched` the transform yields a `Drawn` in either case.
@@ -87,9 +82,6 @@ def create_transform(run: Run, img_size: Size, is_training: bool, as_bytes: bool
     if choose_objective(run).inputs == "tokens":
         return ReadTokens(to_2tuple(img_size), run.model["vocab_size"])
     mean, std = (per_channel(values, num_channels(run)) for values in (data.mean, data.std))
-    if data.crop_mode == "native" and not is_training:
-        to_tensor = [MaybePILToTensor()] if as_bytes else [MaybeToTensor(), Normalize(mean, std)]
-        return Compose([NativeAspect(run, img_size), *to_tensor])
     is_drawn = is_training and augment.batched
     transform = timm.data.create_transform(
         img_size,

@@ -21,7 +21,7 @@ from engine.config.schema import Run, num_channels, per_channel
 from engine.data.augment import BatchAugment, Size, create_mixup, create_transform
 from engine.data.batch_policy import stack_drawn
 from engine.data.images import BrokenImage
-from engine.data.order import BlockOrder, KeyedOrder, ListOrder, Order
+from engine.data.order import BlockOrder, ListOrder, Order
 from engine.data.sampler import EpochSampler, SeededDataset
 from engine.data.splits import Images, _check_num_classes, classes_of, count_classes, open_images, report_split
 from engine.data.workers import RestartingLoader, WorkersLost
@@ -40,8 +40,6 @@ class ImageLoader(RestartingLoader):
 
     No other image replaces a broken one, so that none counts twice. The order and the number of batches do not change:
     ranks stay in step, and a position in the order means the same with and without broken images.
-
-    A batch with images of several sizes (`data.crop_mode` native, in evaluation) comes as one batch for each size.
 
     Args:
         stack: samples -> batch. limit: broken images that a pass may leave out; if finite, never a whole batch.
@@ -64,27 +62,24 @@ class ImageLoader(RestartingLoader):
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:  # type: ignore[override]  # torch names its own iterators
         known, self.broken, self.positions = set(self.broken), [], []
-        for number, (batches, broken) in enumerate(super().__iter__()):
+        for number, (batch, places, broken) in enumerate(super().__iter__()):
             self.broken += broken
-            if len(self.broken) > self.limit or (not batches and self.limit < math.inf):
+            if len(self.broken) > self.limit or (not places and self.limit < math.inf):
                 raise BrokenImage(f"{broken[-1]}; {self.remedy}")
             for line in broken:
                 if line not in known:
                     tqdm.write(f"skipped: {one_line(line, 5000)}", file=sys.stderr)
-            for batch, places in batches:
-                if not isinstance(self.sampler, EpochSampler):  # in training nobody asks, and a pass may be long
-                    self.positions += [number * self.batch_size + place for place in places]
+            if not isinstance(self.sampler, EpochSampler):  # in training nobody asks, and a pass may be long
+                self.positions += [number * self.batch_size + place for place in places]
+            if places:
                 yield batch
 
 
-def _collate(samples: list[tuple | BrokenImage], stack: Callable) -> tuple[list[tuple[Any, list[int]]], list[str]]:
-    """For each size of the intact samples their batch and their places; a line of each broken one."""
-    sizes: dict[tuple[int, ...], list[int]] = {}
-    for place, sample in enumerate(samples):
-        if not isinstance(sample, BrokenImage):
-            sizes.setdefault(sample[0].shape, []).append(place)
-    batches = [(stack([samples[place] for place in places]), places) for places in sizes.values()]
-    return batches, [str(sample) for sample in samples if isinstance(sample, BrokenImage)]
+def _collate(samples: list[tuple | BrokenImage], stack: Callable) -> tuple[Any, list[int], list[str]]:
+    """The batch of the intact samples, None if there are none, and their places; a line of each broken one."""
+    places = [place for place, sample in enumerate(samples) if not isinstance(sample, BrokenImage)]
+    batch = stack([samples[place] for place in places]) if places else None
+    return batch, places, [str(sample) for sample in samples if isinstance(sample, BrokenImage)]
 
 
 class ErasingLoader(PrefetchLoader):
@@ -224,7 +219,7 @@ def create_loaders(run: Run, world: World, *, img_size: Size, num_classes: int) 
 def create_order(images: Images, run: Run) -> Order:
     if images.reader.blocks is not None:
         return BlockOrder(images.reader.blocks, run.data.shuffle_shards)
-    return KeyedOrder(len(images)) if run.data.order == "keyed" else ListOrder(len(images))
+    return ListOrder(len(images))
 
 
 def create_val_loader(

@@ -1,15 +1,11 @@
 """Orders of the images of an epoch: functions of a seed and of a position, for any range of positions."""
 
-import math
 from typing import Protocol
 
 import numpy as np
 import torch
 
 from engine.runtime.distributed import mix_seeds
-
-ROUNDS = 8
-"""Rounds of the Feistel network; four are enough for a permutation that looks random (Luby and Rackoff, 1988)."""
 
 CHUNK = 2**16
 """Number of positions whose images a sampler looks up at a time."""
@@ -29,38 +25,6 @@ class ListOrder:
 
     def __call__(self, seed: int, positions: np.ndarray) -> np.ndarray:
         return torch.randperm(self.number, generator=torch.Generator().manual_seed(seed)).numpy()[positions]
-
-
-class KeyedOrder:
-    """A random permutation of `number` images without a list: a Feistel network whose key is the seed.
-
-    The network permutes the numbers of 2 b bits, at most four times as many as there are images. A number that is no
-    image is permuted again until it is one (cycle walking; Black and Rogaway, 2002), at most four times on average.
-    """
-
-    def __init__(self, number: int):
-        self.number, self.bits = number, max(1, math.ceil((number - 1).bit_length() / 2))
-
-    def __call__(self, seed: int, positions: np.ndarray) -> np.ndarray:
-        keys = np.random.SeedSequence((self.number, seed)).generate_state(ROUNDS, np.uint64)
-        found = self._permute(positions.astype(np.uint64), keys)
-        while len(outside := np.flatnonzero(found >= self.number)):
-            found[outside] = self._permute(found[outside], keys)
-        return found.astype(np.int64)
-
-    def _permute(self, values: np.ndarray, keys: np.ndarray) -> np.ndarray:
-        bits, mask = np.uint64(self.bits), np.uint64((1 << self.bits) - 1)
-        left, right = values >> bits, values & mask
-        for key in keys:
-            left, right = right, left ^ (_mix(right ^ key) & mask)
-        return (left << bits) | right
-
-
-def _mix(values: np.ndarray) -> np.ndarray:
-    """Hashes 64-bit integers, by the finalizer of SplitMix64 (Steele et al., 2014)."""
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
 
 
 class BlockOrder:

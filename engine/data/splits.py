@@ -244,8 +244,7 @@ def report_split(data: Data, option: Literal["train_split", "val_split"], images
         lines = [f"validation: {held}; data.val_split is not read"]
     if text := describe_ignored(images):
         lines.append(f"data.{option}: {text}")
-    is_resized = option == "val_split" and data.crop_mode != "native"  # before the crop
-    needed = math.floor(max(to_2tuple(img_size)) / (data.crop_pct if is_resized else 1))
+    needed = math.floor(max(to_2tuple(img_size)) / (data.crop_pct if option == "val_split" else 1))  # before the crop
     if 0 < images.reader.short_side < needed:
         problem = f"data.{option}: the images were prepared with a short side of {images.reader.short_side} pixels"
         remedy = f"prepare them with --short-side {needed}, or 0, which keeps their size"

@@ -5,7 +5,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -52,7 +51,6 @@ class Trained(NamedTuple):
     Attributes:
         model: images (B, C, H, W) -> logits (B, classes), in evaluation mode, on the CPU.
         transform: PIL image of any size and mode -> (C, H, W) fp32, normalised, as in validation; C is 1 (grey) or 3.
-            With `data.crop_mode` native, images of other aspect ratios become tensors of other sizes.
         classes: names of the classes, in the order of the logits.
     """
 
@@ -121,18 +119,12 @@ def predict(trained: Trained, loader: ImageLoader, top: int, amp: Amp = None) ->
     """
     model, _, classes = trained
     device = next(model.parameters()).device
-
-    def predict_sizes() -> Iterator[tuple[int, Prediction]]:
-        for images, positions in loader:
-            with autocast(amp, device):
-                logits = model(images.to(device))
-            ranked = rank_classes(logits, top)
-            found = positions.tolist(), ranked.tolist(), probabilities_of(logits, ranked).tolist()
-            for position, indices, values in zip(*found, strict=True):
-                known = indices[0] >= 0
-                names, values = [classes[index] for index in indices if known], values if known else []
-                yield position, Prediction(images_of(loader).filename(position), names, values)
-
-    for _, batch in groupby(predict_sizes(), lambda found: found[0] // loader.batch_size):
-        for _, prediction in sorted(batch):  # the loader yields the images of a batch by their sizes
-            yield prediction
+    for images, positions in loader:
+        with autocast(amp, device):
+            logits = model(images.to(device))
+        ranked = rank_classes(logits, top)
+        found = positions.tolist(), ranked.tolist(), probabilities_of(logits, ranked).tolist()
+        for position, indices, values in zip(*found, strict=True):
+            known = indices[0] >= 0
+            names, values = [classes[index] for index in indices if known], values if known else []
+            yield Prediction(images_of(loader).filename(position), names, values)

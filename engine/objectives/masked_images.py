@@ -109,9 +109,6 @@ class MaskedImages(Objective):
         sides, patch = to_2tuple(model["img_size"]), model["patch_size"]
         valid = [size for size in range(patch, min(sides) + 1, patch) if not any(side % size for side in sides)]
         size, ratio = simmim.mask_size, simmim.mask_ratio
-        if run.data.crop_mode == "native":
-            problem = " = native: the masks are for images of one size; set it to center, squash or border"
-            raise OptionError("data.crop_mode", problem)
         of_labels = {"augment": dict.fromkeys(("mixup", "cutmix", "smoothing"), 0)}
         refuse_options(run, of_labels, "masked images have no labels to mix or smooth")
         refuse_options(run, {"augment": {"reprob": 0}}, "erased areas would be targets")

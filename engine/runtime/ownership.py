@@ -30,18 +30,20 @@ RESULTS = "results"
 """Kind of the claims on files of runs, sweeps and analyses, which may lie among files of others."""
 
 
-def claim(directory: Path, kind: str, names: Iterable[str]) -> None:
+def claim(directory: Path, kind: str, names: Iterable[str], are_known: bool = False) -> None:
     """Makes `directory` one of our own, of this kind, whose files of these names may be replaced or removed later.
 
     The names of earlier claims of the same kind stay valid. A directory of `RESULTS` may hold other files, too.
 
+    Args:
+        are_known: files of these names that are there were made by this program, in a version that kept no record.
     Raises:
         UserError: a file of such a name is there already, and no earlier claim has it; or the directory holds files,
             and no claim of this kind. OSError: it cannot be made or written.
     """
     directory.mkdir(parents=True, exist_ok=True)
     names, is_empty = {*names}, not any(directory.iterdir())
-    known = check_claim(directory, kind, names)
+    known = _names(directory, kind) if are_known else check_claim(directory, kind, names)
     if known is None and kind != RESULTS and not is_empty:
         raise UserError(f"{directory}: holds files that are not of a {kind} of this program; name another directory")
     if known is None or not names <= known:

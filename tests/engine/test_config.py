@@ -392,7 +392,7 @@ CONTRADICTIONS = {
     "optim.opt=adamv": "optim.opt = 'adamv' is not an optimiser of timm; did you mean 'adam",
     "model.in_chans=2": "model.in_chans = 2: images have 3 channels (RGB) or 1 (grey)",
     "model.in_chans=4": "model.in_chans = 4: images have 3 channels (RGB) or 1 (grey)",
-    "augment.auto_augment=rand-x9": "augment.auto_augment = 'rand-x9': unknown section 'x9'; known: m, n,",
+    "augment.auto_augment=rand-x9": "augment.auto_augment = 'rand-x9': no policy of timm; write",
 }
 
 
