@@ -136,9 +136,6 @@ def test_figures_in_the_text_on_an_h200():
     before = on_h200("first", 784)
     slower = [float(rows[784][name]["ms"]) / float(before[name]["ms"]) for name in ("local@triton", "eva@triton")]
     assert 1.2 < max(slower) <= 1.25  # a quarter
-    gains = [float(on_h200("first", n)["performer"]["ms"]) / float(rows[n]["performer"]["ms"]) for n in (784, 3136)]
-    changes = " ".join((DOCS.parent / "CHANGELOG.md").read_text().split())
-    assert f"Performer's layer is {min(gains):.1f} to {max(gains):.1f} times as fast" in changes
 
 
 def on_h100(tokens: int, execution: str, dim: int = 192, dtype: str = "bf16") -> dict[str, Row]:
