@@ -16,6 +16,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import attention
+import eav
 from engine.config.load import find_config
 from tests.test_layers import EVERY_FILE, LIBRARIES, ROOT, SCRIPTS, imports
 
@@ -63,12 +64,22 @@ def test_commits_are_checked_by_the_ruff_of_the_tests():
 
 def test_all_scripts_are_installed_and_are_commands():
     assert set(PYPROJECT["tool"]["setuptools"]["py-modules"]) == SCRIPTS
-    commands = {target: command for command, target in PROJECT["scripts"].items()}
-    assert commands.items() >= {f"{script}:main": f"eav-{script}" for script in SCRIPTS}.items()
-    for target, command in commands.items():
-        module = target.removesuffix(":main")
-        assert command == f"eav-{module.rpartition('.')[2]}"
+    assert PROJECT["scripts"] == {"eav": "eav:main"}
+    assert {*eav.COMMANDS} >= SCRIPTS - {"eav"}
+    for command, (module, _) in eav.COMMANDS.items():
+        assert command == module.rpartition(".")[2]
         assert callable(import_module(module).main)
+
+
+def test_a_subcommand_gets_the_arguments_after_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["eav", "runs", str(tmp_path), "--compare", "top1"])
+    with pytest.raises(SystemExit) as ended:
+        eav.main()
+    assert (ended.value.code, capsys.readouterr().err.count(str(tmp_path))) == (2, 1)
+    monkeypatch.setattr(sys, "argv", ["eav", "trian"])
+    with pytest.raises(SystemExit):
+        eav.main()
+    assert "invalid choice: 'trian'" in capsys.readouterr().err
 
 
 def test_all_files_of_the_packages_are_installed():
@@ -121,8 +132,8 @@ def test_installed_it_trains_the_quickstart_in_an_empty_directory(tmp_path, figu
     environment = os.environ | {"PYTHONPATH": str(site)}
     run = "configs/quickstart.yaml", "--output", "runs/quickstart", "schedule.epochs=3"
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python"]
-    subprocess.run([*launcher, site / "bin/eav-train", *run], check=True, cwd=empty, env=environment)
-    subprocess.run([site / "bin/eav-validate", "runs/quickstart"], check=True, cwd=empty, env=environment)
+    subprocess.run([*launcher, site / "bin/eav", "train", *run], check=True, cwd=empty, env=environment)
+    subprocess.run([site / "bin/eav", "validate", "runs/quickstart"], check=True, cwd=empty, env=environment)
     records = [json.loads(line) for line in (empty / "runs/quickstart/metrics.jsonl").read_text().splitlines()]
     assert records[0]["git"] is None
     assert records[0]["version"] == attention.__version__

@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tomllib
 from contextlib import redirect_stdout
 from functools import cache, partial, reduce
 from importlib import import_module
@@ -26,6 +25,7 @@ import yaml
 from PIL import Image
 
 import attention
+import eav
 from ablation.sweep import read_ablation
 from attention import ATTENTION, LayerContext, OptionError, create_attention
 from attention.__main__ import config, table
@@ -283,9 +283,8 @@ def test_names_in_code_font_exist(name):
     resolve_name(name)
 
 
-SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-MAINS = {name: target.removesuffix(":main") for name, target in SCRIPTS.items()}
-"""Console command -> module."""
+MAINS = {name: module for name, (module, _) in eav.COMMANDS.items()}
+"""Subcommand of the console command `eav` -> module."""
 
 CONFIGS = [path.read_text() for path in ROOT.glob("configs/**/*.yaml")]
 BLOCKS = [
@@ -294,7 +293,7 @@ BLOCKS = [
 ]
 """Code blocks of the pages, and lines of commands in the comments of configurations."""
 
-COMMAND = r"(?<![\w/])(?:-m ([\w.]+)|(\w+)\.py|(eav-\w+))(?![\w./])([^\n|]*)"
+COMMAND = r"(?<![\w/])(?:-m ([\w.]+)|(\w+)\.py|eav (\w+))(?![\w./])([^\n|]*)"
 
 
 @cache
@@ -325,7 +324,7 @@ def test_commands_in_sentences_exist():
     modules = set(re.findall(r"python -m ([\w.]+)", TEXT))
     assert {"attention", "engine.reporting.runs", "engine.config.option_pages"} <= modules
     assert all(find_spec(module) for module in modules)
-    commands = set(re.findall(r"\beav-\w+", TEXT))
+    commands = set(re.findall(r"\beav (\w+)", TEXT))
     assert commands <= MAINS.keys()
     assert {name for name, module in MAINS.items() if "." in module} <= commands
 

@@ -85,7 +85,7 @@ def test_a_whole_number_outside_its_range_is_refused(script, before, action, cap
     times = action.nargs if isinstance(action.nargs, int) else 1
     below, above = f"below the least valid value {kind.low}", f"above the largest valid value {kind.high}"
     bad = {str(kind.low - 1): below, "-" + 30 * "9": below, str(kind.high + 1): above, 5000 * "9": above}
-    for value, message in bad.items() | dict.fromkeys(("x", "1.5", "", "1_0", "²"), "is not a whole number").items():
+    for value, message in bad.items() | dict.fromkeys(("x", "1.5", "1_0", "²"), "is not a whole number").items():
         with pytest.raises(SystemExit) as caught:
             run(script)([*before, option, *times * [value]])
         assert caught.value.code == 2

@@ -1,0 +1,43 @@
+"""One console command for the scripts, from any directory: eav train, eav validate, eav runs, ...
+
+eav train configs/quickstart.yaml --output runs/quickstart
+torchrun --no-python --nproc_per_node=8 eav train configs/deit_tiny_p8/eva.yaml --output runs/eva
+"""
+
+import argparse
+import sys
+from importlib import import_module
+
+COMMANDS = {
+    "train": ("train", "train one configuration, or resume its run"),
+    "validate": ("validate", "evaluate a checkpoint, and export it"),
+    "predict": ("predict", "predict the classes of images"),
+    "ablate": ("ablate", "run a sweep, and tabulate it"),
+    "analyze": ("analyze", "ask what the attention of a trained model does"),
+    "benchmark": ("benchmark", "time and count layers and models on this device"),
+    "runs": ("engine.reporting.runs", "show runs, or compare them"),
+    "convert": ("engine.checkpoints.convert", "make an export of weights of another program"),
+    "prepare": ("engine.data.prepare", "decode a data set once, or index it"),
+    "verify": ("engine.data.verify", "list the broken images of a data set"),
+    "draw": ("engine.data.draw", "draw images whose classes only long range tells apart"),
+}
+"""Subcommand -> its module, which is imported only then, and what it does."""
+
+
+def main() -> None:
+    """Runs the subcommand that the first argument names, with the other arguments."""
+    lines = "\n".join(f"  {name:<10} {text}" for name, (_, text) in COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        prog="eav",
+        description="Efficient attention for vision.",
+        epilog=f"commands:\n{lines}\n\neav COMMAND --help shows the options of a command.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="one of the commands below")
+    command = parser.parse_args(sys.argv[1:2]).command
+    sys.argv = [f"{parser.prog} {command}", *sys.argv[2:]]
+    import_module(COMMANDS[command][0]).main()
+
+
+if __name__ == "__main__":
+    main()
