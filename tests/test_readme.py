@@ -43,7 +43,8 @@ PAGES = {
     for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("reference/*.md")]
 }
 README, INTEGRATION, MECHANISMS = (PAGES[f"{name}.md"] for name in ("README", "docs/integration", "docs/mechanisms"))
-TEXT = "\n".join(PAGES.values())
+TEXT = "\n".join(text.partition("\n### Removed\n")[0] for text in PAGES.values())
+"""The pages without what the changelog says is removed."""
 PYTHON = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 
 
