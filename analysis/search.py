@@ -36,7 +36,7 @@ from engine.reporting.plots import BLUE, GREY, ORANGE, encode, in_style, new_fig
 from engine.reporting.tables import compact_table
 from engine.runtime.arguments import SEED, Count
 from engine.runtime.errors import UserError
-from engine.runtime.files import dicts_to_csv, write_file
+from engine.runtime.files import check_directory, dicts_to_csv, write_file
 from engine.runtime.memory import limit_memory, refuse_too_large
 from engine.runtime.ownership import (
     RESULTS,
@@ -86,7 +86,7 @@ def main(args: argparse.Namespace) -> None:
     kind, limits = read_budgets(args.budget)
     check_options(args, kind)
     make_output(args.output, [*FILES, MEASUREMENTS_FILE])
-    make_output(args.output / "front", ())
+    check_directory(args.output / "front")
     check_claim(args.output / "front", RESULTS, [name for i in range(100) for name in front_files(f"{i:02}")])
     mechanisms = command_line.read_mechanisms(args.attention)
     trained = load_trained(args)

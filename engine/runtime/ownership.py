@@ -42,7 +42,7 @@ def claim(directory: Path, kind: str, names: Iterable[str], are_known: bool = Fa
             and no claim of this kind. OSError: it cannot be made or written.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    names, is_empty = {*names}, not any(directory.iterdir())
+    names, is_empty = {*names}, all(path.name == MARKER for path in directory.iterdir())
     known = _names(directory, kind) if are_known else check_claim(directory, kind, names)
     if known is None and kind != RESULTS and not is_empty:
         raise UserError(f"{directory}: holds files that are not of a {kind} of this program; name another directory")

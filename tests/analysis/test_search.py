@@ -18,6 +18,7 @@ from analysis.hybrids import OWN
 from analysis.laboratory import Score
 from bench.timing import time_rounds
 from engine.config.load import load_run
+from engine.runtime.ownership import RESULTS, claim
 from tests.analysis.models import load_model, save_model
 
 OPTIONS = ["model.depth=2", "model.embed_dim=24", "model.img_size=16", "model.stem=linear"]
@@ -136,7 +137,7 @@ def checkpoint(tmp_path_factory) -> Path:
 def test_files_of_the_front_are_runs_of_train(checkpoint, tmp_path, monkeypatch, capsys):
     """Each YAML has the attention by block, and weights that give the stated top-1."""
     monkeypatch.setattr(search, "encode", lambda figure: b"")
-    (tmp_path / "front").mkdir()
+    claim(tmp_path / "front", RESULTS, ["77.yaml"])
     (tmp_path / "front/77.yaml").touch()
     eva = "{name: eva, window_size: 2, num_landmarks: 4}"
     options = "--images", "60", "--align", "3", "--output", str(tmp_path)

@@ -263,9 +263,9 @@ def test_a_file_may_be_replaced_while_it_is_read(whole, tmp_path: Path, monkeypa
     path, read_regular = tmp_path / "x.pt", identify_module.read_regular
     save_checkpoint(path, change(whole, progress__step=1))
 
-    def replace_and_read(path: Path) -> bytes:
+    def replace_and_read(path: Path, **options: bool) -> bytes:
         save_checkpoint(path, change(whole, progress__step=2))
-        return read_regular(path)
+        return read_regular(path, **options)
 
     monkeypatch.setattr(identify_module, "read_regular", replace_and_read)
     assert step_of(path) == 2

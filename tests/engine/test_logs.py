@@ -65,11 +65,12 @@ def test_every_field_and_kind_is_documented_and_there(
         recorder.num_gpus, recorder.speed.device = 1, torch.device("cuda")
         recorder.begin_epoch(1)
         recorder.end_step()
-        recorder.train(1, loss=1.0, error_N=0.5, error_last=0.5)
+        recorder.train(1, loss=1.0, error_N=0.5)
         recorder.skip(1, 1)
-        recorder.eval(1, {"broken": 1})
+        recorder.eval(1, {"broken": 1, "not_finite": 1, "ema_not_finite": 1})
         metrics = ("loss", "balanced_accuracy")
-        recorder.final(broken=1, **{f"best_{kind}{name}": 0.5 for kind in ("", "ema_") for name in metrics})
+        best = {f"best_{kind}{name}": 0.5 for kind in ("", "ema_") for name in metrics}
+        recorder.final(broken=1, not_finite=1, ema_not_finite=1, **best)
     found: dict[str, set[str]] = {}
     for record in [*read_records(run.directory), *read_records(tmp_path)]:
         for name in record:

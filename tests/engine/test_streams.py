@@ -427,7 +427,7 @@ def test_a_folder_with_the_name_of_the_cache_that_it_has_not_made_is_refused(ser
     with pytest.raises(OptionError, match=r"data.cache_dir = '.*holds files that are not of a cache of shards.*; name"):
         open_split(options_at(server, tmp_path), "train_split")
     assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()} == {*files, ".room"}
-    (tmp_path / key / "shards" / shard_of(shards, 0)).rename(tmp_path / key / f"{MARKER}.tmp")
+    (tmp_path / key / "shards" / shard_of(shards, 0)).rename(tmp_path / key / MARKER)
     (tmp_path / key / "shards").rmdir()
     assert len(open_split(options_at(server, tmp_path), "train_split")) == 200, "left by a killed process"
 
