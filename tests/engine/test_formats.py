@@ -442,8 +442,6 @@ NESTED = (10**5).to_bytes(8, "little") + b"[" * 10**5
         (lambda root: rewrite(root, shards=-1), r"damaged \(ValueError: places outside of the shards\)"),
         (lambda root: rewrite(root, {"shards": "7"}), r"damaged \(TypeError"),
         (lambda root: rewrite(root, {"ignored": "[7]"}), r"damaged \(ValueError: files that have no names\)"),
-        (lambda root: (root / "train.index.safetensors").write_bytes(b"no index"), "damaged"),
-        (lambda root: (root / "train.index.safetensors").write_bytes(NESTED), r"damaged \(RecursionError"),
     ],
 )
 def test_an_index_of_other_shards_is_refused(tmp_path, change, problem):
@@ -454,6 +452,17 @@ def test_an_index_of_other_shards_is_refused(tmp_path, change, problem):
         open_wds(tmp_path)
     write_index(tmp_path)
     open_wds(tmp_path)
+
+
+@pytest.mark.parametrize(("content", "problem"), [(b"no index", "damaged"), (NESTED, r"damaged \(RecursionError")])
+def test_a_file_in_the_place_of_an_index_is_refused_and_stays(tmp_path, content, problem):
+    write_wds(tmp_path)
+    (path := tmp_path / "train.index.safetensors").write_bytes(content)
+    with pytest.raises(OptionError, match=rf"^data.train_split: '.*train-\*.tar': train.index.safetensors.*{problem}"):
+        open_wds(tmp_path)
+    with pytest.raises(SystemExit):
+        write_index(tmp_path)
+    assert path.read_bytes() == content
 
 
 def rewrite(root, texts: dict[str, str] | None = None, **values: int) -> None:

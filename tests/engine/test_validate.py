@@ -136,11 +136,11 @@ def test_each_kind_of_weights_is_taken_where_it_was_best(apart, capsys):
         assert read_report(capsys, report[kind]["checkpoint"], "--weights", kind) == {kind: report[kind]}
 
 
-@pytest.mark.parametrize(("kind", "epoch"), [(None, 2), ("ema", 1), ("plain", 2)])
+@pytest.mark.parametrize(("kind", "epoch"), [(None, 1), ("ema", 1), ("plain", 2)])
 def test_an_export_names_the_weights_that_it_holds(apart, capsys, kind, epoch):
     chosen = ["--weights", kind] if kind else []
     report = read_report(capsys, apart, *chosen, "--export", apart / "x.safetensors")
-    kind = kind or "plain"  # the better of the two
+    kind = kind or "ema"  # plain weights are not better by more than noise
     expected = report[kind] | {"checkpoint": str(apart / "x.safetensors")}
     assert expected["epoch"] == epoch
     assert read_report(capsys, apart / "x.safetensors") == {kind: expected}
