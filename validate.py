@@ -178,7 +178,7 @@ def validate(
 def to_json(results: Mapping[Weights, dict[str, Any]]) -> str:
     """Returns the results in JSON, with null for a value that is not finite."""
     finite = {
-        kind: {name: None if value != value else value for name, value in each.items()}
+        kind: {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in each.items()}
         for kind, each in results.items()
     }
     return json.dumps(finite)

@@ -9,7 +9,7 @@ from typing import Any
 from attention.options import OptionError, nearest
 from bench.quality import MEANING, read_quality
 from bench.results import SETTINGS, quartiles_text
-from bench.workload import read_layer
+from bench.workload import factory_of
 from engine.reporting.tables import markdown_table
 
 BUDGETS = {
@@ -69,7 +69,7 @@ def format_choices(rows: Sequence[Mapping[str, Any]], budgets: Mapping[str, floa
         softmax = next(row["macs"] for row in layers if row["name"] == "softmax")
         ranked = []
         for row in layers:
-            quality, costs = stored.get(read_layer(row["name"])[0]), costs_of(row, softmax)
+            quality, costs = stored.get(factory_of(row["name"])), costs_of(row, softmax)
             excess = max(costs[key] / limit for key, limit in budgets.items())
             ranked.append((quality.loss if quality else math.inf, costs["ms"], excess, row, quality))
         within = sorted((each for each in ranked if each[2] <= 1), key=itemgetter(0, 1))
@@ -100,7 +100,7 @@ def format_choices(rows: Sequence[Mapping[str, Any]], budgets: Mapping[str, floa
             "",
             f"{len(layers) - len(within)} of {len(layers)} layers exceed a budget.",
         ]
-    given = {read_layer(row["name"])[0] for row in rows}
+    given = {factory_of(row["name"]) for row in rows}
     names = {factory.name for factory in given - stored.keys()}
     if others := [each.entry for factory, each in stored.items() if factory.name in names and factory not in given]:
         lines += ["", f"Stored with other options, which --attention takes: {' '.join(others)}"]

@@ -31,6 +31,8 @@ DTYPES = ("fp32", "bf16", "fp16")
 EXECUTIONS = ("eager", "compiled", "cuda-graph", *RUNTIMES)
 DEPTH = 12
 """Layers of a network whose layers differ by their number: DeiT's."""
+PLACE = ", layer "
+"""Beginning of the place of a layer in such a network, which follows its entry in the name of a subject."""
 WARM_UP = 3
 """Number of calls before the first measurement."""
 
@@ -40,7 +42,8 @@ class Subject:
     """A layer or model that is measured.
 
     Attributes:
-        name: entry of the command line. path: path of attention.kernels. build: size -> network.
+        name: entry of the command line, and the place of a layer of `layers_that_differ`. path: path of
+            attention.kernels. build: size -> network.
         example: network, size, batch, device -> random arguments of its call. A size is the (H, W) tokens of a layer,
             or the pixels of an image.
     """
@@ -99,7 +102,7 @@ def attention_layer(
     def tokens(layer: nn.Module, grid: Grid, batch: int, device: torch.device | str) -> tuple[Any, ...]:
         return torch.randn(batch, math.prod(grid), dim, device=device, requires_grad=True), grid
 
-    place, where = ({}, "") if layer is None else ({"layer": layer, "depth": DEPTH}, f", layer {layer} of {DEPTH}")
+    place, where = ({}, "") if layer is None else ({"layer": layer, "depth": DEPTH}, f"{PLACE}{layer} of {DEPTH}")
     return Subject(text + where, path, lambda grid: factory(dim=dim, num_heads=num_heads, grid=grid, **place), tokens)
 
 
@@ -124,6 +127,11 @@ def read_layer(text: str, path: kernels.Path = "auto") -> tuple[AttentionFactory
     name, _, options = text.partition(":")
     name, path = _split_path(text, name, path)
     return AttentionFactory.from_options({"name": name, **read_options(text, options)}), path
+
+
+def factory_of(name: str) -> AttentionFactory:
+    """Returns the mechanism with its checked options of a layer, by the name of its subject."""
+    return read_layer(name.partition(PLACE)[0])[0]
 
 
 class Core(nn.Module):

@@ -24,8 +24,14 @@ from engine.runtime.text import to_nfc
 NO_IMAGES = f"no images (files named {', '.join(f'*{suffix}' for suffix in SUFFIXES)})"
 
 
-HIDDEN = ("/.", *(f"/{name}/" for name in ("@eaDir", "__MACOSX", "#recycle", "$RECYCLE.BIN", "lost+found")))
-"""Beginning of a hidden name in a path between slashes, and folders of operating systems, which hold copies."""
+OF_SYSTEMS = (
+    *("@eaDir", "#recycle", "#snapshot", "@Recycle", "@Recently-Snapshot"),  # of network storage
+    *("__MACOSX", "$RECYCLE.BIN", "System Volume Information", "lost+found"),
+)
+"""Folders of operating systems, which hold copies."""
+
+HIDDEN = ("/.", *(f"/{name}/" for name in OF_SYSTEMS))
+"""Beginning of a hidden name, and the names of `OF_SYSTEMS`, in a path between slashes."""
 
 LOOSE = (
     "move each image into a folder that is named for its class, or list them in a CSV file with the columns file and"

@@ -1,6 +1,7 @@
 """Options of distillation, the teacher, and classification with one as in DeiT (Touvron et al., 2021, section 4)."""
 
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
@@ -159,12 +160,13 @@ def split_heads(outputs: Any) -> tuple[Tensor, Tensor]:
 def distillation_loss(logits: Tensor, teacher: Tensor, kind: Prediction, tau: float) -> Tensor:
     """Computes the divergence of logits (B, classes) from those of a teacher, a scalar; half precision becomes fp32.
 
-    hard: cross-entropy with the teacher's most probable class. soft: the Kullback-Leibler divergence of the model's
-    distribution from the teacher's, both at temperature `tau`, times tau^2, the mean over images (equation 2 of the
-    paper). soft_released: the mean over images and classes, as in DeiT's code.
+    hard: cross-entropy with the teacher's most probable class; NaN if the teacher's logits are not finite. soft: the
+    Kullback-Leibler divergence of the model's distribution from the teacher's, both at temperature `tau`, times tau^2,
+    the mean over images (equation 2 of the paper). soft_released: the mean over images and classes, as in DeiT's code.
     """
     if kind == "hard":
-        return F.cross_entropy(logits, teacher.argmax(1))
+        loss = F.cross_entropy(logits, teacher.argmax(1))
+        return torch.where(teacher.isfinite().all(), loss, math.nan)  # the place of a NaN is no class
     dtype = torch.promote_types(logits.dtype, torch.float32)
     log_p, log_q = (F.log_softmax(x.to(dtype) / tau, 1) for x in (teacher, logits))
     divergence = tau**2 * F.kl_div(log_q, log_p, reduction="batchmean", log_target=True)

@@ -339,6 +339,22 @@ def test_the_nearest_layer_if_none_meets_the_budgets_of_a_setting(monkeypatch):
     assert "No layer meets the budgets. The nearest, mean, exceeds one 2 times;" in text
 
 
+def test_layers_that_differ_have_the_stored_quality_of_their_mechanism(monkeypatch):
+    monkeypatch.setattr(
+        choice, "read_quality", lambda: [*STORED, Quality("transnormer", "window_size=2", 3.0, None, 1)]
+    )
+    subjects = plan("--attention", "transnormer@torch:window_size=2", "--modes", "inference")[0].subjects
+    names = [subject.name for subject in subjects]
+    text = format_choices([measured(name, 1, 1, 800) for name in names], {"ms": 2.0})
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")][2:]
+    ending = "@torch:window_size=2, layer"
+    assert [row[:2] for row in rows] == [
+        ["softmax", "0 ± 0 (n=3)"],
+        [f"transnormer{ending} 0 of 12", "3 (n=1)"],
+        [f"transnormer{ending} 6 of 12", "3 (n=1)"],
+    ]
+
+
 def test_a_choice_among_measured_layers(capsys):
     entry = "lara:num_landmarks=49,released=True"
     options = "--tokens", "196", "--modes", "inference", "--budget", "ms=1e6", "macs=1.5"

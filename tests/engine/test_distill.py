@@ -116,6 +116,14 @@ def test_a_teacher_that_agrees_adds_nothing_to_a_soft_loss():
     assert distillation_loss(logits, logits, "soft", 2.0).item() == pytest.approx(0, abs=1e-6)
 
 
+@pytest.mark.parametrize("kind", ["hard", "soft", "soft_released"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_teacher_whose_logits_are_not_finite_teaches_no_class(kind, value):
+    logits, teacher = torch.randn(2, 3, 7)
+    teacher[1] = value
+    assert not distillation_loss(logits, teacher, kind, 1.0).isfinite()
+
+
 @pytest.mark.parametrize("kind", ["hard", "soft"])
 def test_half_precision_logits_make_a_loss_in_fp32(kind):
     logits, teacher = torch.randn(2, 3, 50).bfloat16()

@@ -107,6 +107,7 @@ def test_what_makes_no_classes_is_refused(open_paths, paths, problem):
 COPIES = [
     *("@eaDir/1.png", ".ipynb_checkpoints/1.png", "__MACOSX/a/._1.png", "._2.png", ".hidden/x/3.png"),  # no classes
     *("a/@eaDir/1.png", "a/.ipynb_checkpoints/1-checkpoint.png", "a/._1.png", "b/__MACOSX/1.png", "b/x/.y/1.png"),
+    *("@Recycle/a/1.png", "@Recently-Snapshot/2/a/1.png", "a/#snapshot/1.png", "System Volume Information/1.png"),
 ]
 
 

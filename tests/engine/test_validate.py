@@ -555,3 +555,9 @@ def test_logits_that_overflow_are_said_and_not_exported(overflowing, tmp_path, c
     export.unlink()
     validate.main([*arguments, "--export", str(export), "--export-not-finite"])
     assert export.exists()
+
+
+def test_values_that_are_not_finite_are_null_in_json():
+    values = {"checkpoint": "x.pt", "epoch": 1, "top1": 50.0, "loss": math.inf, "real_top1": math.nan}
+    text = validate.to_json({"plain": values})
+    assert json.loads(text, parse_constant=pytest.fail) == {"plain": values | {"loss": None, "real_top1": None}}
