@@ -119,7 +119,7 @@ def test_no_file_is_named_for_nothing(path):
 
 
 def test_every_command_refuses_an_option_given_twice():
-    """Every parser is one of engine.runtime.arguments, but for that of eav.py, which has no option and imports nothing."""
+    """Every parser is one of engine.runtime.arguments, but that of eav.py, which has no option and imports nothing."""
     paths = {*ROOT.glob("*.py"), *EVERY_FILE} - {ROOT / "eav.py"}
     assert not [path for path in paths if "argparse.ArgumentParser(" in path.read_text()]
 
