@@ -18,6 +18,7 @@ from attention import ATTENTION, LayerContext
 from attention.options import parse_options
 from attention.sizes import Size
 from engine.config.load import load_run
+from engine.runtime.ownership import make_output
 from models import layer_contexts
 from models.costs import count_costs
 from tests.support.sweeps import read, refusal
@@ -287,7 +288,7 @@ def test_measured_sizes_are_stored_and_taken_again(config, machine):
 def test_the_measurements_of_the_first_worker_hold(config, machine, capsys, monkeypatch):
     """Two workers begin together: the second has measured as well when the first has stored."""
     first, second = Measurements(config.parent / "out"), Measurements(config.parent / "out")
-    (config.parent / "out").mkdir()
+    make_output(config.parent / "out", [MATCH_FILE])
     read_ablation(config, [], config.parent / "out", [], first)
     first.store()
     machine.scale = 1.0
