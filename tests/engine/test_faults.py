@@ -286,9 +286,9 @@ DISKS = {
     "checkpoint, by the system": {"limit": 100_000},
     "events, by the system": {"limit": 20_000},
     "log, by the system": {"limit": 400},
-    "log": {"faults": [("engine.reporting.recorder.json.dumps", 5, "full")]},
+    "log": {"faults": [("engine.reporting.recorder.json.dumps", 6, "full")]},
     "events": {"faults": [("engine.reporting.charts.append_whole", 17, "full")]},
-    "directory not synced": {"faults": [("os.fsync", 22, "full")]},
+    "directory not synced": {"faults": [("os.fsync", 23, "full")]},
     "directory removed": {"faults": [("engine.runtime.files.write_atomically", 6, "remove")]},
 }
 
