@@ -33,10 +33,13 @@ from engine.config.load import find_config
 from engine.runtime.arguments import PROCESSES, ArgumentParser
 from engine.runtime.errors import ConfigError, refuse_bad_input
 from engine.runtime.files import check_directory
-from engine.runtime.ownership import make_output
+from engine.runtime.ownership import RESULTS, check_claim, make_output
 from engine.runtime.reading import read_text
 from engine.runtime.signals import end_at_interrupt
 from engine.runtime.terminal import warn_once
+
+OUTPUT_FILES = (SWEEP_FILE, *TABLES, *FIGURES)
+"""Names of the files of a sweep in its output."""
 
 
 class Sweep(NamedTuple):
@@ -93,13 +96,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         check_directory(args.output)
         check_sweep(args.config, args.output)
         sweep = read_and_check(args, launcher)
+        if args.dry_run:
+            check_claim(args.output, RESULTS, OUTPUT_FILES)
     if args.dry_run:
         print(sweep.report())
         print(estimate_sweep(sweep.settings, count_ranks(launcher)))
         print(*(shlex.join(case.command) for case in in_order(sweep.settings)), sep="\n")
         return
     with refuse_bad_input():
-        make_output(args.output, [SWEEP_FILE, *TABLES, *FIGURES])
+        make_output(args.output, OUTPUT_FILES)
         store_sweep(args.config, args.overrides, args.output)
     failures = {case.directory: last_failure(case) for case in sweep.cases}
     results = Results(sweep, args.output)
@@ -139,6 +144,8 @@ def read_and_check(args: argparse.Namespace, launcher: Sequence[str]) -> Sweep:
     sweep = Sweep(ablation, all_settings, settings, left_out)
     for case in sweep.cases:
         check_directory(case.directory)
+        if not case.result():
+            check_claim(case.directory, RESULTS, [failure_mark(case).name])
     check_options(sweep.cases)
     check_data(in_order(settings))
     return sweep

@@ -105,11 +105,11 @@ def run_training(directory: Path, *more: str) -> None:
     train.main([str(config), *more, "--output", str(directory)])
 
 
-def run_sweep(directory: Path) -> None:
+def run_sweep(directory: Path, *more: str) -> None:
     (directory.parent / "base.yaml").write_text(RUN)
     sweep = directory.parent / "plan.yaml"
     sweep.write_text("caption: x\nbase: base.yaml\ngrid: {train.seed: [0, 1]}\n")
-    ablate.main([str(sweep), "--output", str(directory), "--no-wait"])
+    ablate.main([str(sweep), "--output", str(directory), "--no-wait", *more])
 
 
 def run_preparation(directory: Path, *more: str) -> None:
@@ -130,6 +130,10 @@ def run_refused_training(directory: Path) -> None:
     run_training(directory, "data.val_split=nowhere")
 
 
+def plan_sweep(directory: Path) -> None:
+    run_sweep(directory, "--dry-run")
+
+
 HARMLESS = (
     "thesis.tmp",
     "config.yaml.tmp",
@@ -146,6 +150,9 @@ TABLE: dict[str, tuple[tuple[str, ...], Callable[[Path], object], str | None]] =
     "a run, a checkpoint": (("step_9.pt",), run_training, "step_9.pt"),
     "a run, its lock": (("lock",), run_training, "a file of another program"),
     **{f"a sweep, {name}": ((name,), run_sweep, "is there already") for name in (*TABLES, *SWEEP_FIGURES)},
+    "a sweep, its plan": (("table.md",), plan_sweep, "is there already"),
+    "a sweep, a failure": (("train.seed=1/ablate.failed",), run_sweep, "is there already"),
+    "a sweep, the failure of a plan": (("train.seed=1/ablate.failed",), plan_sweep, "is there already"),
     "a sweep, its file": (("sweep.yaml",), run_sweep, "move it away to go on"),
     **{f"results, {name}": ((name,), lambda d: make_output(d, FIGURES), "is there already") for name in FIGURES},
     "figures of a benchmark": (FIGURES, lambda d: draw_figures([], d), None),
@@ -191,6 +198,26 @@ def test_files_of_others_stay(case: str, tmp_path: Path, capsys: pytest.CaptureF
         assert text.count("error: ") <= 1
         assert "Traceback" not in text
     assert {name: (directory / name).read_text() for name in names} == {name: f"mine: {name}" for name in names}
+
+
+def test_a_sweep_that_meets_a_strange_file_trains_nothing(tmp_path: Path):
+    mark = tmp_path / "output/train.seed=1/ablate.failed"
+    mark.parent.mkdir(parents=True)
+    mark.write_text("mine")
+    with pytest.raises(SystemExit):
+        run_sweep(tmp_path / "output")
+    assert [*(tmp_path / "output").iterdir()] == [mark.parent]
+
+
+def test_all_strange_files_are_named_at_once(tmp_path: Path):
+    for name in "abc":
+        (tmp_path / name).touch()
+    with pytest.raises(UserError) as caught:
+        make_output(tmp_path, "cbdx")
+    assert str(caught.value) == (
+        f"{tmp_path / 'b'}: is there already, and this program has no record of having made it (nor c);"
+        " move them away, or name another directory"
+    )
 
 
 def test_a_checkpoint_that_was_put_there_by_hand_is_not_rotated(tmp_path: Path, capsys: pytest.CaptureFixture):

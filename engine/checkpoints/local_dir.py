@@ -60,13 +60,22 @@ def read_description(directory: Path) -> Any:
     """Reads the config.json in a directory; it need not be trusted.
 
     Raises:
-        UserError: it cannot be read, is too large, or is no JSON.
+        UserError: it cannot be read, is too large, or is no JSON, or is of the transformers library.
     """
     path = (directory / CONFIG).resolve()  # a link in the cache of the Hugging Face hub
     try:
-        return parse_json(read_bounded(path, MAX_CONFIG), directory / CONFIG, WRITTEN_BY_TIMM)
+        there = parse_json(read_bounded(path, MAX_CONFIG), directory / CONFIG, WRITTEN_BY_TIMM)
     except FileNotFoundError:
         raise UserError(f"{directory}: no {CONFIG} there; {WRITTEN_BY_TIMM}") from None
+    with parsing(directory / CONFIG, WRITTEN_BY_TIMM):
+        if "architecture" not in there and (kinds := there.get("architectures") or there.get("model_type")):
+            kind = one_line(", ".join(kinds) if isinstance(kinds, list) else str(kinds), 60)
+            problem = f"it seems to be a folder of the transformers library, of the model {kind}"
+            remedy = (
+                "give its attention another mechanism there (docs/integration.md), or take timm's weights, timm:NAME"
+            )
+            raise UserError(f"{directory / CONFIG}: no description of a model by timm; {problem}; {remedy}")
+    return there
 
 
 def read_local_dir(found: Found) -> dict[str, Any]:
@@ -78,13 +87,6 @@ def read_local_dir(found: Found) -> dict[str, Any]:
     directory = found.path.parent
     path, there = directory / CONFIG, read_description(directory)
     with parsing(path, WRITTEN_BY_TIMM):
-        if "architecture" not in there and (kinds := there.get("architectures") or there.get("model_type")):
-            kind = one_line(", ".join(kinds) if isinstance(kinds, list) else str(kinds), 60)
-            problem = f"it seems to be a folder of the transformers library, of the model {kind}"
-            remedy = (
-                "give its attention another mechanism there (docs/integration.md), or take timm's weights, timm:NAME"
-            )
-            raise UserError(f"{path}: no description of a model by timm; {problem}; {remedy}")
         name, cfg, args = there["architecture"], there["pretrained_cfg"], dict(there.get("model_args", {}))
         if name not in MODELS:
             remedy = f"timm.create_model('local-dir:{directory}', pretrained=True) loads it, if timm knows it"

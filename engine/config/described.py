@@ -88,7 +88,7 @@ def parse_described(
     described = replace(run, **{name: replace(getattr(run, name), **values) for name, values in reset.items()})
     needed = CHOICE_OF_IMAGES | (CACHE if "://" in (run.data.root or "") else set())
     missing = {key: value for key in sorted(needed) if (value := _get(run, key)) != _get(described, key)}
-    if reads_images and missing:
+    if reads_images and {*missing} - {"data.cache_gb"}:
         given = " ".join(shlex.quote(f"{key}={_in_yaml(plain(value))}") for key, value in missing.items())
         problem = "does not choose what is opened, as it may be a stranger's"
         remedy = f"add {one_line(given, 2000)} for the images of its training, or name others"

@@ -131,7 +131,7 @@ def override(tree: Tree, text: str) -> None:
     """Sets the option of ``"key.path=value"`` in `tree`.
 
     Raises:
-        ConfigError: a path through something that is no mapping or list, or a value that is not YAML.
+        ConfigError: a path through something that is no mapping or list, or a value that is missing or not YAML.
     """
     origin = f"override {text if len(text) < 100 else text[:97] + '...'!r}"
     key, equals, value = text.partition("=")
@@ -139,6 +139,8 @@ def override(tree: Tree, text: str) -> None:
     if not equals or not all(path) or len(path) > _MAX_DEPTH:
         raise ConfigError(f"{origin}: expected key.path=value")
     new = parse_yaml(value, lambda line: origin, path)
+    if new.values is None and value.strip().lower() not in ("null", "~"):  # as of a shell variable that is not set
+        raise ConfigError(f"{origin}: has no value; write {key}=null for none")
     container = tree.values
     for depth, name in enumerate(path):
         where = ".".join(path[:depth])

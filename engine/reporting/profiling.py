@@ -1,12 +1,14 @@
 """Profile of some updates of a run (`report.profile`): a trace of torch.profiler in the run directory."""
 
 import os
+import sys
 from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from engine.config.schema import Report
+from engine.runtime.errors import UserError
 from engine.runtime.ownership import RESULTS, claim
 
 
@@ -43,6 +45,10 @@ class StepProfiler:
             running, self.running = self.running, None
             running.stop()
             path = self.directory / f"profile_step_{step}.json.gz"
-            claim(self.directory, RESULTS, [path.name])
+            try:
+                claim(self.directory, RESULTS, [path.name])
+            except UserError as error:  # no reason to end the run
+                print(f"warning: report.profile: {error}; the trace is not written", file=sys.stderr, flush=True)
+                return
             running.export_chrome_trace(str(path))
             print(f"report.profile: {path}, for ui.perfetto.dev", flush=True)

@@ -60,7 +60,9 @@ def check_claim(directory: Path, kind: str, names: Iterable[str]) -> set[str] | 
     known = _names(directory, kind)
     if strange := sorted({*there} - (known or set())):
         problem = "is there already, and this program has no record of having made it"
-        raise UserError(f"{directory / strange[0]}: {problem}; move it away, or name another directory")
+        others = f" (nor {', '.join(strange[1:])})" if strange[1:] else ""
+        them = "them" if others else "it"
+        raise UserError(f"{directory / strange[0]}: {problem}{others}; move {them} away, or name another directory")
     return known
 
 

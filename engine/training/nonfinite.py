@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import cast
@@ -12,6 +13,7 @@ from engine.checkpoints.progress import Progress
 from engine.config.schema import Train
 from engine.data.loaders import Loader, images_of
 from engine.data.sampler import EpochSampler
+from engine.runtime.errors import UserError
 from engine.runtime.files import write_atomically
 from engine.runtime.ownership import RESULTS, claim, with_digest
 from engine.training.resume import Checkpoints, Stateful
@@ -90,7 +92,7 @@ def dump_step(
     """Writes the current update, or the one before, to `failed_step_S.json` and `.pt` beside the checkpoints.
 
     The JSON file lists the images of the total batch, in order; rank r of R had every R-th. The `.pt` file is a
-    checkpoint of the present state; no run resumes from it.
+    checkpoint of the present state; no run resumes from it. Files of others of these names stay, and a line says so.
     """
     if not checkpoints.world.is_primary:
         return
@@ -105,6 +107,10 @@ def dump_step(
         "images": [[index, str(images.filename(index))] for index in indices],
     }
     path = checkpoints.directory / f"failed_step_{record['step']}.json"
-    claim(path.parent, RESULTS, [path.name, *with_digest(path.with_suffix(".pt").name)])
+    try:
+        claim(path.parent, RESULTS, [path.name, *with_digest(path.with_suffix(".pt").name)])
+    except UserError as error:  # the reason of the failure comes after it
+        print(f"warning: {error}; the update is not recorded", file=sys.stderr, flush=True)
+        return
     write_atomically(path, json.dumps(record, indent=1).encode())
     checkpoints.write(path.with_suffix(".pt"), progress, stateful)

@@ -82,7 +82,8 @@ class Checkpoints:
             problem = "not every rank sees the same checkpoint; use a file system that all share"
             raise UserError(f"{self.directory}: {problem}")
         for path in {*list_checkpoints(self.directory)} - {*owned_files(self.directory, RESULTS)}:
-            if (match := CHECKPOINT_NAME.fullmatch(path.name)) and int(match[1]) > progress.step:
+            match = CHECKPOINT_NAME.fullmatch(path.name)
+            if match and (int(match[1]), bool(match[2])) > (progress.step, not progress.images):
                 problem = "no whole checkpoint, and none that this run made; it would be written over"
                 raise UserError(f"{path}: {problem}; move it away")
         known = flatten_metadata(self.metadata)

@@ -341,9 +341,18 @@ def test_a_checkpoint_that_was_put_there_by_hand_is_not_written_over(run, checkp
     progress, _ = checkpoints.find()
     checkpoints.save(progress, {"model": Weight(3)})
     progress.epoch, progress.step, progress.images = 0, 1, 8
-    with pytest.raises(UserError, match=r"step_1\.pt: is there already, .*; move it away"):
+    with pytest.raises(UserError, match=r"step_1\.pt: is there already, .*; move them away"):
         checkpoints.save(progress, {"model": Weight(3)})
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_file_of_the_name_of_the_next_checkpoint_is_refused_in_advance(run, checkpoints: Checkpoints, tmp_path: Path):
+    """The checkpoints before and after an evaluation have the same step."""
+    progress = Progress(epoch=0, step=2, images=16)
+    checkpoints.save(progress, {"model": Weight(1)})
+    (tmp_path / "step_2_epoch_1.pt").write_text("mine")
+    with pytest.raises(UserError, match=r"step_2_epoch_1\.pt: no whole checkpoint, and none that this run made"):
+        Checkpoints(tmp_path, run, ALONE, 100).find()
 
 
 def test_each_kind_of_weights_has_its_own_best(checkpoints: Checkpoints, tmp_path: Path):

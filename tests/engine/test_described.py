@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import json
 import shlex
 import shutil
 import typing
@@ -18,7 +19,7 @@ from engine.checkpoints.progress import Progress
 from engine.config import described
 from engine.config.described import parse_described
 from engine.config.load import dump_run, flatten, load_run
-from engine.config.schema import Run
+from engine.config.schema import Data, Run
 from engine.runtime.errors import UserError
 from models import create_model
 from tests.analysis.models import load_model
@@ -115,6 +116,17 @@ def test_images_are_chosen_by_the_command_line(hostile: Path, monkeypatch: pytes
         key: flatten(config)[key] for key in described.CHOICE_OF_IMAGES
     }
     assert not (hostile.parent / "cache").exists()
+
+
+def test_the_size_of_a_cache_has_its_default(hostile: Path):
+    """The line has it, but nobody need repeat it."""
+    config = load_checkpoint(hostile)["config"]
+    given = [
+        f"data.{name}={json.dumps(config['data'][name])}" for name in ("dataset", "root", "train_split", "val_split")
+    ]
+    given += ["data.classes=null", "data.cache_dir=elsewhere"]
+    data = parse_described(config, "x", given, reads_images=True).data
+    assert (data.cache_dir, data.cache_gb) == ("elsewhere", Data().cache_gb)
 
 
 @pytest.mark.parametrize("value", ["null", "017", "a: b", "{a: 1}", "it's", "$HOME `x`", "1e3", "-"])

@@ -657,6 +657,26 @@ def test_only_so_many_overflows_in_a_row_are_skipped(late: bool):
     assert len(dumped) == 1
 
 
+def test_the_reason_of_a_failure_is_told_where_its_record_would_replace_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+):
+    """As in a run that an earlier version began: it kept no list of its files."""
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(RUN))
+    plain = ["attention={name: softmax}", "augment.auto_augment=null", "schedule.epochs=1", "schedule.warmup_epochs=0"]
+    path = tmp_path / "run" / "failed_step_3.json"
+    path.parent.mkdir()
+    path.write_text("mine")
+    use_few_images(50, 24, monkeypatch.setattr)
+    spoil("loss", math.nan, 4, monkeypatch)
+    with pytest.raises(SystemExit) as caught:
+        train.main([str(tmp_path / "run.yaml"), *plain, "--output", str(path.parent)])
+    warning, error = [line for line in capsys.readouterr().err.splitlines() if "failed" in line or "step 3" in line]
+    assert warning.startswith(f"warning: {path}: is there already, and this program has no record of having made it")
+    assert error.startswith("error: step 3: the loss is not finite")
+    assert (caught.value.code, path.read_text()) == (1, "mine")
+    assert [*path.parent.glob("failed*")] == [path]
+
+
 def test_loss_scaling_does_not_skip_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     """The count of skipped updates outlives the process."""
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(RUN))

@@ -437,8 +437,9 @@ def test_a_folder_of_transformers_is_named(tmp_path):
     write(tmp_path / "model.safetensors", {"vit.embeddings.cls_token": torch.zeros(1)})
     (tmp_path / "config.json").write_text('{"architectures": ["ViTForImageClassification"], "model_type": "vit"}')
     problem = "it seems to be a folder of the transformers library, of the model ViTForImageClassification; give"
-    with pytest.raises(UserError, match=problem):
-        read_weights(str(tmp_path))
+    for name in (str(tmp_path), f"timm:local-dir:{tmp_path}"):
+        with pytest.raises(UserError, match=problem):
+            read_weights(name)
 
 
 @pytest.mark.parametrize("change", [{"embed_dim": 12288}, {"depth": 20_000}, {"num_classes": 10**7}], ids=str)

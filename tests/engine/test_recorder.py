@@ -707,3 +707,11 @@ def test_a_profile_has_its_updates(profile, first, steps, file, products, tmp_pa
 def test_a_profile_of_updates_that_a_run_does_not_make_is_refused(profile, is_refused: bool):
     with pytest.raises(OptionError, match="but the run at step 4") if is_refused else nullcontext():
         check_profile(Report(profile=profile), total_steps=4)
+
+
+def test_a_profile_leaves_the_file_of_another_alone_and_the_run_goes_on(tmp_path: Path, capsys):
+    path = tmp_path / "profile_step_1.json.gz"
+    path.write_text("mine")
+    profile_run(tmp_path, (0, 1))
+    assert path.read_text() == "mine"
+    assert f"warning: report.profile: {path}: is there already" in capsys.readouterr().err
