@@ -152,7 +152,7 @@ def _read_once(url: str, limit: int, seconds: float) -> bytes:
     except (ImportError, ValueError) as error:
         remedy = "pip install 'fsspec[http]' for http, s3fs for s3, gcsfs for gs"
         raise UserError(f"{one_line(url)}: {describe_error(error)}; {remedy}") from None
-    if "https" in system.protocol:
+    if url.lower().startswith(("http://", "https://")):
         return fsspec.asyn.sync(system.loop, _get, system, path, limit, timeout=seconds)
     return system.cat_file(path, end=limit + 1, **({"timeout": seconds} if system.async_impl else {}))
 
