@@ -252,7 +252,7 @@ def test_what_a_killed_process_was_writing_is_removed_by_the_next_run_alone(tmp_
 
 @pytest.mark.parametrize("text", ["", "process 12 on host since Monday\n", "process 1 on x since y\n" * 9])
 def test_the_lock_of_an_earlier_process_is_taken_over(text: str, tmp_path: Path):
-    """Of an earlier version, or cut when it was written; nothing but its beginning tells it from a file of others."""
+    """A lock may be of an earlier version, or cut when it was written: its first words prove that it is ours."""
     (tmp_path / "lock").write_text(text)
     with lock_directory(tmp_path, World(torch.device("cpu"))):
         assert (tmp_path / "lock").read_text().count("process ") == 1

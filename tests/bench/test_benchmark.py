@@ -122,7 +122,7 @@ def test_baselines():
 @pytest.mark.parametrize("name", ["transnormer", "shifted_window", "eva"])
 @pytest.mark.parametrize("arguments", [[], ["--core"], ["--against", "plain"]], ids=" ".join)
 def test_layers_that_differ_are_rows_of_their_own(name, arguments):
-    """Their costs are those of the layers of a network, and each kind of layer is compared with itself on a path."""
+    """The rows' costs add up to those of the network, and `--against` compares each kind of layer with itself."""
     model, tokens, channels = {"name": "deit_tiny_p16", "img_size": 224}, 196, 192
     comparisons = plan(*arguments, "--attention", f"{name}:window_size=14", "--tokens", "196", "--modes", "inference")
     found = [{s.name: cost.macs for s, cost in zip(c.subjects, c.costs, strict=True)} for c in comparisons]

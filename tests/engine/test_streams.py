@@ -95,7 +95,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
 def server(shards):
     """A store on loopback.
 
-    Attributes: url, requests and bytes sent by name, the last headers, faults (name -> those to come, or one for ever).
+    Attributes: url; requests and bytes sent, by name; the last headers; faults: name -> a list of the next ones, or one
+    that stays.
     """
     pytest.importorskip("aiohttp", reason="an optional package")
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
@@ -514,7 +515,7 @@ def test_files_are_asked_for_unpacked_and_with_the_options_that_the_user_gave_fs
 @pytest.mark.parametrize("name", ["index.json", "images.safetensors", "shard"])
 @pytest.mark.parametrize("fault", ["endless", "bomb"])
 def test_a_server_that_sends_more_than_it_should_is_not_listened_to(server, shards, tmp_path, name, fault, monkeypatch):
-    """Of 64 MB it can send a part, before the client hangs up; of 256 MB that are packed none is unpacked."""
+    """The client hangs up before all of 64 MB are sent, and unpacks nothing of 256 packed MB."""
     monkeypatch.setattr("engine.data.mds.MAX_TEXT", 2**16)
     images = open_split(options_at(server, tmp_path / "first", timeout_minutes=0.02), "train_split")
     name = shard_of(shards, 0) if name == "shard" else name

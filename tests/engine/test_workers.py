@@ -218,7 +218,7 @@ def test_a_worker_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch):
 
 
 class Endless(Noise):
-    """Items of which one waits for ever, and takes any error for that of a damaged file."""
+    """A data set with one item that waits forever, and that takes any error for a damaged file."""
 
     def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
         while index == 4:

@@ -63,7 +63,7 @@ def without_prefix(case: Case) -> Case:
 @pytest.mark.parametrize("path", ["auto", "plain"])
 @pytest.mark.parametrize("case", {str(case): case for case in map(without_prefix, CASES)}.values(), ids=str)
 def test_cost_is_what_is_counted(case: Case, path):
-    """Of every option, those of cases with prefix tokens among them."""
+    """Counts the cost of every option, also in the cases with prefix tokens."""
     with torch.device("meta"), kernels.use(path):
         expected = counted(case.build(torch.float32), case.grid)
     assert stated_with(case.name, case.options, dim=HEADS * HEAD_DIM, num_heads=HEADS, grid=case.grid) == expected
