@@ -223,7 +223,7 @@ def test_your_own_attention_becomes_one_of_the_repository(tmp_path):
     call = partial(subprocess.run, cwd=tmp_path, capture_output=True, text=True)
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     generated = call([sys.executable, *GENERATE.split()[1:]], env=environment)
-    assert generated.stdout.split() == ["docs/integration.md", "docs/options/attention.md"]
+    assert generated.stdout.split() == ["docs/integration.md"]
     tests = ["tests/uniform/test_facts.py", "tests/uniform/test_twins.py", "tests/test_layers.py"]
     chosen = ["-p", "no:cacheprovider", "-k", "pooled or facts", *tests]
     run = call([sys.executable, "-m", "pytest", *chosen], env=environment)
