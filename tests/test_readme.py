@@ -5,6 +5,7 @@ import itertools
 import math
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -197,7 +198,8 @@ def test_your_own_attention_is_the_package_of_the_tests():
 def test_your_own_attention_passes_every_uniform_suite():
     """By the command in docs/mechanisms.md, and no test of another mechanism runs."""
     command = re.search(r"^python (-m pytest) -n 2 (.*)", SECTION, re.MULTILINE)
-    words = [OUTSIDE / word if (OUTSIDE / word).exists() else word for word in " ".join(command.groups()).split()]
+    words = shlex.split(" ".join(command.groups()))
+    words = [OUTSIDE / word if (OUTSIDE / word).exists() else word for word in words]
     run = subprocess.run(
         [sys.executable, *words, "-n", "0", "-p", "no:cacheprovider", "-vv"], cwd=ROOT, capture_output=True, text=True
     )
