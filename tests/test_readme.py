@@ -32,7 +32,7 @@ from attention.__main__ import config, table
 from attention.options import parse_options
 from engine.config.generate import COMMAND as GENERATE
 from engine.config.generate import FILES, GROUPS, PARTS, generate, quote
-from engine.config.load import load_run
+from engine.run.load import load_run
 from engine.runtime.errors import UserError
 from tests.engine.test_predict import CLASSES, make_checkpoint
 from tests.test_layers import LIBRARIES, ROOMS

@@ -34,10 +34,10 @@ from attention import ATTENTION, OptionError
 from engine.checkpoints.export import export_checkpoint
 from engine.checkpoints.files import load_checkpoint
 from engine.checkpoints.weight_sources import source_of
-from engine.config.load import load_run
+from engine.config.objective_options import Distill
 from engine.config.yaml_files import read_yaml
 from engine.objectives.alignment import relative_error
-from engine.objectives.distillation import Distill
+from engine.run.load import load_run
 from engine.runtime.errors import UserError
 from engine.runtime.memory import peak_bytes
 from models import create_model
