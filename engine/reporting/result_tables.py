@@ -148,7 +148,7 @@ def aligned(file: str) -> str:
         "difference": less_one(tuned, "softmax", ONE_IMAGE),
         "replaced: error": averages(series(file, "output_error", "seed"), ".3f"),
         "aligned: error": averages(series(file, "aligned_output_error", "seed"), ".3f"),
-        "seconds": {"softmax": "0"} | averages(series(file, "aligned_seconds", "seed"), ".0f"),
+        "seconds": {"softmax": "0", **averages(series(file, "aligned_seconds", "seed"), ".0f")},
     }
     return table(columns, best_first(transferred(file, "aligned_")))
 
@@ -212,8 +212,11 @@ def resolutions() -> str:
     """Top-1 of models of 196 tokens at other resolutions, the best at 784 tokens first."""
     by_tokens = {n: series("resolutions.csv", seed="seed", name="name", tokens=n) for n in ("100", "441", "784")}
     own, trained = equal_macs("196"), equal_macs("784")
-    columns = {f"{n} tokens (%)": means(own if n == "196" else by_tokens[n]) for n in ("100", "196", "441", "784")}
-    columns |= {"784 less 196": less(by_tokens["784"], own), "trained at 784 (%)": means(trained)}
+    columns = {
+        **{f"{n} tokens (%)": means(own if n == "196" else by_tokens[n]) for n in ("100", "196", "441", "784")},
+        "784 less 196": less(by_tokens["784"], own),
+        "trained at 784 (%)": means(trained),
+    }
     return table(columns, best_first(by_tokens["784"]))
 
 
