@@ -1148,18 +1148,6 @@ def test_at_most_one_in_twenty_rows_without_effect_seems_to_have_one(seeds, devi
     assert sum(not difference.is_noise for difference in found) <= 0.05 * 1000 + 4 * math.sqrt(1000 * 0.05 * 0.95)
 
 
-SWEEPS = Path(ablate.__file__).parent / "configs/ablation"
-
-
-@pytest.mark.parametrize("sweep", sorted(path.stem for path in SWEEPS.glob("*.yaml")))
-def test_short_names_tell_the_settings_of_every_sweep_apart(sweep, tmp_path):
-    _, settings, _ = read_ablation(SWEEPS / f"{sweep}.yaml", [], tmp_path, ["python"])
-    names = short_names(settings)
-    assert len(set(names)) == len(settings)
-    assert not any(sign in name for name in names for sign in "{}")
-    assert max(map(len, names)) <= 60
-
-
 @pytest.mark.parametrize(
     ("rows", "names"),
     [
