@@ -28,6 +28,7 @@ from engine.checkpoints.files import find_checkpoint, list_checkpoints, load_che
 from engine.checkpoints.progress import Progress
 from engine.config.schema import Data, Train
 from engine.data.augment import PairMixup
+from engine.data.sampler import EpochSampler
 from engine.reporting.runs import summarise
 from engine.runtime.distributed import World
 from engine.runtime.signals import SIGNALS, SignalHandler
@@ -473,7 +474,8 @@ def test_what_is_not_finite_reaches_no_checkpoint(
                 train.main(command)
             assert caught.value.code == 1
     failed = json.loads((tmp_path / "run" / "failed_step_3.json").read_text())
-    assert len(failed["images"]) == 8
+    sampler = EpochSampler(50, 8, World(torch.device("cpu")), Train().seed)
+    assert [index for index, _ in failed["images"]] == [index for index, *_ in sampler][24:32]
     assert all(name.endswith(".pgm") for _, name in failed["images"])
     assert load_checkpoint(tmp_path / "run" / "failed_step_3.pt")["progress"]["step"] in (3, 4)
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
