@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.mutants import ROOT, killer, mutants_of, tests_of
+from tests.support.mutants import ROOT, killer, mutants_of, suite_of
 
 SOURCE = b'''"""A module: 1 + 1."""
 def area(width: int, height: int) -> int:
@@ -30,4 +30,4 @@ def test_a_mutant_is_killed_or_survives(tmp_path):
 
 def test_every_file_of_the_run_has_tests():
     for file in ("attention/mechanisms/eva.py", "attention/base.py", "engine/training/ema.py", "train.py"):
-        assert all((ROOT / word).exists() for word in tests_of(file, ROOT) if word.startswith("tests/"))
+        assert all((ROOT / word).exists() for word in suite_of(file, ROOT) if word.startswith("tests/"))

@@ -112,7 +112,7 @@ def mutants_of(file: str, source: bytes) -> list[Mutant]:
     return found
 
 
-def tests_of(file: str, tree: Path) -> list[str]:
+def suite_of(file: str, tree: Path) -> list[str]:
     """Arguments of pytest for the tests that concern a file."""
     for pattern, tests in TESTS:
         if match := re.fullmatch(pattern, file):
@@ -148,7 +148,7 @@ def killer(tree: Path, mutant: Mutant, seconds: float, arguments: Sequence[str] 
     source = path.read_bytes()
     path.write_bytes(source[: mutant.start] + mutant.new.encode() + source[mutant.end :])
     try:
-        return run_tests(tree, arguments or tests_of(mutant.file, tree), seconds)
+        return run_tests(tree, arguments or suite_of(mutant.file, tree), seconds)
     finally:
         path.write_bytes(source)
 
