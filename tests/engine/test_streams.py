@@ -660,7 +660,7 @@ def test_a_run_whose_store_is_gone_or_locked_says_so_and_goes_on_later(server, s
         assert statuses == [1]
         lines = [line for line in job.text.splitlines() if line.startswith("error: ")]
         assert len(lines) == 1
-        assert "not to be had within 4 s (FileNotFoundError" in lines[0]
+        assert "not to be had within 5 s (FileNotFoundError" in lines[0]
         assert "Traceback" not in job.text
         server.faults = {}
         assert runs.launch(output=output)[0] == [0]
