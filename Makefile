@@ -25,11 +25,12 @@ test-all: PYTEST = -m 'not stress and not timm'
 mutants: .venv/ready
 	.venv/bin/python -m tests.support.mutants --jobs $(JOBS)
 
-# The site, in site/, of the Markdown files at their places. It reads the code and does not import it: no torch is needed.
-docs: build/venv/ready
+# The site, in site/, of the Markdown files at their places. Only the options of mechanisms need .venv and torch.
+docs: build/venv/ready .venv/ready
 	rm -rf build/docs
 	mkdir -p build/docs
 	cp -r README.md CONTRIBUTING.md CHANGELOG.md docs configs reference build/docs
+	.venv/bin/python -m engine.config.option_pages attention > build/docs/docs/options/attention.md
 	build/venv/bin/properdocs build --strict --config-file mkdocs.yml
 
 .venv/ready: pyproject.toml

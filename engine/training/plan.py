@@ -13,8 +13,6 @@ from torch._subclasses import fake_tensor
 from attention import kernels
 from engine.checkpoints.initial_weights import create_initial_model
 from engine.checkpoints.progress import describe_place
-from engine.config.checks import check_profile
-from engine.config.load import dump_run
 from engine.config.micro_batches import micro_batch_size
 from engine.config.schema import Run
 from engine.config.yaml_files import dump_yaml
@@ -22,12 +20,14 @@ from engine.data.identity import identify_data
 from engine.data.loaders import create_loaders, images_of
 from engine.data.sampler import EpochSampler
 from engine.data.splits import classes_of
+from engine.run.checks import check_profile
+from engine.run.load import dump_run
 from engine.runtime.distributed import World, autocast
 from engine.runtime.memory import saved_storages
 from engine.runtime.text import describe_error
 from engine.training.objective import create_objective
 from engine.training.optim import create_optimizer
-from engine.training.resume import Checkpoints
+from engine.training.resume import Checkpoints, Resumed
 from models import create_model
 from models.costs import count_costs
 from models.freeze import freeze
@@ -61,8 +61,8 @@ def print_plan(run: Run, world: World, output: Path, allowed: Sequence[str] = ()
     if run.init.weights or run.distill.teacher:
         model = create_initial_model(run, output, world, classes_of(images_of(val)))
         identity |= create_objective(run, model, images_of(train), world).identity
-    checkpoints = Checkpoints(output, run, world, sampler.num_images, identity)
-    progress, _ = checkpoints.find(allowed)
+    resumed = Resumed(Checkpoints(output, run, world, sampler.num_images, identity), allowed)
+    progress = resumed.progress
     steps, epochs = progress.total_steps(run, sampler.updates_per_epoch), run.schedule.epochs
     check_profile(run.report, steps)
     costs = count_costs(run.model, run.attention)
@@ -70,10 +70,10 @@ def print_plan(run: Run, world: World, output: Path, allowed: Sequence[str] = ()
     passes = f"{world.size} x {run.train.grad_accum_steps} x {images}"
     if progress.epoch >= epochs:
         found = f"nothing; {output} is finished"
-    elif checkpoints.resumption.checkpoint is None:
+    elif resumed.resumption.checkpoint is None:
         found = f"nothing; {output} has no checkpoint, and the run starts from the beginning"
     else:
-        found = checkpoints.resumption.describe(describe_place(run, progress.epoch, progress.step, steps))
+        found = resumed.resumption.describe(describe_place(run, progress.epoch, progress.step, steps))
     facts = {
         "parameters": f"{costs.parameters:,}",
         "MACs": f"{costs.macs:,} of an image",

@@ -1,9 +1,9 @@
 """Regenerates the files of a clone that follow from the registry and the options of the code.
 
-    python -m engine.config.generate
+    python -m engine.reporting.generate
 
-They are the pages of docs/options/, and the parts of other pages between ``<!-- generated: NAME -->`` and
-``<!-- end -->``. Plugins are left out.
+They are the pages of docs/options/ except that of `attention`, and the parts of other pages between
+``<!-- generated: NAME -->`` and ``<!-- end -->``. Plugins are left out.
 """
 
 import re
@@ -13,15 +13,16 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from attention import ATTENTION, options_of
+from attention import ATTENTION
 from attention.__main__ import config, markdown, row
 from engine.config.option_pages import index, page, sections
 from engine.config.papers import read_papers
+from engine.reporting.result_tables import TABLES
 from engine.runtime.errors import UserError, refuse_bad_input
 from engine.runtime.files import write_file
 
 ROOT = Path(__file__).parents[2]
-COMMAND = "python -m engine.config.generate"
+COMMAND = "python -m engine.reporting.generate"
 WIDTH = 120
 
 
@@ -45,10 +46,6 @@ GROUPS = {
 
 MODELS = "deit_tiny_p8", "deit_tiny_p16", "deit_small_p16", "pvtv2_b3_2xheads"
 """Models whose figures in a paper are quoted, the first that has one."""
-
-
-MECHANISMS = "docs/options/attention.md"
-"""Page of the options of all mechanisms."""
 
 
 def all_mechanisms() -> str:
@@ -77,8 +74,7 @@ def twelve_mechanisms() -> str:
             cells = row(name)
             parts = {column: cells[column] for column in ("name", "paper", "idea", "MACs (M)")}
             rows.append({"kind": "" if number else kind} | parts)
-        links = ", ".join(f"[`{x}`]({MECHANISMS}#{x})" if options_of(x) else f"`{x}`" for x in named.split())
-        others.append(f"- {kind}: {links}")
+        others.append(f"- {kind}: {', '.join(f'`{name}`' for name in named.split())}")
     return "\n".join([markdown(rows), "", "The others are:", "", *others])
 
 
@@ -112,11 +108,14 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
         "causal mechanisms": causal,
     },
     "docs/options.md": {"sections": index},
+    **TABLES,
 }
 """Page -> its generated parts: name -> function that returns the text."""
 
-WHOLE: dict[str, Callable[[], str]] = {f"docs/options/{name}.md": partial(page, name) for name in sections()}
-"""Generated file -> function that returns its content."""
+WHOLE: dict[str, Callable[[], str]] = {
+    f"docs/options/{name}.md": partial(page, name) for name in sections() if name != "attention"
+}
+"""Generated file -> function that returns its content. `make docs` makes the page of `attention` for the site."""
 
 FILES = (*PARTS, *WHOLE)
 
