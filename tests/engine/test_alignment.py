@@ -157,6 +157,7 @@ def test_the_teacher_sees_every_batch_once_without_gradients(tmp_path: Path):
     assert loss.requires_grad
 
 
+@pytest.mark.complete
 def test_the_blocks_of_the_teacher_are_compiled(tmp_path: Path):
     """With the hooks in it, one graph serves all blocks."""
     leave_teacher(tmp_path)
@@ -283,6 +284,7 @@ def test_options_that_contradict_are_refused(overrides: list[str], says: str):
     assert says in str(caught.value)
 
 
+@pytest.mark.complete
 def test_a_run_lowers_the_error_of_every_layer_and_logs_it(tmp_path: Path, capsys):
     """All weights but those of the fitted layers stay as they were."""
     model = leave_teacher(tmp_path / "teacher")

@@ -961,6 +961,7 @@ def test_weights_that_are_objects_are_refused(name: str, tmp_path: Path, capsys:
     assert not (tmp_path / "out.safetensors").exists()
 
 
+@pytest.mark.complete
 def test_hostile_files_do_nothing(whole, tmp_path: Path, figure: Callable):
     """Each is refused within 2 s and 1 GB of memory beyond the imports."""
     paths, slowest = hostile_files(tmp_path, whole), 0.0

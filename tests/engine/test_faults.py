@@ -158,6 +158,7 @@ def torchrun(directory: Path, faults: dict[int, list[Fault]], *flags: str, optio
         process.wait()
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize(
     ("name", "flags"),
     [
