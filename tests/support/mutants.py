@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[2]
 MUTATED = ("attention/**/*.py", "engine/training/*.py", "train.py")
@@ -83,13 +83,6 @@ def faults(node: ast.AST) -> Iterator[tuple[str, str]]:
             yield "deleted statement", "pass"
 
 
-def annotations(node: ast.AST) -> list[ast.AST]:
-    """Types and decorators, which have no mutants."""
-    names = "annotation", "returns", "decorator_list"
-    found = [getattr(node, name, None) or [] for name in names]
-    return [child for each in found for child in (each if isinstance(each, list) else [each])]
-
-
 def mutants_of(file: str, source: bytes) -> list[Mutant]:
     """All mutants of a file, outside of reference implementations."""
     starts = [0]
@@ -97,16 +90,20 @@ def mutants_of(file: str, source: bytes) -> list[Mutant]:
         starts.append(starts[-1] + len(line))
     found = []
 
-    def visit(node: ast.AST) -> None:
-        if isinstance(node, UNSEEN) or str(getattr(node, "name", "")).endswith("_reference"):
+    def visit(node: Any) -> None:
+        if (
+            not isinstance(node, ast.AST)
+            or isinstance(node, UNSEEN)
+            or str(getattr(node, "name", "")).endswith("_reference")
+        ):
             return
         for kind, new in faults(node):
             start, end = starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset
             found.append(Mutant(file, node.lineno, kind, start, end, new if kind[:3] == "del" else f"({new})"))
-        unseen = annotations(node)
-        for child in ast.iter_child_nodes(node):
-            if child not in unseen:
-                visit(child)
+        for name, value in ast.iter_fields(node):
+            if name not in ("annotation", "returns", "decorator_list"):
+                for child in value if isinstance(value, list) else [value]:
+                    visit(child)
 
     visit(ast.parse(source))
     return found
