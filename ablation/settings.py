@@ -8,9 +8,9 @@ from typing import Any
 from ablation.cases import Case
 from ablation.match import Matched
 from ablation.schema import expand, to_text
-from engine.config.load import dump_run
 from engine.config.papers import PaperRow
 from engine.config.schema import Run
+from engine.run.load import dump_run
 from models.costs import Costs, count_costs
 
 

@@ -31,9 +31,9 @@ from ablation.sweep import read_ablation
 from attention import ATTENTION, LayerContext, OptionError, create_attention
 from attention.__main__ import config, table
 from attention.options import parse_options
-from engine.config.load import load_run
 from engine.reporting.generate import COMMAND as GENERATE
 from engine.reporting.generate import FILES, GROUPS, PARTS, generate, quote
+from engine.run.load import load_run
 from engine.runtime.errors import UserError
 from tests.engine.test_predict import CLASSES, make_checkpoint
 from tests.test_layers import LIBRARIES, ROOMS
@@ -157,7 +157,7 @@ def test_a_page_without_the_comments_of_a_part_is_named(monkeypatch):
 
 
 def test_mechanisms_without_the_option_of_a_local_term_are_named():
-    (words,) = re.findall(r"every other mechanism but these: (.*?)\. It can", " ".join(MECHANISMS.split()))
+    (words,) = re.findall(r"every other mechanism but these: (.*?)\. Causal", " ".join(MECHANISMS.split()))
     without = {name for name, mechanism in ATTENTION.items() if not hasattr(mechanism.Config, "local")}
     named = set(re.findall(r"\w+", re.sub(r"\(.*?\)", "", words))) - {"and"}
     assert named == without, "give it the option, local_option(), or name it in docs/mechanisms.md with the reason"

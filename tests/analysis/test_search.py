@@ -17,7 +17,7 @@ from analysis.costs import Prices
 from analysis.hybrids import OWN
 from analysis.laboratory import Score
 from bench.timing import time_rounds
-from engine.config.load import load_run
+from engine.run.load import load_run
 from engine.runtime.arguments import MOST
 from engine.runtime.ownership import RESULTS, claim
 from tests.analysis.models import load_model, save_model
