@@ -18,7 +18,7 @@ def fitted(mechanism: type[Attention], context: LayerContext, config: Any) -> An
     Raises:
         OptionError: the constructor refuses another option.
     """
-    if not getattr(config, "fit", False):
+    if not config.fit:
         return config
     by_itself, strict = dataclasses.replace(context, shared={}), dataclasses.replace(config, fit=False)
     while True:

@@ -34,7 +34,17 @@ class UnknownOptionError(OptionError, TypeError):
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 class Options:
-    """Base of a mechanism's or a model's `Config`: makes its subclasses frozen dataclasses of keyword arguments."""
+    """Base of a mechanism's or a model's `Config`: makes its subclasses frozen dataclasses of keyword arguments.
+
+    The values below hold for a mechanism without the option; only a subclass that declares one has the option.
+    """
+
+    attn_drop: float = 0.0
+    causal: bool = False
+    fit: bool = False
+    local: bool = False
+    overlap: int = 0
+    released: bool = False
 
     def __init_subclass__(cls) -> None:
         dataclasses.dataclass(frozen=True, kw_only=True)(cls)

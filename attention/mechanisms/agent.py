@@ -58,7 +58,6 @@ def agent_reference(q, k, v, b_1, b_2, *, grid, bins, attn_drop=0.0):
 
 class Agent(Attention):
     prefix_tokens = "plain"
-    ignores_order = False  # agents belong to bins, biases to positions
     key_mask_refusal = "its agents average every token of their bins"
     local_size = 3
     local_by_head = False
@@ -107,6 +106,9 @@ class Agent(Attention):
         bias = (images + rows[:, :, None] + columns[:, None]).flatten(1)
         bias = bias if self.prefix_bias is None else torch.cat([self.prefix_bias, bias], 1)
         return bias.unflatten(0, (2, self.num_heads, -1))
+
+    def ignores_order(self) -> bool:
+        return False  # agents belong to bins, biases to positions
 
     @classmethod
     def cost(cls, context: LayerContext, config: Any) -> Cost:

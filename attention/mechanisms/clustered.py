@@ -102,7 +102,6 @@ def hamming_clusters(bits: Tensor, num_clusters: int, num_iterations: int) -> Te
 
 class Clustered(Attention):
     prefix_tokens = "plain"
-    ignores_order = False  # clusters start at positions
     key_mask_refusal = "its clusters are those of all queries"
     size_option = "num_clusters"
     eval_planes: Tensor
@@ -119,6 +118,9 @@ class Clustered(Attention):
         super().__init__(context, config)
         self.refuse_above(context, "num_clusters", "num_top_keys")
         self.register_buffer("eval_planes", torch.randn(self.num_heads, config.num_bits, self.head_dim + 1))
+
+    def ignores_order(self) -> bool:
+        return False  # clusters start at positions
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:

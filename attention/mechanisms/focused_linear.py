@@ -61,7 +61,6 @@ def focused_linear_reference(q, k, v, scale, *, power):
 
 class FocusedLinear(Attention):
     prefix_tokens = "plain"
-    ignores_order = False  # keys depend on their positions
     reduction: int
     sr: nn.Module | None
 
@@ -86,6 +85,9 @@ class FocusedLinear(Attention):
             self.refuse("stretch", config.stretch, problem, "image" if config.local else None)
         self.key_positions = KeyPositions(context.dim, shrunk(context.grid, config.reduction))
         self.feature_scale = nn.Parameter(torch.zeros(context.dim))
+
+    def ignores_order(self) -> bool:
+        return False  # keys depend on their positions
 
     @classmethod
     def cost(cls, context: LayerContext, config: Any) -> Cost:

@@ -58,7 +58,6 @@ def polaformer_reference(q, k, v, scale, power, *, alpha):
 
 class Polaformer(Attention):
     prefix_tokens = "plain"
-    ignores_order = False  # keys depend on their positions
 
     class Config(Options):
         alpha: float = option(4.0, "range of the learned exponents, which lie between 1 and 1 + alpha", above=0)
@@ -69,6 +68,9 @@ class Polaformer(Attention):
         self.key_positions = KeyPositions(context.dim, context.grid)
         self.feature_scale, self.feature_power = (nn.Parameter(torch.zeros(context.dim)) for _ in range(2))
         self.gate = init_linear(nn.Linear(context.dim, context.dim, bias=context.qkv_bias))
+
+    def ignores_order(self) -> bool:
+        return False  # keys depend on their positions
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:

@@ -59,7 +59,6 @@ def rala_reference(q, k, v, *, grid):
 
 class Rala(Attention):
     prefix_tokens = "plain"
-    ignores_order = False  # rotations depend on positions
     local_by_head = False
 
     class Config(Options):
@@ -68,6 +67,9 @@ class Rala(Attention):
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
         self.gate = init_linear(nn.Linear(context.dim, context.dim, bias=context.qkv_bias))
+
+    def ignores_order(self) -> bool:
+        return False  # rotations depend on positions
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:

@@ -72,9 +72,8 @@ class ReluLinear(Attention):
         self.scales = nn.ModuleList(Scale(C, context.num_heads, size) for size in config.scales)
         self.proj_scales = init_linear(nn.Linear(count * C, C, bias=False)) if count else None
 
-    @property
     def ignores_order(self) -> bool:
-        return super().ignores_order and not self.config.scales
+        return super().ignores_order() and not self.config.scales
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:

@@ -38,7 +38,6 @@ def synthesizer_reference(r_1, r_2, v, attn_drop=0.0):
 
 class Synthesizer(Attention):
     prefix_tokens = "plain"
-    ignores_order = False  # weights belong to positions
     key_mask_refusal = "its learned weights are of all positions of the grid, the same for every image"
     num_projections = 1
     size_option = "rank"
@@ -54,6 +53,9 @@ class Synthesizer(Attention):
         rows = context.num_prefix_tokens + context.grid[0] * context.grid[1]
         self.factors = nn.Parameter(torch.empty(2, self.num_heads, config.rank, rows))
         nn.init.trunc_normal_(self.factors, std=0.02)
+
+    def ignores_order(self) -> bool:
+        return False  # weights belong to positions
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:

@@ -23,7 +23,7 @@ import torch
 
 from ..parts import transforms
 from ..parts.features import autocast_off
-from ..parts.transforms import transformed
+from ..parts.transforms import in_graph, transformed
 from . import memory
 
 Op = TypeVar("Op", bound=Callable[..., Any])
@@ -113,6 +113,15 @@ def resolved() -> str:
     half = "" if _path == "triton" else " in half precision"
     on_gpu = f"on a GPU{half} Triton's {', '.join(TRITON_MODULES)}; " if _path == "triton" or on_measured else ""
     return f"{_path}: {on_gpu}fast {', '.join(sorted(_fast))}"
+
+
+def by_path(attend: Op, projected: tuple[Any, ...], grid: Any, key_mask: torch.Tensor | None = None) -> torch.Tensor:
+    """Calls a layer's `attend_all`; with the path "lean" by parts of the batch, but not in graphs and transforms of
+    torch.func.
+    """
+    if _path != "lean" or in_graph() or transformed():
+        return attend(projected, grid, key_mask)
+    return memory.by_parts(lambda *part: attend(part[:-1], grid, part[-1]), *projected, key_mask)
 
 
 def first_order(backward: Op) -> Op:

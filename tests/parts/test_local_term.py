@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from attention import ATTENTION, AttentionFactory, LayerContext
+from attention import ATTENTION, AttentionFactory, LayerContext, options_of
 from attention.parts.local_term import LocalTerm
 from tests.support.calls import value_and_gradients
 from tests.support.cases import Case
@@ -49,7 +49,7 @@ def test_masked_tokens_are_zeros():
 
 SMALL = {"window_size": 3, "num_landmarks": 6, "cluster_size": 4, "block_size": 4, "kernel_size": 3}
 SMALL |= {"num_clusters": 4, "num_top_keys": 5}
-HAVE_ONE = [name for name, kind in ATTENTION.items() if hasattr(kind.Config, "local") and kind.local_size]
+HAVE_ONE = [name for name, kind in ATTENTION.items() if "local" in options_of(name) and kind.local_size]
 
 
 @pytest.mark.parametrize("name", HAVE_ONE)

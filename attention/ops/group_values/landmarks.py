@@ -26,7 +26,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "default": None,
         "meaning": "factor of the means qk and q; null: 1.0, as released 0.5, but not in causal attention",
         "above": 0,
-        "chosen": lambda c: 0.5 if c.released and not getattr(c, "causal", False) else 1.0,
+        "chosen": lambda c: 0.5 if c.released and not c.causal else 1.0,
     },
 }
 
