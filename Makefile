@@ -1,4 +1,5 @@
 # Two commands: `make train` and `make test`. Each sets up .venv by itself; a second call reuses it.
+# Before a merge: `make test-all`.
 PYTHON ?= python3
 CONFIG ?= configs/quickstart.yaml
 JOBS ?= 2
@@ -7,23 +8,26 @@ OUTPUT ?= runs/$(basename $(notdir $(CONFIG)))-$(shell date +%Y%m%d-%H%M%S)
 # As torchrun has it: one thread per process. The models here are small, and loader workers take the other cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test docs
+.PHONY: train test test-all docs
 .DELETE_ON_ERROR:
 
 train: .venv/ready
 	.venv/bin/python train.py $(CONFIG) --output $(OUTPUT)
 
-test: .venv/ready
+test test-all: .venv/ready
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
-	.venv/bin/python -m pytest -n $(JOBS)
+	.venv/bin/python -m pytest -n $(JOBS) $(PYTEST)
 
-# The site, in site/, of the Markdown files at their places. It reads the code and does not import it: no torch is needed.
-docs: build/venv/ready
+test-all: PYTEST = -m 'not stress and not timm'
+
+# The site, in site/, of the Markdown files at their places. Only the options of mechanisms need .venv and torch.
+docs: build/venv/ready .venv/ready
 	rm -rf build/docs
 	mkdir -p build/docs
 	cp -r README.md CONTRIBUTING.md CHANGELOG.md docs configs reference build/docs
+	.venv/bin/python -m engine.config.option_pages attention > build/docs/docs/options/attention.md
 	build/venv/bin/properdocs build --strict --config-file mkdocs.yml
 
 .venv/ready: pyproject.toml

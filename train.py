@@ -24,10 +24,10 @@ from engine.config.checks import check_profile
 from engine.config.load import load_run
 from engine.config.micro_batches import describe_batch_norm, share_batch
 from engine.config.schema import Run
-from engine.data.check import check_images
 from engine.data.identity import identify_data, is_one_split
 from engine.data.loaders import check_workers, create_loaders, has_lost_workers, stop_waiting_if
 from engine.data.splits import classes_of
+from engine.data.verify import check_images
 from engine.evaluation.evaluate import evaluate_all, gather_all
 from engine.reporting.console import format_values
 from engine.reporting.metrics import first_micro_batch_size
@@ -60,7 +60,7 @@ from engine.training.optim import (
     keep_weights_finite,
 )
 from engine.training.plan import print_plan
-from engine.training.resume import Checkpoints
+from engine.training.resume import Checkpoints, Resumed
 from models.costs import count_costs
 from models.freeze import set_train_mode
 
@@ -130,7 +130,8 @@ class Trainer:
             splits = f"data.val_split = {run.data.val_split} has the images of data.train_split"
             print(f"warning: {splits}; top-1 is not that of new images", file=sys.stderr, flush=True)
         self.checkpoints = Checkpoints(output, run, world, self.sampler.num_images, identity | self.objective.identity)
-        self.progress = self.checkpoints.restore(self.stateful, allowed)
+        resumed = Resumed(self.checkpoints, allowed)
+        self.progress, self.resumption = resumed.restore(self.stateful), resumed.resumption
         self.total_steps = self.progress.total_steps(run, self.sampler.updates_per_epoch)
         check_profile(run.report, self.total_steps)
 
@@ -173,8 +174,7 @@ class Trainer:
         self.recorder = self.cleanup.enter_context(Recorder(directory, run, progress, self.total_steps, self.world))
         self.signals = self.cleanup.enter_context(SignalHandler())
         stop_waiting_if(self.signals.stop_requested, self.train_loader, self.val_loader)
-        resumption = self.checkpoints.resumption
-        self.recorder.start(progress.epoch, self.world.size, resumption, kernels=kernels.resolved(), **self.costs)
+        self.recorder.start(progress.epoch, self.world.size, self.resumption, kernels=kernels.resolved(), **self.costs)
 
     def train_epoch(self, batches: Iterator[tuple[Tensor, Tensor]]) -> bool:
         """Makes the updates that are left of an epoch, and saves; returns whether a signal has stopped the run."""

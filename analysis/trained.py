@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from engine.checkpoints.adapt import build_models
 from engine.checkpoints.files import trained_config
-from engine.checkpoints.identify import identify
 from engine.checkpoints.origin import is_made_here
-from engine.checkpoints.preference import choose_one
+from engine.checkpoints.preference import choose_weights
 from engine.checkpoints.weight_sources import Source, source_of
 from engine.checkpoints.weights import check_predicts_classes
 from engine.config.described import parse_described
@@ -66,7 +65,7 @@ def load_trained(args: argparse.Namespace, reads_images: bool = True) -> Trained
     Raises:
         UserError, OptionError: in the same cases as validate.py.
     """
-    found, checkpoint, kind, note = choose_one(identify(args.checkpoint), args.select, args.weights)
+    found, checkpoint, kind, note = choose_weights(args.checkpoint, args.select, args.weights)
     if note:
         print(f"{found}: {note}", file=sys.stderr)
     is_own = is_made_here(args.checkpoint)

@@ -43,7 +43,7 @@ ROOT = Path(__file__).parents[1]
 
 REMOVERS = {
     "engine/data/prepare.py": "moves what this call has written, and removes the directory that it has made",
-    "engine/data/store.py": "removes and replaces shards in a cache that its marker file proves to be ours",
+    "engine/data/shard_cache.py": "removes and replaces shards in a cache that its marker file proves to be ours",
     "engine/runtime/files.py": "replaces what a caller has claimed or the user has named, by a new file",
     "engine/runtime/locks.py": "shortens a lock whose text is that of a lock of ours",
     "engine/runtime/ownership.py": "removes and replaces what the marker file names",

@@ -19,7 +19,7 @@ OPENERS = {"open", "read_text", "read_bytes"}
 """Functions and methods that open a file, which may be a pipe or a device and of any size."""
 
 OF_READER = "engine.data.splits.refusing, in which every split is opened, refuses whatever a reader raises"
-OF_CHECKPOINT = "engine.checkpoints.files.read_checkpoint refuses whatever a file raises"
+OF_CHECKPOINT = "engine.checkpoints.files.load_checkpoint refuses whatever a file raises"
 MAY_PARSE = {
     "ablation/report.py": "texts of options that the sweep has formatted itself",
     "ablation/settings.py": "texts of options that the sweep has formatted itself",
@@ -46,7 +46,6 @@ MAY_OPEN = {
     "engine/config/generate.py": "pages of this repository",
     "engine/data/cache.py": "the pixels that the index beside them describes",
     "engine/data/mds.py": "files that it has written, or has fetched into its cache",
-    "engine/data/store.py": "files of its cache",
     "engine/data/table.py": "an index that was looked for as a regular file",
     "engine/runtime/memory.py": "the kernel's files on a process",
     "engine/runtime/provenance.py": "code of this project, and the kernel's files on the machine",

@@ -4,7 +4,7 @@ import dataclasses
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from timm.layers import resample_patch_embed, to_2tuple
@@ -37,10 +37,23 @@ OF_ANOTHER = "choose the model (model.name, model.depth, ...) that the weights w
 
 SHARED = re.compile(r"(^|\.)blocks\.\d+\.(?!attn\.(?!qkv\.|proj\.))|^patch_embed\.backbone\.")
 """Weights that every mechanism has in a block: all except the weights of attention beside its projections. It also
-matches the convolutions before the patches of a hybrid, so that hybrids, which no model here is, are refused."""
+matches the stem of a hybrid, so that hybrid models are refused."""
 
-Outcome = dict[str, list[str]]
-"""Outcome of fitting -> names of the weights, see `fit_weights`."""
+OUTCOMES = ("loaded", "adapted", "fresh", "drawn", "re-made", "dropped")
+
+
+class Fitted(NamedTuple):
+    """A weight after fitting: its name, and in words its shapes if they differ, or why it was not taken."""
+
+    name: str
+    note: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.note}".rstrip()
+
+
+Outcome = dict[str, list[Fitted]]
+"""Each of `OUTCOMES` -> its weights, see `fit_weights`."""
 
 
 def build_models(run: Run, checkpoint: Mapping, kinds: Sequence[Weights]) -> tuple[dict[Weights, nn.Module], str]:
@@ -65,12 +78,12 @@ def build_models(run: Run, checkpoint: Mapping, kinds: Sequence[Weights]) -> tup
         models[kind] = create_model(attention=run.attention, **run.model)
         source = source_of(trained, state)
         taken, outcome = fit_weights(models[kind], source, place)
-        if rest := summarize({name: names for name, names in outcome.items() if name != "adapted"}):
+        if rest := summarize(outcome | {"adapted": []}):
             raise UserError(f"{place}: {title}: not all weights can be resampled: {rest}")
         load_weights(models[kind], taken, place)
     assert source.model is not None
     changes = list_fitted(source.model, models[kind])
-    line = f"{title}; resampled: {', '.join(merge_layers(outcome['adapted'])) or 'nothing'}"
+    line = f"{title}; resampled: {_join(outcome['adapted']) or 'nothing'}"
     return models, f"{line}; fitted to the grid: {', '.join(changes)}" if changes else line
 
 
@@ -106,13 +119,45 @@ def fit_weights(
         classes: names in the order of the model's classifier, by which the rows of the source's are matched if it has
             names too; None: both have the same.
     Returns:
-        The state dict to load, and outcome -> names: loaded (unchanged), adapted (resampled, or a part is used),
+        The state dict to load, and outcome -> weights: loaded (unchanged), adapted (resampled, or a part is used),
         fresh (the model's initial value, because the source has none or one of another meaning), drawn (random
         numbers of attention, which the source does not have, or has learned), re-made (a head of other classes),
         dropped (weights of the source without a place in the model).
     Raises:
         UserError: the source has other blocks or attention heads, or is not finite; the message begins with
             `place`.
+    """
+    original, state, reasons = _adapt(model, source, place, classes)
+    expected = model.state_dict()
+    taken = {
+        name: x
+        for name, x in state.items()
+        if name in expected and x.shape == expected[name].shape and name not in reasons
+    }
+    if bad := list_not_finite(model, taken):
+        raise UserError(f"{place}: {len(bad)} weights are not finite: {', '.join(bad[:5])}")
+    outcome: Outcome = {kind: [] for kind in OUTCOMES}
+    for name, x in taken.items():
+        shapes = f"{tuple(original[name].shape)} -> {tuple(x.shape)}"
+        is_same = x is original[name]
+        outcome["loaded" if is_same else "adapted"].append(Fitted(name, "" if is_same else shapes))
+    parameters = {name for name, _ in model.named_parameters()}
+    for name in (name for name in expected if name not in taken):
+        is_drawn = name not in parameters and ".attn." in name
+        kind = "re-made" if name in HEAD and name in state else "drawn" if is_drawn else "fresh"
+        outcome[kind].append(Fitted(name, f"({reasons[name]})" if name in reasons else ""))
+    remade = {entry.name for entry in outcome["re-made"]}
+    outcome["dropped"] = [Fitted(name) for name in state if name not in taken and name not in remade]
+    return taken, outcome
+
+
+def _adapt(
+    model: nn.Module, source: Source, place: str, classes: Sequence[str] | None
+) -> tuple[Mapping[str, Tensor], dict[str, Tensor], dict[str, str]]:
+    """Adapts the weights of `source` to the sizes of `model`, see `fit_weights`.
+
+    Returns:
+        The weights under the model's names before and after, and name -> reason of those that are not to be taken.
     """
     expected = model.state_dict()
     try:
@@ -127,41 +172,13 @@ def fit_weights(
         if theirs is not None:
             check_heads(theirs, list_heads(model), place)
         state |= _resample(state, model, getattr(getattr(source.model, "patch_embed", None), "grid_size", None))
-        tables, others = convert.resample_bias_tables(state, model, source.model)
+        tables, reasons = convert.resample_bias_tables(state, model, source.model)
         state |= tables | convert.resample_position_tables(state, model, source.model)
         heads, strange = match_heads(state, expected, source.classes, classes)
-        state, others = state | heads, others | strange | _list_learned(source.model, model)
+        return original, state | heads, reasons | strange | _list_learned(source.model, model)
     except (AssertionError, AttributeError, LookupError, RuntimeError, ValueError) as error:  # a malformed model
         problem = f"weights that cannot be adapted to the model ({describe_error(error)})"
         raise UserError(f"{place}: {problem}; {OF_ANOTHER}") from None
-    taken = {
-        name: x
-        for name, x in state.items()
-        if name in expected and x.shape == expected[name].shape and name not in others
-    }
-    if bad := list_not_finite(model, taken):
-        raise UserError(f"{place}: {len(bad)} weights are not finite: {', '.join(bad[:5])}")
-    parameters = dict(model.named_parameters())
-    absent = [name for name in expected if name not in taken]
-    remade = [name for name in absent if name in HEAD and name in state]
-    reasons = {name: f"{name} ({reason})" for name, reason in others.items()}
-    outcome = {
-        "loaded": [name for name, x in taken.items() if x is original[name]],
-        "adapted": [
-            f"{name} {tuple(original[name].shape)} -> {tuple(x.shape)}"
-            for name, x in taken.items()
-            if x is not original[name]
-        ],
-        "fresh": [
-            reasons.get(name, name)
-            for name in absent
-            if name not in remade and (name in parameters or ".attn." not in name)
-        ],
-        "drawn": [reasons.get(name, name) for name in absent if name not in parameters and ".attn." in name],
-        "re-made": [reasons.get(name, name) for name in remade],
-        "dropped": [name for name in state if name not in taken and name not in remade],
-    }
-    return taken, outcome
 
 
 def match_heads(
@@ -267,18 +284,22 @@ def list_other_options(source: nn.Module, model: nn.Module, has_head: bool) -> d
 def table(outcome: Outcome) -> list[str]:
     """Returns a line per outcome: the number of weights, and their names unless they are loaded unchanged."""
     return [
-        f"  {kind:<8}{len(names):>5}  {'' if kind == 'loaded' else ', '.join(merge_layers(names))}".rstrip()
-        for kind, names in outcome.items()
+        f"  {kind:<8}{len(entries):>5}  {'' if kind == 'loaded' else _join(entries)}".rstrip()
+        for kind, entries in outcome.items()
     ]
 
 
 def summarize(outcome: Outcome) -> str:
     """Returns one line about the weights that are not loaded unchanged."""
     return "; ".join(
-        f"{len(names)} {kind} ({one_line(', '.join(merge_layers(names)), 100)})"
-        for kind, names in outcome.items()
-        if names and kind != "loaded"
+        f"{len(entries)} {kind} ({one_line(_join(entries), 100)})"
+        for kind, entries in outcome.items()
+        if entries and kind != "loaded"
     )
+
+
+def _join(entries: Iterable[Fitted]) -> str:
+    return ", ".join(merge_layers(map(str, entries)))
 
 
 LAYER = re.compile(r"(?<=\.)[0-9]{1,9}(?=\.)")

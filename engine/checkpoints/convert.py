@@ -27,7 +27,7 @@ from engine.checkpoints.identify import FOREIGN, Found, Kind, identify
 from engine.checkpoints.initial_weights import load_initial_weights
 from engine.checkpoints.local_dir import preprocessing_of
 from engine.checkpoints.origin import is_made_here
-from engine.checkpoints.preference import choose_one
+from engine.checkpoints.preference import choose_weights
 from engine.checkpoints.progress import Progress
 from engine.checkpoints.weight_sources import read_timm_arguments
 from engine.config.described import parse_described
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             run = load_run(args.config, args.overrides)
             checkpoint = read_with_config(run, args.checkpoint)
         else:
-            path, checkpoint, kind, why = choose_one(identify(args.checkpoint), weights=args.weights)
+            path, checkpoint, kind, why = choose_weights(args.checkpoint, weights=args.weights)
             is_own = is_made_here(args.checkpoint)
             if why:
                 print(f"{path}: {why}", file=sys.stderr)

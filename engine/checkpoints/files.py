@@ -42,7 +42,7 @@ METADATA = ("config", "processes", "images", "progress")
 """Metadata of every checkpoint."""
 
 IDENTITY = ("classes", "train_files", "train_content", "val_files", "val_content", "teacher_weights")
-"""Metadata of the data (`engine.data.identity.identify_data`) and the digest of a teacher, as far as they apply."""
+"""Metadata of the data (`engine.data.identity.identify_data`); also the teacher's digest if the run has a teacher."""
 
 TRAINED = "trained_config"
 """Metadata of an export: the `config` of the training, where `config` is that of the exported model."""
@@ -88,28 +88,22 @@ def find_checkpoint(
 
 
 def find_weights(
-    path: Path, which: Literal["best", "last"], weights: Weights | None
+    source: Path | Found, which: Literal["best", "last"] = "best", weights: Weights | None = None
 ) -> list[tuple[Path, dict[str, Any], list[Weights]]]:
-    """Calls `choose_weights` for what `identify` finds at a path."""
-    return choose_weights(identify(path), which, weights)
+    """Returns path and content of the checkpoints to take weights from, with the kinds to take from each.
 
-
-def choose_weights(
-    found: Found, which: Literal["best", "last"], weights: Weights | None
-) -> list[tuple[Path, dict[str, Any], list[Weights]]]:
-    """Returns path and content of the checkpoints to take weights from, with the kinds to take from each, averaged
-    ones last.
-
-    Of a run directory, a checkpoint without its SHA-256 counts by the CRCs inside it, as one that is named does; a line
-    on stderr says so.
+    Averaged weights come last. Of a run directory, a checkpoint without its SHA-256 counts by the CRCs inside it, as
+    one that is named does; a line on stderr says so.
 
     Args:
+        source: a run directory, a file, or what `identify` has found there.
         which: the best or the last checkpoint of a run directory, see `find_checkpoint`.
         weights: None: all kinds that are kept.
     Raises:
         UserError: there is no checkpoint, or none with such weights.
     """
-    file = None if found.kind is Kind.RUN else (found.path, read_checkpoint(found))
+    found = identify(source) if isinstance(source, Path) else source
+    file = None if found.kind is Kind.RUN else (found.path, load_checkpoint(found))
     chosen: dict[Path, tuple[dict[str, Any], list[Weights]]] = {}
     for kind in [weights] if weights else WEIGHTS:
         checkpoint = file or find_checkpoint(found.path, which, weights=kind, need_digest=False)
@@ -162,25 +156,19 @@ def save_checkpoint(path: Path, checkpoint: Mapping[str, Any]) -> None:
     write_verified(path, content)
 
 
-def load_checkpoint(path: Path, need_digest: bool = False) -> dict[str, Any]:
-    """Reads the checkpoint file `path` into main memory; the file need not be trusted.
+def load_checkpoint(source: Path | Found, need_digest: bool = False) -> dict[str, Any]:
+    """Reads a checkpoint file into main memory; the file need not be trusted.
 
     No code in the file is run, and no more memory is used than a few times its size. A SHA-256 beside it must match.
 
     Args:
+        source: the file, or what `identify` has found, other than a run directory.
         need_digest: refuse a file without a SHA-256 beside it.
     Raises:
-        UserError: there is no such file, or it is not a regular file, is damaged, or is no checkpoint of a run.
+        UserError: there is no such file, or it is not a regular file, is damaged, or describes no model of this
+            project.
     """
-    return read_checkpoint(identify_file(path, need_digest))
-
-
-def read_checkpoint(found: Found) -> dict[str, Any]:
-    """Reads the checkpoint that `identify` has found, other than in a run directory.
-
-    Raises:
-        UserError: it is damaged, or describes no model of this project.
-    """
+    found = identify_file(source, need_digest) if isinstance(source, Path) else source
     try:
         checkpoint = READERS[found.kind](found)
         _check_values(checkpoint)

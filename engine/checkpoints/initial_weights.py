@@ -68,8 +68,8 @@ def load_initial_weights(model: nn.Module, run: Run, world: World, classes: Sequ
     except UserError as error:
         raise UserError(f"init.weights: {error}") from None
     state, outcome = fit_weights(model, source, place, classes)
-    if run.init.strict and any(names for kind, names in outcome.items() if kind != "loaded"):
-        raise UserError(f"{place}: init.strict=true, but not all is loaded as it is: {summarize(outcome)}")
+    if run.init.strict and (rest := summarize(outcome)):
+        raise UserError(f"{place}: init.strict=true, but not all is loaded as it is: {rest}")
     others = [] if source.model is None else describe_other_options(source.model, model, bool(state.keys() & HEAD))
     if run.init.strict and others:
         raise UserError(f"{place}: init.strict=true, but {'; '.join(others)}")
@@ -94,7 +94,7 @@ def load_initial_weights(model: nn.Module, run: Run, world: World, classes: Sequ
             if list(value) != list(getattr(run.data, key)):
                 hint = f"is {list(getattr(run.data, key))}, that of these weights was {list(value)}"
                 print(f"warning: data.{key} {hint}: data.{key}={list(value)} keeps it", file=sys.stderr, flush=True)
-    return [entry.split(" ")[0] for entry in outcome["fresh"] + outcome["re-made"]]
+    return [entry.name for entry in outcome["fresh"] + outcome["re-made"]]
 
 
 def describe_other_options(source: nn.Module, model: nn.Module, has_head: bool) -> list[str]:

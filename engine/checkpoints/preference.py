@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from engine.checkpoints.files import Weights, choose_weights
+from engine.checkpoints.files import Weights, find_weights
 from engine.checkpoints.identify import Found
 
 NOISE = 2.0
@@ -25,13 +25,15 @@ class Choice(NamedTuple):
     note: str
 
 
-def choose_one(found: Found, which: Literal["best", "last"] = "best", weights: Weights | None = None) -> Choice:
-    """Chooses among the kinds of weights of `choose_weights`, by the last evaluations that their checkpoints record.
+def choose_weights(
+    source: Path | Found, which: Literal["best", "last"] = "best", weights: Weights | None = None
+) -> Choice:
+    """Chooses among the kinds of weights of `find_weights`, by the last evaluations that their checkpoints record.
 
     Raises:
-        UserError: see `choose_weights`.
+        UserError: see `find_weights`.
     """
-    listed = choose_weights(found, which, weights)
+    listed = find_weights(source, which, weights)
     kinds = {kind: (path, checkpoint) for path, checkpoint, each in listed for kind in each}
     chosen, note = prefer({kind: _recorded(checkpoint, kind) for kind, (_, checkpoint) in kinds.items()})
     return Choice(*kinds[chosen], chosen, note)

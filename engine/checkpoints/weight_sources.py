@@ -16,7 +16,7 @@ from engine.checkpoints.files import WEIGHTS
 from engine.checkpoints.format import check_plain
 from engine.checkpoints.identify import CONFIG, FOREIGN, TIMM, Found, Kind, damaged, identify
 from engine.checkpoints.local_dir import read_description, read_label_names
-from engine.checkpoints.preference import choose_one
+from engine.checkpoints.preference import choose_weights
 from engine.checkpoints.released import Arguments, Unsupported
 from engine.config.described import parse_described
 from engine.config.load import MissingOptions
@@ -64,7 +64,7 @@ class Source(NamedTuple):
 
 
 def read_weights(name: str) -> Source:
-    """Reads the weights that `init.weights` names, of a run those of `choose_one`.
+    """Reads the weights that `init.weights` names, of a run those of `choose_weights`.
 
     In a run directory, the best checkpoint has them. A file need not be trusted: no code in it is run.
 
@@ -83,7 +83,7 @@ def read_weights(name: str) -> Source:
     if found.kind in FOREIGN:
         return _read_state(found)
     try:
-        path, checkpoint, kind, note = choose_one(found)
+        path, checkpoint, kind, note = choose_weights(found)
         run, state = parse_described(checkpoint["config"], str(found.path)), checkpoint[WEIGHTS[kind]]
         taken = WEIGHTS[kind] + (f" in {path.name}" if found.kind is Kind.RUN else "")
         origin = f"{found.kind.value}: its {taken}{f', {note}' if note else ''}"

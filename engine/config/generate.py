@@ -2,8 +2,8 @@
 
     python -m engine.config.generate
 
-They are the pages of docs/options/, and the parts of other pages between ``<!-- generated: NAME -->`` and
-``<!-- end -->``. Plugins are left out.
+They are the pages of docs/options/ except that of `attention`, and the parts of other pages between
+``<!-- generated: NAME -->`` and ``<!-- end -->``. Plugins are left out.
 """
 
 import re
@@ -47,10 +47,6 @@ MODELS = "deit_tiny_p8", "deit_tiny_p16", "deit_small_p16", "pvtv2_b3_2xheads"
 """Models whose figures in a paper are quoted, the first that has one."""
 
 
-MECHANISMS = "docs/options/attention.md"
-"""Page of the options of all mechanisms."""
-
-
 def all_mechanisms() -> str:
     """The table of all mechanisms, with links from docs/, and the top-1 on ImageNet that a paper prints."""
     rows = {name: row(name) for name in ATTENTION if config(name)}
@@ -77,8 +73,7 @@ def twelve_mechanisms() -> str:
             cells = row(name)
             parts = {column: cells[column] for column in ("name", "paper", "idea", "MACs (M)")}
             rows.append({"kind": "" if number else kind} | parts)
-        links = ", ".join(f"[`{x}`]({MECHANISMS}#{x})" if options_of(x) else f"`{x}`" for x in named.split())
-        others.append(f"- {kind}: {links}")
+        others.append(f"- {kind}: {', '.join(f'`{name}`' for name in named.split())}")
     return "\n".join([markdown(rows), "", "The others are:", "", *others])
 
 
@@ -116,8 +111,10 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
 }
 """Page -> its generated parts: name -> function that returns the text."""
 
-WHOLE: dict[str, Callable[[], str]] = {f"docs/options/{name}.md": partial(page, name) for name in sections()}
-"""Generated file -> function that returns its content."""
+WHOLE: dict[str, Callable[[], str]] = {
+    f"docs/options/{name}.md": partial(page, name) for name in sections() if name != "attention"
+}
+"""Generated file -> function that returns its content. `make docs` makes the page of `attention` for the site."""
 
 FILES = (*PARTS, *WHOLE)
 

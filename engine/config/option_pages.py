@@ -1,6 +1,6 @@
-"""Prints every option of a run in Markdown, a page for each section, as in docs/options/.
+"""Prints the options of a run in Markdown: of one section, or a page for each section, as in docs/options/.
 
-    python -m engine.config.option_pages
+    python -m engine.config.option_pages [SECTION]
 
 The options come from the dataclasses that hold them: the sections of `engine.config.schema.Run`, and the `Config` of
 every family of models and of every mechanism.
@@ -59,7 +59,8 @@ def entries(cls: type, path: str = "") -> str:
 
 def index() -> str:
     """Returns a link to the page of each section, with its description, and the options that are in no section."""
-    links = "\n".join(f"- [{name}](options/{name}.md): {text}" for name, text in sections().items())
+    pages = {name: f"[{name}](options/{name}.md)" for name in sections()} | {"attention": "attention"}
+    links = "\n".join(f"- {pages[name]}: {text}" for name, text in sections().items())
     return f"{links}\n\n{entries(Run)}"
 
 
@@ -69,5 +70,9 @@ def _tables(classes: Mapping[str, type]) -> str:
 
 
 if __name__ == "__main__":
-    ArgumentParser(prog="python -m engine.config.option_pages", description="Print every option.").parse_args()
-    print("\n".join(page(section) for section in sections()), entries(Run), sep="\n")
+    parser = ArgumentParser(prog="python -m engine.config.option_pages", description="Print options in Markdown.")
+    parser.add_argument("section", nargs="?", choices=sections(), help="default: all sections")
+    if only := parser.parse_args().section:
+        print(page(only), end="")
+    else:
+        print("\n".join(page(section) for section in sections()), entries(Run), sep="\n")

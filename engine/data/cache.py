@@ -135,24 +135,20 @@ def encode(image: Image.Image, short_side: int | None, is_mapped: bool = False) 
     return b"P6 %d %d 255\n" % image.size + image.tobytes(), is_reduced or is_mapped
 
 
-def write_cache(
-    path: Path,
-    samples: Iterable[tuple[tuple[bytes, bool], int] | BrokenImage],
-    source: SplitReader,
-    short_side: int | None,
-) -> None:
+def write_cache(path: Path, contents: Iterable[tuple[bytes, bool]], source: SplitReader, short_side: int | None) -> int:
     """Writes the index `path` and the pixels beside it, and flushes them to disk.
 
     Args:
-        samples: what `encode` returns, and class index, of every image of `source`, or `BrokenImage`, in order.
+        contents: what `encode` returns of every image of `source` in order; no bytes of a broken one.
         short_side: that `encode` was given.
+    Returns:
+        Number of images without bytes.
     Raises:
         OSError: no space, or no permission.
     """
     begins, checksums, fingerprints = [0], [], source.fingerprints().tolist()
     with pixels_of(path).open("wb") as file:
-        for number, sample in enumerate(samples):
-            content, is_changed = (b"", False) if isinstance(sample, BrokenImage) else sample[0]
+        for number, (content, is_changed) in enumerate(contents):
             file.write(content)
             begins.append(begins[-1] + len(content))
             checksums.append(zlib.crc32(content))
@@ -172,6 +168,7 @@ def write_cache(
             short_side=np.array([short_side or 0], np.int64),
         )
         _flush(file)
+    return int((np.diff(begins) == 0).sum())
 
 
 def _flush(file: io.BufferedWriter) -> None:

@@ -22,7 +22,8 @@ import numpy as np
 from engine.config.schema import Data
 from engine.data.images import MAX_BYTES, BrokenImage
 from engine.data.layout import Layout, LayoutError, LayoutReader, Samples, SplitReader
-from engine.data.store import Cache, File, Store, is_url
+from engine.data.shard_cache import Cache
+from engine.data.store import File, Store, is_url
 from engine.data.table import map_table, write_table
 from engine.runtime.errors import UserError
 from engine.runtime.ownership import MARKER

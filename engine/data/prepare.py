@@ -19,7 +19,6 @@ are, and may be put into a store.
 """
 
 import argparse
-import io
 import os
 import shutil
 import sys
@@ -29,7 +28,7 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import torch
 from tqdm import tqdm
@@ -39,10 +38,11 @@ from engine.config.schema import Data
 from engine.data import folders, webdataset
 from engine.data.cache import INDEX, CacheReader, encode, pixels_of, write_cache
 from engine.data.images import BrokenImage, DataError
+from engine.data.layout import SplitReader
 from engine.data.mds import MdsReader, write_mds
 from engine.data.splits import Images, describe_ignored, find_split
 from engine.data.subset import SubsetReader
-from engine.data.verify import add_source, digest, list_copies, open_splits, read_all, read_checked
+from engine.data.verify import Measure, add_source, discard, open_splits, print_copies, read_all, read_split
 from engine.runtime.arguments import ArgumentParser, Count
 from engine.runtime.errors import UserError, refuse_bad_input
 from engine.runtime.signals import end_at_interrupt
@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 raise UserError(f"{args.output}: {error.strerror or error}") from error
             if text := describe_ignored(images):
                 print(f"{name}: {text}", file=sys.stderr, flush=True)
-        print("".join(f"{line}\n" for line in list_copies(digests)), end="", file=sys.stderr)
+        print_copies(digests, sys.stderr)
 
 
 def index_splits(args: argparse.Namespace) -> None:
@@ -116,7 +116,7 @@ def prepare(name: str, images: Images, output: Path, short_side: int | None, wor
     """Writes the split `name` of a prepared data set, reads it back and checks it.
 
     Returns:
-        The `digest` of every image as it was written.
+        The digest of every image as it was written, see `Checked`.
     Raises:
         UserError: the split exists already. OSError: no space, or no permission.
         BrokenImage: images that were read back differ from those written.
@@ -126,15 +126,15 @@ def prepare(name: str, images: Images, output: Path, short_side: int | None, wor
     with _new_directory(output, name, [path, pixels_of(path)]) as directory:
         unchecked = directory / path.name
         with closing(read_all(encoded, workers, f"{name}: decoding")) as samples:
-            write_cache(unchecked, _report_broken(samples), images.reader, short_side)
-        num_empty, num_bytes, digests = check(unchecked, workers, f"{name}: checking")
+            num_empty = write_cache(unchecked, _contents(samples), images.reader, short_side)
+        digests = check(reader := CacheReader(str(unchecked)), num_empty, workers, f"{name}: checking")
         pixels_of(unchecked).replace(pixels_of(path))
         try:
             unchecked.replace(path)
         except OSError:
             pixels_of(path).replace(pixels_of(unchecked))
             raise
-    print(f"{name}: {len(images):,} images, {num_bytes / 1e9:.3f} GB, {num_empty:,} broken")
+    print(f"{name}: {len(images):,} images, {reader.begins[-1] / 1e9:.3f} GB, {num_empty:,} broken")
     return digests
 
 
@@ -178,7 +178,7 @@ def prepare_shards(
     Args:
         encoded: images as `encode` returns them. short_side: theirs, see `SplitReader`; None: 0.
     Returns:
-        The `digest` of every image as it was written.
+        The digest of every image as it was written, see `Checked`.
     Raises:
         UserError: the split exists already. OSError: no space, or no permission.
         BrokenImage: images that were read back differ from those written.
@@ -188,15 +188,8 @@ def prepare_shards(
     mixed = replace(encoded, reader=SubsetReader(encoded.reader, order))
     with _new_directory(output, name, [path]) as unchecked:
         with closing(read_all(mixed, workers, f"{name}: writing")) as samples:
-            contents = ((b"", False) if isinstance(x, BrokenImage) else x[0] for x in _report_broken(samples))
-            num_empty = write_mds(unchecked, contents, mixed.reader, shard_bytes, short_side or 0)
-        reader = MdsReader(str(unchecked))
-        samples = read_all(Originals(reader), workers, f"{name}: checking")
-        digests = array("q", (digest(io.BytesIO(x[0][0])) for x in samples if not isinstance(x, BrokenImage)))
-        if (num_broken := len(mixed) - len(digests)) != num_empty:
-            raise BrokenImage(
-                f"{num_broken - num_empty} images were not read back as they were written; nothing is kept"
-            )
+            num_empty = write_mds(unchecked, _contents(samples), mixed.reader, shard_bytes, short_side or 0)
+        digests = check(reader := MdsReader(str(unchecked)), num_empty, workers, f"{name}: checking", None)
         unchecked.replace(path)
     num_bytes = sum(shard.file.size for shard in reader.shards)
     shards = f"{len(reader.shards):,} shards, {num_bytes / 1e9:.3f} GB"
@@ -204,29 +197,24 @@ def prepare_shards(
     return digests
 
 
-def check(path: Path, workers: int, title: str) -> tuple[int, int, array]:
-    """Reads back every image of the index `path`.
-
-    Returns:
-        The number of images marked as broken, the bytes of pixels, and the `digest` of every other image.
+def check(reader: SplitReader, num_empty: int, workers: int, title: str, measure: Measure | None = discard) -> array:
+    """Reads back every image of a prepared split, as `read_split` does; returns the digests.
 
     Raises:
-        BrokenImage: an image that is not marked as broken cannot be read.
+        BrokenImage: more images cannot be read than the `num_empty` that were broken before.
     """
-    reader = CacheReader(str(path))
-    num_empty = int((reader.begins[1:] == reader.begins[:-1]).sum())
-    broken, digests = read_checked(Images(reader), workers, title)
+    broken, digests, _ = read_split(Images(reader), workers, title, measure)
     if len(broken) != num_empty:
         raise BrokenImage(f"{len(broken) - num_empty} images were not read back as they were written; nothing is kept")
-    return num_empty, int(reader.begins[-1]), digests
+    return digests
 
 
-def _report_broken(samples: Iterable[tuple[Any, int] | BrokenImage]) -> Iterator[tuple[Any, int] | BrokenImage]:
-    """Passes `samples` on, and prints a line to stderr for each broken one."""
+def _contents(samples: Iterable[tuple[tuple[bytes, bool], int] | BrokenImage]) -> Iterator[tuple[bytes, bool]]:
+    """Yields what `encode` made of each of `samples`; no bytes of a broken one, which stderr names."""
     for sample in samples:
         if isinstance(sample, BrokenImage):
             tqdm.write(f"broken: {sample}", file=sys.stderr)
-        yield sample
+        yield (b"", False) if isinstance(sample, BrokenImage) else sample[0]
 
 
 if __name__ == "__main__":

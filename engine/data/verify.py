@@ -1,5 +1,7 @@
 """Reads every image of a data set as training would, lists the broken ones, and counts copies in two splits.
 
+`train.py --check` reads the splits of a run in the same way, and says whether broken images would stop it.
+
     python -m engine.data.verify /data/imagenet
     python -m engine.data.verify /data/imagenet --statistics    # also images per class, sizes, data.mean and data.std
     python -m engine.data.verify /data/prepared --dataset cache
@@ -15,24 +17,30 @@ from array import array
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Any, BinaryIO, cast, get_args
+from typing import Any, BinaryIO, NamedTuple, TextIO, cast, get_args
 
 import numpy as np
+import torch
 from PIL import Image
 from tqdm import tqdm
 
 from attention.options import OptionError
-from engine.config.schema import Data
+from engine.config.schema import Data, Run
 from engine.data.images import BrokenImage
+from engine.data.loaders import create_loaders, images_of
+from engine.data.sampler import EpochSampler
 from engine.data.splits import Images, classes_of, describe_ignored, open_split
 from engine.data.workers import RestartingLoader
 from engine.runtime.arguments import PROCESSES, ArgumentParser, Count
+from engine.runtime.distributed import World
 from engine.runtime.errors import refuse_bad_input
 from engine.runtime.signals import end_at_interrupt
 from engine.runtime.text import describe_difference, one_line
 
 KINDS = [kind for kind in get_args(Data.__annotations__["dataset"]) if kind not in ("digits", "copy")]
 """Kinds of data sets that consist of files of the user."""
+
+Measure = Callable[[Image.Image], tuple[int, ...]]
 
 
 @end_at_interrupt()
@@ -52,28 +60,51 @@ def verify(args: argparse.Namespace) -> int:
         OptionError: a split cannot be opened. UserError: the machine or the store fails.
     """
     splits = open_splits(args)
-    num_broken, digests = 0, {name: array("q") for name in splits}
-    for name, images in splits.items():
-        broken, rows = [], array("q")
-        for sample in read_all(checked(images, measure if args.statistics else discard), args.workers, name):
-            if isinstance(sample, BrokenImage):
-                broken.append(sample)
-            else:
-                (digest, *measured), label = sample
-                digests[name].append(digest)
-                rows.extend([*measured, label] if args.statistics else [])
-        num_broken += len(broken)
-        print(f"{name}: {len(images):,} images of {len(classes_of(images)):,} classes, {len(broken):,} broken")
-        print("".join(f"  {sample}\n" for sample in broken), end="")
-        if ignored := describe_ignored(images):
-            print(f"  {ignored}")
-        if rows:
-            print("".join(f"  {line}\n" for line in summarise(images, np.array(rows).reshape(-1, 9))), end="")
-    names = [classes_of(images) for images in splits.values()]
-    if len(names) == 2 and names[0] != names[1]:
-        print(f"classes differ: {describe_difference(*names)}")
-    print("".join(f"{line}\n" for line in list_copies(digests)), end="")
-    return num_broken
+
+    def describe(images: Images, rows: np.ndarray) -> list[str]:
+        return [*filter(None, [describe_ignored(images)]), *(summarise(images, rows) if len(rows) else [])]
+
+    broken = read_splits(splits, args.workers, measure if args.statistics else discard, describe)
+    return sum(map(len, broken.values()))
+
+
+def check_images(run: Run) -> bool:
+    """Reads both splits of `run`, prints broken images and copies; returns whether the run could read what it needs.
+
+    The order of every epoch is known, and so is the number of broken images that it would leave out.
+
+    Raises:
+        OptionError: data that cannot be used, see `create_loaders`.
+    """
+    world, model = World(torch.device("cpu")), run.model
+    train, val, _ = create_loaders(run, world, img_size=model["img_size"], num_classes=model["num_classes"])
+    broken = read_splits({"train": images_of(train), "val": images_of(val)}, run.data.workers)
+    problems = []
+    counts = count_skipped(cast(EpochSampler, train.sampler), [*broken["train"]], run.schedule.epochs)
+    if stops := [epoch for epoch, count in enumerate(counts, start=1) if count > run.data.max_broken]:
+        found = f"{counts[stops[0] - 1]:,} broken training images, more than data.max_broken = {run.data.max_broken}"
+        problems.append(f"epoch {stops[0]} would stop the run: {found}; repair or remove them, or raise it")
+    if broken["val"] and run.data.broken_val == "refuse":
+        remedy = "repair or remove them, or leave them out by data.broken_val=skip"
+        problems.append(f"the first evaluation would end the run: {len(broken['val']):,} broken images; {remedy}")
+    print("\n".join(problems or [f"no image stops this run; an epoch leaves out {max(counts):,} at most"]))
+    return not problems
+
+
+def count_skipped(sampler: EpochSampler, broken: list[int], epochs: int) -> list[int]:
+    """Returns the number of images that every epoch of a run would leave out, of those with the indices `broken`.
+
+    A broken image counts as often as it occurs: more than once with repeated augmentation or balanced sampling, and not
+    at all where it is among the images that fill no batch.
+    """
+    if not broken:
+        return [0] * epochs
+    is_broken, counts = torch.zeros(sampler.num_images, dtype=torch.bool), []
+    is_broken[broken] = True
+    for epoch in range(epochs):
+        sampler.set_epoch(epoch)
+        counts.append(int(is_broken[sampler.order(range(sampler.stop))].sum()))
+    return counts
 
 
 def add_source(parser: argparse.ArgumentParser) -> None:
@@ -124,45 +155,80 @@ def measure(image: Image.Image) -> tuple[int, ...]:
 
 @dataclass(eq=False)
 class Checked(Images):
-    """Images that are read to be checked: each is the `digest` of its file, and what `measure` makes of it."""
+    """Images that are read to be checked: the digest of each file, and what `measure` makes of its image.
 
-    measure: Callable[[Image.Image], tuple[int, ...]] = discard
+    Equal digests, the first 8 bytes of the SHA-256, are copies. `measure` None: the image is not decoded.
+    """
+
+    measure: Measure | None = discard
 
     def parse(self, file: BinaryIO) -> tuple[int, ...]:
-        image = super().parse(file)
+        measured = self.measure(super().parse(file)) if self.measure else ()
         file.seek(0)
-        return digest(file), *self.measure(image)
+        digest = hashlib.file_digest(cast(Any, file), "sha256").digest()
+        return int.from_bytes(digest[:8], "little", signed=True), *measured
 
 
-def checked(images: Images, measure: Callable[[Image.Image], tuple[int, ...]] = discard) -> Checked:
-    """Returns the images of a split as `Checked`."""
-    return Checked(images.reader, mode=images.mode, levels=images.levels, measure=measure)
+class Reading(NamedTuple):
+    """Outcome of reading every image of a split.
+
+    Attributes:
+        broken: index -> broken image. digests: of the files of the others, see `Checked`.
+        rows: what was measured of each of the others, and its class index, (number, columns); else (0, 1).
+    """
+
+    broken: dict[int, BrokenImage]
+    digests: array
+    rows: np.ndarray
 
 
-def read_checked(images: Images, workers: int, title: str) -> tuple[dict[int, BrokenImage], array]:
-    """Reads every image of a split; returns the broken ones by index, and the digests of the files of the others."""
-    broken, digests = {}, array("q")
-    for index, sample in enumerate(read_all(checked(images), workers, title)):
+def read_split(images: Images, workers: int, title: str, measure: Measure | None = discard) -> Reading:
+    """Reads every image of a split by `workers` processes, under a progress bar with this title; see `Checked`."""
+    broken, digests, rows, columns = {}, array("q"), array("q"), 1
+    checked = Checked(images.reader, mode=images.mode, levels=images.levels, measure=measure)
+    for index, sample in enumerate(read_all(checked, workers, title)):
         if isinstance(sample, BrokenImage):
             broken[index] = sample
         else:
-            digests.append(sample[0][0])
-    return broken, digests
+            (digest, *measured), label = sample
+            digests.append(digest)
+            if measured:
+                rows.extend(row := [*measured, label])
+                columns = len(row)
+    return Reading(broken, digests, np.array(rows).reshape(-1, columns))
 
 
-def digest(file: BinaryIO) -> int:
-    """Returns the first 8 bytes of the SHA-256 of an open file, as a number: equal ones are copies."""
-    return int.from_bytes(hashlib.file_digest(cast(Any, file), "sha256").digest()[:8], "little", signed=True)
+def read_splits(
+    splits: Mapping[str, Images],
+    workers: int,
+    measure: Measure = discard,
+    describe: Callable[[Images, np.ndarray], list[str]] = lambda images, rows: [],
+) -> dict[str, dict[int, BrokenImage]]:
+    """Reads every image of `splits` once; prints their numbers, the broken ones and copies in two splits.
+
+    Args:
+        describe: function of a split and `Reading.rows` that returns further lines about it.
+    Returns:
+        Split -> index -> broken image.
+    """
+    readings = {}
+    for name, images in splits.items():
+        readings[name] = reading = read_split(images, workers, name, measure)
+        print(f"{name}: {len(images):,} images of {len(classes_of(images)):,} classes, {len(reading.broken):,} broken")
+        print("".join(f"  {line}\n" for line in [*reading.broken.values(), *describe(images, reading.rows)]), end="")
+    names = [classes_of(images) for images in splits.values()]
+    if len(names) == 2 and names[0] != names[1]:
+        print(f"classes differ: {describe_difference(*names)}")
+    print_copies({name: reading.digests for name, reading in readings.items()})
+    return {name: reading.broken for name, reading in readings.items()}
 
 
-def list_copies(digests: Mapping[str, Sequence[int]]) -> list[str]:
-    """Returns a line for each two splits with exact copies of images: name -> digests of its images."""
-    lines = []
+def print_copies(digests: Mapping[str, Sequence[int]], file: TextIO | None = None) -> None:
+    """Prints a line for each two splits with exact copies of images: name -> digests of its images."""
     for first, second in combinations(digests, 2):
         if count := np.isin(np.array(digests[second]), np.array(digests[first])).sum():
             number = f"{count:,} of {len(digests[second]):,}"
-            lines.append(f"warning: {second}: {number} images are exact copies of images of {first}")
-    return lines
+            print(f"warning: {second}: {number} images are exact copies of images of {first}", file=file)
 
 
 def summarise(images: Images, rows: np.ndarray) -> list[str]:

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from engine.checkpoints.files import WEIGHTS, Weights
-from engine.checkpoints.identify import identify
-from engine.checkpoints.preference import choose_one
+from engine.checkpoints.preference import choose_weights
 from engine.checkpoints.weights import build_model, check_predicts_classes
 from engine.config.described import parse_described
 from engine.config.schema import Data, num_channels
@@ -70,7 +69,7 @@ def load(path: str | Path, *, weights: Weights | None = None, select: Literal["b
         UserError: the file does not exist, is no checkpoint of train.py, is damaged or contradicts itself.
         ConfigError: the configuration in it cannot be honoured.
     """
-    found, checkpoint, kind, note = choose_one(identify(Path(path)), select, weights)
+    found, checkpoint, kind, note = choose_weights(Path(path), select, weights)
     if note:
         print(f"{found}: {note}", file=sys.stderr)
     run = parse_described(checkpoint["config"], str(found))

@@ -27,7 +27,7 @@ from engine.runtime.memory import saved_storages
 from engine.runtime.text import describe_error
 from engine.training.objective import create_objective
 from engine.training.optim import create_optimizer
-from engine.training.resume import Checkpoints
+from engine.training.resume import Checkpoints, Resumed
 from models import create_model
 from models.costs import count_costs
 from models.freeze import freeze
@@ -61,8 +61,8 @@ def print_plan(run: Run, world: World, output: Path, allowed: Sequence[str] = ()
     if run.init.weights or run.distill.teacher:
         model = create_initial_model(run, output, world, classes_of(images_of(val)))
         identity |= create_objective(run, model, images_of(train), world).identity
-    checkpoints = Checkpoints(output, run, world, sampler.num_images, identity)
-    progress, _ = checkpoints.find(allowed)
+    resumed = Resumed(Checkpoints(output, run, world, sampler.num_images, identity), allowed)
+    progress = resumed.progress
     steps, epochs = progress.total_steps(run, sampler.updates_per_epoch), run.schedule.epochs
     check_profile(run.report, steps)
     costs = count_costs(run.model, run.attention)
@@ -70,10 +70,10 @@ def print_plan(run: Run, world: World, output: Path, allowed: Sequence[str] = ()
     passes = f"{world.size} x {run.train.grad_accum_steps} x {images}"
     if progress.epoch >= epochs:
         found = f"nothing; {output} is finished"
-    elif checkpoints.resumption.checkpoint is None:
+    elif resumed.resumption.checkpoint is None:
         found = f"nothing; {output} has no checkpoint, and the run starts from the beginning"
     else:
-        found = checkpoints.resumption.describe(describe_place(run, progress.epoch, progress.step, steps))
+        found = resumed.resumption.describe(describe_place(run, progress.epoch, progress.step, steps))
     facts = {
         "parameters": f"{costs.parameters:,}",
         "MACs": f"{costs.macs:,} of an image",

@@ -1,4 +1,4 @@
-"""Resuming: the checkpoints in a run directory."""
+"""Checkpoints of a run: those that are kept in its directory, and the one that it resumes from."""
 
 import pickle
 import sys
@@ -48,121 +48,29 @@ class Checkpoints:
     Args:
         identity: metadata of the data, see `identify_data`, and of a teacher, see `Distillation.identity`.
     Attributes:
-        resumption: what the run resumes from, since `find`. former: the run of that checkpoint.
+        resumed_from: checkpoint that the run resumes from, see `Resumed`.
     Raises:
         UserError: the class names are too long for a checkpoint.
     """
 
     def __init__(self, directory: Path, run: Run, world: World, num_images: int, identity: Mapping[str, Any] = {}):
-        self.directory, self.options, self.world = directory, run.train, world
+        self.directory, self.run, self.world = directory, run, world
         self.metadata = {"config": dump_run(run), "processes": world.size, "images": num_images, **identity}
         self.saved_at = time.monotonic()
-        self.resumption, self.former = Resumption(), run
+        self.resumed_from: Path | None = None
         classes = identity.get("classes", [])
         if (size := len(pickle.dumps(classes, protocol=2))) > MAX_CLASS_NAMES:  # torch's protocol
             problem = f"the names of {len(classes):,} classes take {size:,} bytes, and a checkpoint has room for"
             raise UserError(f"{problem} {MAX_CLASS_NAMES:,}; shorten them, or number the classes")
 
-    def find(self, allowed: Collection[str] = ()) -> tuple[Progress, dict[str, Any]]:
-        """Returns the progress and the content of the newest valid checkpoint, from which this run may resume.
-
-        Without a checkpoint, that is the beginning, and no content.
-
-        Args:
-            allowed: options, or names in the metadata, that may differ from the checkpoint's, besides
-                `engine.training.differences.RESUMABLE_OPTIONS` and, in an elastic run, `RANKS`.
-        Raises:
-            UserError: the checkpoint's run has other options or data, or unknown options; it has more epochs than the
-                configuration; or ranks have different data, or find different checkpoints.
-        """
-        self.world.check_same_files({name: self.metadata.get(name) for name in IDENTITY})
-        found = find_checkpoint(self.directory, "last", quiet=not self.world.is_primary)
-        progress = parse_options(Progress, found[1]["progress"]) if found else Progress()
-        if self.world.gather([progress.epoch, progress.step]) != [[progress.epoch, progress.step]] * self.world.size:
-            problem = "not every rank sees the same checkpoint; use a file system that all share"
-            raise UserError(f"{self.directory}: {problem}")
-        for path in {*list_checkpoints(self.directory)} - {*owned_files(self.directory, RESULTS)}:
-            match = CHECKPOINT_NAME.fullmatch(path.name)
-            if match and (int(match[1]), bool(match[2])) > (progress.step, not progress.images):
-                problem = "no whole checkpoint, and none that this run made; it would be written over"
-                raise UserError(f"{path}: {problem}; move it away")
-        known = flatten_metadata(self.metadata)
-        for key in allowed:
-            if key not in known:
-                raise UserError(f"--allow-change: {key!r} is no option{nearest(key, known)}")
-        if found is None:
-            return progress, {}
-        self._compare(*found, progress, {*allowed, *RANKS} if self.options.elastic else allowed)
-        return progress, found[1]
-
-    def _compare(self, path: Path, checkpoint: dict[str, Any], progress: Progress, allowed: Collection[str]) -> None:
-        """Compares the run of the checkpoint `path` with this one; sets `resumption` and `former`.
-
-        Raises:
-            UserError: this run cannot go on from there, see `find`.
-        """
-        try:  # new options have their defaults
-            run = parse_run(checkpoint["config"], "its configuration")
-        except ConfigError as error:
-            raise UserError(f"{path}: this version cannot resume it; {error}") from None
-        there, here = flatten_metadata(checkpoint | {"config": dump_run(run)}), flatten_metadata(self.metadata)
-        if TEACHER not in here:  # a run without a teacher
-            there.pop(TEACHER, None)
-        if unknown := [key for key in CONTENT if key in here and key not in there]:
-            here = {key: value for key, value in here.items() if key not in unknown}
-            if self.world.is_primary:
-                print(f"{path}: {NAMES_ONLY}", file=sys.stderr, flush=True)
-        if lines := list_differences(there, here, allowed):
-            raise UserError(
-                f"{self.directory}: holds a run with other options or data; resume it with its own, start afresh in"
-                " another directory, or allow a change with --allow-change KEY\n  " + "\n  ".join(lines)
-            )
-        epochs, before = here["schedule.epochs"], there["schedule.epochs"]
-        if epochs <= progress.epoch and epochs != before:
-            raise UserError(
-                f"{self.directory}: schedule.epochs = {epochs}, but {progress.epoch} of {before} epochs are done there;"
-                f" choose more than {progress.epoch}"
-            )
-        pairs = {key: (there.get(key), here.get(key)) for key in sorted(there.keys() | here.keys())}
-        differences = {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
-        changes = {key: pairs[key] for key in sorted(find_differences(there, here))}
-        self.resumption, self.former = Resumption(path, differences, changes), run
-
-    def restore(self, stateful: Stateful, allowed: Collection[str] = ()) -> Progress:
-        """Loads the newest valid checkpoint into `stateful`; without one, nothing changes.
-
-        Args:
-            stateful: name of a state dict -> object that it is loaded into. allowed: see `find`.
-        Raises:
-            UserError: see `find`; or its weights or its optimiser do not fit.
-        """
-        progress, checkpoint = self.find(allowed)
-        if self.resumption.checkpoint is None:
-            return progress
-        afresh = self.resumption.changes.keys() & {"optim.opt", "train.freeze"}  # the optimiser's state does not fit
-        if afresh and self.world.is_primary:
-            names = " and ".join(sorted(afresh))
-            print(f"{names} changed: the optimiser's state of all weights starts afresh", flush=True)
-        for name, target in stateful.items():
-            state = checkpoint.get(name)
-            if isinstance(target, nn.Module):  # a new average starts from the weights
-                load_weights(target, state or checkpoint.get("model", {}), f"{self.directory}: {name}")
-            elif not isinstance(target, Optimizer):
-                target.load_state_dict(state or target.state_dict())
-            elif not afresh:
-                model, options = cast(nn.Module, stateful["model"]), self.former
-                former = create_optimizer(model, options.optim, options.train.total_batch_size)
-                restore_optimizer(target, checkpoint[name], former, f"{self.directory}: {name}")
-        return progress
-
     def is_due(self, step: int) -> bool:
         """Returns whether a checkpoint is due after update `step` of the run."""
-        steps = self.options.checkpoint_steps
+        steps = self.run.train.checkpoint_steps
         return bool(steps and step % steps == 0)
 
     def is_overdue(self) -> bool:
         """Returns whether the last checkpoint is too old by the clock of this rank; clocks of ranks may differ."""
-        minutes = self.options.checkpoint_minutes
+        minutes = self.run.train.checkpoint_minutes
         return minutes is not None and time.monotonic() - self.saved_at >= 60 * minutes
 
     def save(self, progress: Progress, stateful: Stateful) -> None:
@@ -178,7 +86,7 @@ class Checkpoints:
             name = f"step_{progress.step}" + (f"_epoch_{progress.epoch}" if not progress.images else "")
             path = self.directory / f"{name}.pt"
             # A checkpoint that the user put there, from which the run resumes, has this very state.
-            if path != self.resumption.checkpoint or path in owned_files(self.directory, RESULTS):
+            if path != self.resumed_from or path in owned_files(self.directory, RESULTS):
                 claim(self.directory, RESULTS, with_digest(path.name))
                 save_checkpoint(path, self._content(progress, stateful))
                 self._rotate({epoch for _, epoch in progress.ranking + progress.ema_ranking})
@@ -201,6 +109,102 @@ class Checkpoints:
             match = CHECKPOINT_NAME.fullmatch(path.name)
             if match is None or match[2] is None or int(match[2]) not in best:
                 remove_owned(self.directory, with_digest(path.name))
+
+
+class Resumed:
+    """The state from which a run begins: its newest valid checkpoint, or without one the beginning.
+
+    Args:
+        checkpoints: those of the run.
+        allowed: options, or names in the metadata, that may differ from the checkpoint's, besides
+            `engine.training.differences.RESUMABLE_OPTIONS` and, in an elastic run, `RANKS`.
+    Attributes:
+        progress: that of the checkpoint. resumption: the checkpoint and what differs.
+    Raises:
+        UserError: the checkpoint's run has other options or data, or unknown options; it has more epochs than the
+            configuration; or ranks have different data, or find different checkpoints.
+    """
+
+    def __init__(self, checkpoints: Checkpoints, allowed: Collection[str] = ()):
+        directory, world, metadata = checkpoints.directory, checkpoints.world, checkpoints.metadata
+        self.directory, self.is_primary = directory, world.is_primary
+        self.resumption, self.former, self.content = Resumption(), checkpoints.run, dict[str, Any]()
+        world.check_same_files({name: metadata.get(name) for name in IDENTITY})
+        found = find_checkpoint(directory, "last", quiet=not world.is_primary)
+        progress = self.progress = parse_options(Progress, found[1]["progress"]) if found else Progress()
+        if world.gather([progress.epoch, progress.step]) != [[progress.epoch, progress.step]] * world.size:
+            raise UserError(f"{directory}: not every rank sees the same checkpoint; use a file system that all share")
+        for path in {*list_checkpoints(directory)} - {*owned_files(directory, RESULTS)}:
+            match = CHECKPOINT_NAME.fullmatch(path.name)
+            if match and (int(match[1]), bool(match[2])) > (progress.step, not progress.images):
+                problem = "no whole checkpoint, and none that this run made; it would be written over"
+                raise UserError(f"{path}: {problem}; move it away")
+        known = flatten_metadata(metadata)
+        for key in allowed:
+            if key not in known:
+                raise UserError(f"--allow-change: {key!r} is no option{nearest(key, known)}")
+        if found is not None:
+            checkpoints.resumed_from, self.content = found
+            self._compare(*found, known, {*allowed, *RANKS} if self.former.train.elastic else allowed)
+
+    def _compare(self, path: Path, checkpoint: dict[str, Any], here: dict[str, Any], allowed: Collection[str]) -> None:
+        """Compares the run of the checkpoint `path` with this one, whose options and metadata are `here`.
+
+        Sets `resumption` and `former`.
+
+        Raises:
+            UserError: this run cannot go on from there.
+        """
+        try:  # new options have their defaults
+            run = parse_run(checkpoint["config"], "its configuration")
+        except ConfigError as error:
+            raise UserError(f"{path}: this version cannot resume it; {error}") from None
+        there = flatten_metadata(checkpoint | {"config": dump_run(run)})
+        if TEACHER not in here:  # a run without a teacher
+            there.pop(TEACHER, None)
+        if unknown := [key for key in CONTENT if key in here and key not in there]:
+            here = {key: value for key, value in here.items() if key not in unknown}
+            if self.is_primary:
+                print(f"{path}: {NAMES_ONLY}", file=sys.stderr, flush=True)
+        if lines := list_differences(there, here, allowed):
+            raise UserError(
+                f"{self.directory}: holds a run with other options or data; resume it with its own, start afresh in"
+                " another directory, or allow a change with --allow-change KEY\n  " + "\n  ".join(lines)
+            )
+        epochs, before = here["schedule.epochs"], there["schedule.epochs"]
+        if epochs <= (done := self.progress.epoch) and epochs != before:
+            problem = f"schedule.epochs = {epochs}, but {done} of {before} epochs are done there"
+            raise UserError(f"{self.directory}: {problem}; choose more than {done}")
+        pairs = {key: (there.get(key), here.get(key)) for key in sorted(there.keys() | here.keys())}
+        differences = {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+        changes = {key: pairs[key] for key in sorted(find_differences(there, here))}
+        self.resumption, self.former = Resumption(path, differences, changes), run
+
+    def restore(self, stateful: Stateful) -> Progress:
+        """Loads the checkpoint into `stateful`; without one, nothing changes. Returns the progress.
+
+        Args:
+            stateful: name of a state dict -> object that it is loaded into.
+        Raises:
+            UserError: the weights or the optimiser do not fit.
+        """
+        if not self.content:
+            return self.progress
+        afresh = self.resumption.changes.keys() & {"optim.opt", "train.freeze"}  # the optimiser's state does not fit
+        if afresh and self.is_primary:
+            names = " and ".join(sorted(afresh))
+            print(f"{names} changed: the optimiser's state of all weights starts afresh", flush=True)
+        for name, target in stateful.items():
+            state = self.content.get(name)
+            if isinstance(target, nn.Module):  # a new average starts from the weights
+                load_weights(target, state or self.content.get("model", {}), f"{self.directory}: {name}")
+            elif not isinstance(target, Optimizer):
+                target.load_state_dict(state or target.state_dict())
+            elif not afresh:
+                model, options = cast(nn.Module, stateful["model"]), self.former
+                former = create_optimizer(model, options.optim, options.train.total_batch_size)
+                restore_optimizer(target, self.content[name], former, f"{self.directory}: {name}")
+        return self.progress
 
 
 def _find_not_finite(stateful: Stateful) -> str | None:

@@ -42,7 +42,6 @@ from engine.checkpoints.files import (
     find_weights,
     kept_weights,
     load_checkpoint,
-    read_checkpoint,
     save_checkpoint,
 )
 from engine.checkpoints.format import ForeignObject, read_archive
@@ -58,7 +57,7 @@ from engine.runtime.errors import UserError
 from engine.runtime.files import digest_path
 from engine.runtime.ownership import MARKER
 from engine.training.differences import NAMES_ONLY
-from engine.training.resume import Checkpoints
+from engine.training.resume import Checkpoints, Resumed
 from models import create_model
 from tests.engine.test_resume import digest, light_and_full
 from tests.support.launcher import ROOT, ForkServer
@@ -338,7 +337,7 @@ def test_a_checkpoint_that_was_put_there_by_hand_is_not_written_over(run, checkp
     (tmp_path / MARKER).unlink()
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     checkpoints = Checkpoints(tmp_path, run, ALONE, 100)
-    progress, _ = checkpoints.find()
+    progress = Resumed(checkpoints).progress
     checkpoints.save(progress, {"model": Weight(3)})
     progress.epoch, progress.step, progress.images = 0, 1, 8
     with pytest.raises(UserError, match=r"step_1\.pt: is there already, .*; move them away"):
@@ -352,7 +351,7 @@ def test_a_file_of_the_name_of_the_next_checkpoint_is_refused_in_advance(run, ch
     checkpoints.save(progress, {"model": Weight(1)})
     (tmp_path / "step_2_epoch_1.pt").write_text("mine")
     with pytest.raises(UserError, match=r"step_2_epoch_1\.pt: no whole checkpoint, and none that this run made"):
-        Checkpoints(tmp_path, run, ALONE, 100).find()
+        Resumed(Checkpoints(tmp_path, run, ALONE, 100))
 
 
 def test_each_kind_of_weights_has_its_own_best(checkpoints: Checkpoints, tmp_path: Path):
@@ -425,9 +424,9 @@ def test_other_data_is_refused_until_allowed(key: str, run, tmp_path: Path):
     Checkpoints(tmp_path, run, ALONE, 100, IDENTITY).save(Progress(step=7), {"model": Weight(1)})
     checkpoints = Checkpoints(tmp_path, run, ALONE, 100, IDENTITY | {key: other})
     with pytest.raises(UserError) as caught:
-        checkpoints.restore({})
+        Resumed(checkpoints).restore({})
     assert str(caught.value).splitlines()[1:] == [f"  {key}: {message}"]
-    assert checkpoints.restore({}, [key]).step == 7
+    assert Resumed(checkpoints, [key]).restore({}).step == 7
 
 
 def test_an_earlier_versions_run_is_compared_by_names(run, tmp_path: Path, capsys):
@@ -435,16 +434,16 @@ def test_an_earlier_versions_run_is_compared_by_names(run, tmp_path: Path, capsy
     earlier = {name: value for name, value in IDENTITY.items() if not name.endswith("_content")}
     Checkpoints(tmp_path, run, ALONE, 100, earlier).save(Progress(step=7), {"model": Weight(1)})
     with pytest.raises(UserError, match="\n  val_files: "):
-        Checkpoints(tmp_path, run, ALONE, 100, IDENTITY | {"val_files": "c" * 64}).restore({})
+        Resumed(Checkpoints(tmp_path, run, ALONE, 100, IDENTITY | {"val_files": "c" * 64})).restore({})
     checkpoints = Checkpoints(tmp_path, run, ALONE, 100, IDENTITY)
     capsys.readouterr()
-    progress = checkpoints.restore({})
+    progress = Resumed(checkpoints).restore({})
     assert progress.step == 7
     assert capsys.readouterr().err.endswith(f"{NAMES_ONLY}\n")
     progress.step += 1
     checkpoints.save(progress, {"model": Weight(1)})
     with pytest.raises(UserError, match="\n  val_content: "):
-        Checkpoints(tmp_path, run, ALONE, 100, IDENTITY | {"val_content": "c" * 64}).restore({})
+        Resumed(Checkpoints(tmp_path, run, ALONE, 100, IDENTITY | {"val_content": "c" * 64})).restore({})
 
 
 MANY = {
@@ -571,7 +570,7 @@ def test_fewer_epochs_than_are_done_are_refused(run, tmp_path: Path):
             for n in (former, epochs)
         )
         there.save(Progress(epoch=done, step=10 * done), {"model": Weight(0.0)})
-        return here.restore({"model": Weight(0.0)}, allowed)
+        return Resumed(here, allowed).restore({"model": Weight(0.0)})
 
     assert resume(done=1, epochs=2).epoch == 1
     assert resume(done=4, epochs=5).epoch == 4
@@ -608,7 +607,7 @@ def test_a_number_that_a_mechanism_has_not_had_yet_may_be_nan(checkpoints: Check
 
 def test_a_directory_without_checkpoints(checkpoints: Checkpoints, tmp_path: Path):
     assert find_checkpoint(tmp_path, "last") is find_checkpoint(tmp_path, "best") is None
-    assert checkpoints.restore({}) == Progress()
+    assert Resumed(checkpoints).restore({}) == Progress()
 
 
 def test_a_checkpoint_is_due_by_steps_and_overdue_by_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -655,12 +654,12 @@ def test_every_damage_is_noticed(amount: int, whole, tmp_path: Path, figure: Cal
 def test_without_a_digest_a_flipped_bit_changes_nothing_or_is_noticed(amount: int, whole, figure: Callable):
     """It may only change the date of a member or a padding byte."""
     content, rng, noticed = saved(whole), random.Random(0), 0
-    expected = digest(read_checkpoint(identify_content(content, Path("x"))))
+    expected = digest(load_checkpoint(identify_content(content, Path("x"))))
     for _ in range(amount):
         place = rng.randrange(len(content))
         damaged = content[:place] + bytes([content[place] ^ 1 << rng.randrange(8)]) + content[place + 1 :]
         try:
-            assert digest(read_checkpoint(identify_content(damaged, Path("x")))) == expected
+            assert digest(load_checkpoint(identify_content(damaged, Path("x")))) == expected
         except UserError:
             noticed += 1
     assert noticed > amount // 3

@@ -15,7 +15,7 @@ from engine.config.schema import Run, Train
 from engine.runtime.distributed import World, seed_everything
 from engine.runtime.errors import ConfigError
 from engine.training.optim import create_optimizer
-from engine.training.resume import Checkpoints
+from engine.training.resume import Checkpoints, Resumed
 from models import create_model
 from models.freeze import describe_freeze, freeze, set_train_mode
 from tests.engine.test_resume import Runs
@@ -196,7 +196,7 @@ def test_the_optimizers_state_is_of_the_weights_it_was_made_for(tmp_path: Path, 
         freeze(resumed, patterns)
         other = create_optimizer(resumed, there.optim, 16)
         stateful = {"model": resumed, "optimizer": other}
-        Checkpoints(tmp_path, there, WORLD, 100).restore(stateful, ["train.freeze"])
+        Resumed(Checkpoints(tmp_path, there, WORLD, 100), ["train.freeze"]).restore(stateful)
         assert bool(other.state) is (patterns == "blocks.0")
         said = "train.freeze changed: the optimiser's state of all weights starts afresh\n"
         assert capsys.readouterr().out == said * (patterns == "blocks.1")

@@ -18,7 +18,6 @@ from attention.options import OptionError
 from engine.config.checks import check_run
 from engine.config.schema import Augment, Data, Run, Train
 from engine.data import verify
-from engine.data.check import count_skipped
 from engine.data.images import BrokenImage, DataError, decode
 from engine.data.loaders import count_broken, create_loaders, create_val_loader
 from engine.data.splits import classes_of, open_split
@@ -262,7 +261,7 @@ def test_a_check_counts_what_epochs_leave_out(root, repeats, balanced):
         loader.sampler.set_epoch(epoch)
         list(loader)
         expected.append(len(loader.broken))
-    assert count_skipped(loader.sampler, broken, 2) == expected
+    assert verify.count_skipped(loader.sampler, broken, 2) == expected
     assert min(expected) > 0
 
 

@@ -25,7 +25,7 @@ from engine.training.optim import (
     keep_weights_finite,
     restore_optimizer,
 )
-from engine.training.resume import Checkpoints
+from engine.training.resume import Checkpoints, Resumed
 from models import create_model
 from tests.engine.test_resume import digest
 from tests.support.launcher import ROOT
@@ -80,7 +80,7 @@ def test_every_optimizer_resumes_to_the_same_bits(name: str, run: Run, tmp_path:
     train(model, optimizer, 0, 2)
     checkpoints.save(Progress(step=2, images=8), {"model": model, "optimizer": optimizer})
     train(model, optimizer, 2, 5)
-    assert checkpoints.restore({"model": resumed, "optimizer": other}).step == 2
+    assert Resumed(checkpoints).restore({"model": resumed, "optimizer": other}).step == 2
     train(resumed, other, 2, 5)
     assert digest(resumed.state_dict()) == digest(model.state_dict())
     assert digest(other.state_dict()) == digest(optimizer.state_dict())

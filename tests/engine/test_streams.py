@@ -20,7 +20,7 @@ import torch
 
 from attention.options import OptionError
 from engine.config.schema import Augment, Data, Run, Train
-from engine.data import prepare, store
+from engine.data import prepare, shard_cache, store
 from engine.data.identity import identify_split
 from engine.data.images import BrokenImage, DataError
 from engine.data.loaders import create_loaders, create_val_loader
@@ -272,16 +272,16 @@ def test_a_shard_that_is_finished_while_shards_are_counted_counts(tmp_path, monk
                 sizes.append(size_of(tmp_path))
             return parse(bytes(1000))
 
-    def count(part, is_orphan=store._remove_orphan):
+    def count(part, is_orphan=shard_cache._remove_orphan):
         counted.set()  # the file is in the list of names
         first.join(0.5)  # and is renamed, if it can be
         return is_orphan(part)
 
-    caches = [store.Cache(tmp_path, "key", Source(), 1500, [file.name, other.name], "table") for _ in range(2)]
+    caches = [shard_cache.Cache(tmp_path, "key", Source(), 1500, [file.name, other.name], "table") for _ in range(2)]
     first = threading.Thread(target=lambda: caches[0].open(file).__enter__(), daemon=True)
     first.start()
     assert arrived.wait(30)
-    monkeypatch.setattr(store, "_remove_orphan", count)
+    monkeypatch.setattr(shard_cache, "_remove_orphan", count)
     with caches[1].open(other):
         pass
     first.join(30)
@@ -465,10 +465,10 @@ def test_an_error_of_this_machine_ends_the_run_and_is_no_broken_image(server, tm
 
     module, _, name = call.rpartition(".")
     if module or call == "open_regular":
-        monkeypatch.setattr({"fcntl": fcntl, "os": os, "Path": Path}.get(module, store), name, fail)
+        monkeypatch.setattr({"fcntl": fcntl, "os": os, "Path": Path}.get(module, shard_cache), name, fail)
     else:
-        opened = store.open_regular
-        monkeypatch.setattr(store, "open_regular", lambda *args: Failing(opened(*args), name, error))
+        opened = shard_cache.open_regular
+        monkeypatch.setattr(shard_cache, "open_regular", lambda *args: Failing(opened(*args), name, error))
     with pytest.raises(DataError, match=rf"{os.strerror(number)}; .*name another data.cache_dir") as caught:
         images[0]
     assert "\n" not in str(caught.value)

@@ -1,0 +1,24 @@
+"""Partition of a parametrisation: chosen cells run in the default suite, and all of them in `make test-all`."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+
+PARAMETER = type(pytest.param())
+
+
+def chosen(values: Iterable[Any], choose: Callable[..., bool]) -> list[Any]:
+    """Parameters of a test; those for which `choose` is false are marked `complete`.
+
+    values: values, tuples of them for several names, or results of `pytest.param` (also for values that are tuples).
+    choose: function of the value, or of the values of several names.
+    """
+    parameters = []
+    for value in values:
+        if not isinstance(value, PARAMETER):
+            value = pytest.param(*value) if isinstance(value, tuple) else pytest.param(value)
+        if not choose(*value.values):
+            value = pytest.param(*value.values, id=value.id, marks=[*value.marks, pytest.mark.complete])
+        parameters.append(value)
+    return parameters
