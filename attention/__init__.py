@@ -6,7 +6,6 @@ y = attn(x, (28, 28))                                   # (B, 784, 192) -> (B, 7
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from importlib import import_module
 from typing import Any
 
 from .base import Attention, LayerContext
@@ -27,16 +26,7 @@ NAMES = """
     slab inline shifted_window neighborhood hilo bilevel_routing agent rala mlla polaformer identity mean pooling
     convolution
 """
-
-
-def _mechanism(name: str) -> type[Attention]:
-    """The class of a mechanism: `SparseTransformer` of the file mechanisms/sparse_transformer.py."""
-    title = "".join(word.capitalize() for word in name.split("_"))
-    return getattr(import_module(f".mechanisms.{name}", __name__), title)
-
-
-for _name in NAMES.split():
-    register(_mechanism(_name))
+ATTENTION.declare(NAMES.split())
 
 __all__ = [
     "ATTENTION",

@@ -61,7 +61,7 @@ def mix_features_macs(context: LayerContext, num_features: int, causal: bool = F
 
 def num_padded(windows: Windows) -> int:
     """Number of queries of all windows, padding included, g w; N if windows attend to no token of the grid."""
-    return math.prod(windows.grid) if windows.is_empty else windows.count * windows.num_queries
+    return math.prod(windows.grid) if windows.is_empty else windows.num_windows * windows.num_queries
 
 
 def window_macs(windows: Windows, dim: int) -> int:

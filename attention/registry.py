@@ -1,13 +1,49 @@
 """The registry of mechanisms: name -> class. `register` adds one; attention/plugins.py imports those from outside."""
 
 import dataclasses
+from collections.abc import Iterable, Iterator, MutableMapping
+from importlib import import_module
 from typing import Any, TypeVar
 
 from .base import Attention
 from .options import OptionError, Options, nearest
 
-ATTENTION: dict[str, type[Attention]] = {}
-"""Name of a mechanism -> its class."""
+
+class Mechanisms(MutableMapping[str, type[Attention]]):
+    """Name of a mechanism -> its class. Imports the file of a mechanism of this package when its class is needed."""
+
+    def __init__(self) -> None:
+        self._classes: dict[str, type[Attention] | None] = {}
+
+    def declare(self, names: Iterable[str]) -> None:
+        """Adds names of files in mechanisms/; `sparse_transformer.py` has the class `SparseTransformer`."""
+        self._classes |= dict.fromkeys(names)
+
+    def __getitem__(self, name: str) -> type[Attention]:
+        if (known := self._classes[name]) is not None:
+            return known
+        title = "".join(word.capitalize() for word in name.split("_"))
+        found = self._classes[name] = checked(getattr(import_module(f".mechanisms.{name}", __package__), title))
+        return found
+
+    def __setitem__(self, name: str, cls: type[Attention]) -> None:
+        self._classes[name] = cls
+
+    def __delitem__(self, name: str) -> None:
+        del self._classes[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._classes
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._classes)
+
+    def __len__(self) -> int:
+        return len(self._classes)
+
+
+ATTENTION = Mechanisms()
+"""All mechanisms: those of this package, and those that were registered."""
 
 KEYS_OF_ENTRIES = ("name", "stage", "blocks")
 """Keys of a configuration that stand beside the options of a mechanism: its name, and where a network has it."""
@@ -37,16 +73,21 @@ def register(cls: Mechanism) -> Mechanism:
         TypeError: the class lacks a part of a mechanism; the message names the part to write.
         ValueError: another class has the name.
     """
-    if not (isinstance(cls, type) and issubclass(cls, Attention)):
-        raise TypeError(f"register: {cls!r} is no mechanism; write `class RowAttention(attention.Attention): ...`")
-    if problem := _config_problem(cls) or _method_problem(cls):
-        raise TypeError(f"register: {cls.__qualname__} {problem}")
-    name = cls.name()
+    name = checked(cls).name()
     known = ATTENTION.get(name)
     if known is not None and (is_built_in(known) or _place(known) != _place(cls)):
         problem = f"would be the mechanism {name!r}, but {_place(known)} has that name; rename the class"
         raise ValueError(f"register: {_place(cls)} {problem}")
     ATTENTION[name] = cls
+    return cls
+
+
+def checked(cls: Mechanism) -> Mechanism:
+    """Returns the class; raises the TypeError of `register` if it is no complete mechanism."""
+    if not (isinstance(cls, type) and issubclass(cls, Attention)):
+        raise TypeError(f"register: {cls!r} is no mechanism; write `class RowAttention(attention.Attention): ...`")
+    if problem := _config_problem(cls) or _method_problem(cls):
+        raise TypeError(f"register: {cls.__qualname__} {problem}")
     return cls
 
 

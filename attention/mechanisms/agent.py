@@ -50,7 +50,7 @@ def agent(
 def agent_reference(q, k, v, b_1, b_2, *, grid, bins, attn_drop=0.0):
     """`agent` from its two matrices of weights."""
     tokens, scale = q[:, :, q.shape[2] - grid[0] * grid[1] :], q.shape[-1] ** -0.5
-    members = [index[valid] for index, valid in zip(bins.index[0], bins.valid[0], strict=True)]
+    members = [index[valid] for index, valid in zip(bins.members[0], bins.valid[0], strict=True)]
     a = torch.stack([tokens[:, :, own].mean(2) for own in members], 2)
     of_agents, of_tokens = (scale * a @ k.mT + b_1).softmax(-1), (scale * q @ a.mT + b_2).softmax(-1)
     return F.dropout(of_tokens, attn_drop) @ (F.dropout(of_agents, attn_drop) @ v)

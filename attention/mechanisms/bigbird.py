@@ -120,16 +120,16 @@ class Bigbird(Attention):
 
     def blocks(self, windows: Windows) -> Tensor:
         """The layer's pattern on this grid (h, n, m): the same in training and evaluation, and after reloading."""
-        shape = (self.num_heads, windows.count, self.config.num_random)
+        shape = (self.num_heads, windows.num_windows, self.config.num_random)
         return choose_blocks(self.config.num_window, self.config.num_global, counter_uniform(self.pattern_seed, shape))
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:
         windows, N, C = config.windows(context.grid), context.num_tokens, context.dim
-        b, num_global = windows.num_queries, min(config.num_global, windows.count)
+        b, num_global = windows.num_queries, min(config.num_global, windows.num_windows)
         attended = config.num_window + num_global + config.num_random  # unused entries are computed too
         return total(
-            Cost(0, 2 * windows.count * b * attended * b * C + 2 * num_global * b * N * C),
+            Cost(0, 2 * windows.num_windows * b * attended * b * C + 2 * num_global * b * N * C),
             local_cost(cls, context, config),
         )
 

@@ -93,7 +93,7 @@ class BilevelRouting(Attention):
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:
-        g, w = (regions := config.regions(context.grid)).count, regions.num_queries
+        g, w = (regions := config.regions(context.grid)).num_windows, regions.num_queries
         macs = (2 * g * w * w * min(config.topk, g) + g * g) * context.dim
         return total(Cost(0, macs), local_cost(cls, context, config))
 

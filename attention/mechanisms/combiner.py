@@ -121,7 +121,7 @@ class Combiner(Attention):
         N, C, d, queries = context.num_tokens, context.dim, context.head_dim, num_padded(windows)
         transforms = 2 if config.summary == "deepsets" else 0
         summaries = 2 * queries * C + transforms * N * d * C  # values of summaries; ReLU(U x)
-        attention = 2 * queries * windows.count * C
+        attention = 2 * queries * windows.num_windows * C
         return total(
             Cost(window.parameters + transforms * d * d, window.macs + summaries + attention),
             local_cost(cls, context, config),

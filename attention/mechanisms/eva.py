@@ -152,7 +152,7 @@ class Eva(Attention):
         if not config.num_landmarks:
             return own
         groups, windows = cls.groups(config, context.grid, torch.device("meta")), windows_on(config, context.grid)
-        return total(own, group_cost(context, config, groups.index.shape, num_padded(windows)))
+        return total(own, group_cost(context, config, groups.members.shape, num_padded(windows)))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         config, bias = self.config, self.position_bias()

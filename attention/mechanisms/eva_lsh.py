@@ -112,7 +112,7 @@ class EvaLsh(Attention):
         clusters = Cost(0, 2 * N * (C + 2 * h) + window_macs(windows, C))  # the first term is the hash
         return total(
             clusters,
-            group_cost(context, config, groups.index.shape, num_padded(windows)),
+            group_cost(context, config, groups.members.shape, num_padded(windows)),
             local_cost(cls, context, config),
         )
 

@@ -75,7 +75,7 @@ class Hilo(Attention):
         windows = Windows(context.grid, (config.window_size, config.window_size))
         high = config.num_high(context.num_heads) * context.head_dim
         return total(
-            Cost(0, window_macs(windows, high) + 2 * context.num_tokens * windows.count * (context.dim - high)),
+            Cost(0, window_macs(windows, high) + 2 * context.num_tokens * windows.num_windows * (context.dim - high)),
             local_cost(cls, context, config),
         )
 

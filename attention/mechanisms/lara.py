@@ -194,7 +194,7 @@ class Lara(Attention):
             q_bar = masked_mean(q, mask)[:, :, None]
         else:
             segments, k_grid = self.segments(grid, q.device).masked(mask), split_prefix(k, q.shape[2])[1]
-            filled = None if mask is None else segments.count()[:, 0, 0] > 0
+            filled = None if mask is None else segments.num_members()[:, 0, 0] > 0
             q_bar = self.landmark_q(group_mean(q, segments).flatten(2, 3))
             if config.proposal in proposals.POOLED:
                 k_bar = self.landmark_k(group_mean(k_grid, segments).flatten(2, 3))

@@ -203,7 +203,7 @@ class Scatterbrain(Attention):
         s, features = feature_cost(context, config)
         of_all = 0 if config.leave_one_out == "merge" else N * s * C
         of_sums = shifted(windows) if config.causal else windows
-        inside = 0 if config.leave_one_out == "none" else of_sums.count * of_sums.num_keys * s * C
+        inside = 0 if config.leave_one_out == "none" else of_sums.num_windows * of_sums.num_keys * s * C
         outside = queries * s * C  # values under the features
         return total(
             Cost(window.parameters, window.macs + features + of_all + inside + outside),

@@ -16,8 +16,7 @@ import contextlib
 import functools
 import importlib
 from collections.abc import Callable, Iterator
-from types import ModuleType
-from typing import Any, Literal, TypeVar, cast, get_args
+from typing import Any, Literal, NamedTuple, TypeVar, cast, get_args
 
 import torch
 
@@ -38,11 +37,30 @@ slower in float32 (docs/gpus.md).
 NAMESPACE = __package__.replace(".", "_")
 """Namespace of Triton's kernels among torch's operators: copies of this folder under other names have others."""
 TRITON_MODULES: dict[str, str] = {}
-"""Name of an op -> the module with its kernel `name` and the predicate `covers_name`; filled by `with_fast_path`."""
+"""Name of an op -> the module with its kernel, a function with the decorator `kernel`; filled by `with_fast_path`."""
 
 _path: Path = "auto"
 _fast: dict[str, Callable] = {}
-_triton: dict[str, ModuleType] = {}
+_triton: dict[str, "Kernel"] = {}
+_has_kernels = False
+"""True once kernels are wanted: modules of ops that are imported later bring theirs."""
+
+
+class Kernel(NamedTuple):
+    """A function with the signature of an op, and the predicate of arguments that it takes."""
+
+    run: Callable[..., Any]
+    covers: Callable[..., bool]
+
+
+def kernel(covers: Callable[..., bool]) -> Callable[[Op], Op]:
+    """Decorates a function of an op's name: the path "triton" prefers it if `covers` is true of the arguments."""
+
+    def decorate(run: Op) -> Op:
+        _triton[run.__name__] = Kernel(run, covers)
+        return run
+
+    return decorate
 
 
 def path() -> Path:
@@ -76,9 +94,11 @@ def _prefers_kernels(x: torch.Tensor) -> bool:
 
 
 def import_kernels() -> None:
-    """Imports the modules of `TRITON_MODULES`."""
-    for op, module in TRITON_MODULES.items():
-        _triton[op] = importlib.import_module(module)
+    """Imports Triton and the modules of `TRITON_MODULES`, those of ops that are imported later included."""
+    global _has_kernels
+    for module in ("triton", *TRITON_MODULES.values()):
+        importlib.import_module(module)
+    _has_kernels = True
 
 
 @contextlib.contextmanager
@@ -106,7 +126,7 @@ def use(path: Path) -> Iterator[None]:
 
 
 def resolved() -> str:
-    """The path in use and the ops that it serves, for logs."""
+    """The path in use and the imported ops that it serves, for logs."""
     if _path == "plain":
         return _path
     on_measured = _path in ("auto", "lean") and torch.cuda.is_initialized() and _measured_gpu(None)
@@ -160,6 +180,8 @@ def with_fast_path(fast: Callable, covers: Callable[..., bool], triton: str | No
         _fast[op.__name__] = fast
         if triton:
             TRITON_MODULES[op.__name__] = triton
+            if _has_kernels:
+                importlib.import_module(triton)
 
         @functools.wraps(op)
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -169,12 +191,9 @@ def with_fast_path(fast: Callable, covers: Callable[..., bool], triton: str | No
             of_torch = torch.compiler.is_exporting() or torch.jit.is_tracing()
             if _path == "plain" or of_torch or transformed() or "key_mask" in kwargs:
                 return op(*args, **kwargs)
-            name = op.__name__
-            if triton and _prefers_kernels(args[0]) and getattr(_triton[name], f"covers_{name}")(*args, **kwargs):
-                chosen = getattr(_triton[name], name)
-            else:
-                chosen = fast if covers(*args, **kwargs) else op
-            return chosen(*args, **kwargs)
+            if triton and _prefers_kernels(args[0]) and _triton[op.__name__].covers(*args, **kwargs):
+                return _triton[op.__name__].run(*args, **kwargs)
+            return (fast if covers(*args, **kwargs) else op)(*args, **kwargs)
 
         return cast(Op, run)
 

@@ -42,7 +42,7 @@ def test_by_hand():
 def test_weights_are_those_of_softmax():
     groups = bins(GRID, (3, 2), CPU)
     weights, expected = group_weights(Q, K, groups), (Q @ K.mT * d**-0.5).softmax(-1)
-    for group, index in enumerate(groups.index[0]):
+    for group, index in enumerate(groups.members[0]):
         assert_equal(weights[:, :, group], expected[..., index])
 
 
@@ -93,7 +93,7 @@ def test_the_estimate_is_softmax_of_the_features_of_a_group(monkeypatch):
     monkeypatch.setattr(torch, "randn_like", lambda x: noise)
     found = estimate(Q, K, V, groups)
     q, k = Q * d**-0.25, K * d**-0.25
-    for group, index in enumerate(groups.index[0]):
+    for group, index in enumerate(groups.members[0]):
         omega = q[:, :, index].mean(2) + k[:, :, index].mean(2) + noise[:, :, 0, group]
         xi = torch.exp((k[:, :, index] * omega[:, :, None]).sum(-1) - k[:, :, index].square().sum(-1) / 2)
         assert_equal(found[:, :, group], (xi[..., None] * V[:, :, index]).sum(2) / xi.sum(-1, keepdim=True))

@@ -190,7 +190,7 @@ def test_nothing_is_kept_of_single_images_where_no_one_asks(monkeypatch):
 
 def test_a_rank_without_an_image_has_no_records():
     found = gather_predictions([], [], range(2), "abc", CPU)
-    assert (len(found.index), found.classes.shape) == (0, (0, 3))
+    assert (len(found.indices), found.classes.shape) == (0, (0, 3))
 
 
 def test_no_image_at_all_is_refused():
