@@ -9,7 +9,6 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from .base import Attention, LayerContext
-from .fitting import fitted
 from .ops import kernels
 from .option_tables import OptionInfo, describe
 from .options import OptionError, parse_options
@@ -74,7 +73,7 @@ class AttentionFactory:
             OptionError: options that the context's dimensions cannot honour.
         """
         mechanism, where = ATTENTION[self.name], LayerContext(**context)
-        return mechanism(where, fitted(mechanism, where, self.config))
+        return mechanism(where, mechanism.fitted(where, self.config))
 
 
 def create_attention(

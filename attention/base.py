@@ -12,6 +12,7 @@ op returns attended values (B, h, N, d), in float32 at least if it has the decor
 tokens are plain, N counts them too.
 """
 
+import dataclasses
 import inspect
 import re
 import sys
@@ -159,6 +160,27 @@ class Attention(nn.Module):
     def refuse(cls, name: str, value: Any, problem: str, fitting: Any = None) -> NoReturn:
         """Raises the OptionError for option `name` of this mechanism; for `fitting` see there."""
         raise OptionError(f"attention({cls.name()}).{name}", f" = {value}: {problem}", fitting)
+
+    @classmethod
+    def fitted(cls, context: LayerContext, config: Any) -> Any:
+        """The options of a layer: `config`, or with the option `fit` the largest sizes that the context's grid allows.
+
+        Each size that the constructor refuses becomes the value that its error names. Draws no random numbers.
+
+        Raises:
+            OptionError: the constructor refuses another option.
+        """
+        by_itself, sizes = dataclasses.replace(context, shared={}), {}
+        while config.fit:
+            try:
+                with torch.device("meta"):
+                    cls(by_itself, dataclasses.replace(config, fit=False, **sizes))
+                break
+            except OptionError as error:
+                if error.fitting is None:
+                    raise
+                sizes[error.key.rpartition(".")[2]] = error.fitting
+        return dataclasses.replace(config, **sizes)
 
     def refuse_above(self, context: LayerContext, *names: str, side: int = 0) -> None:
         """Raises the OptionError for options larger than the number of tokens of the grid, or than its longest side."""

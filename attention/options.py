@@ -88,8 +88,13 @@ def local_option(default: bool = False) -> Any:
     return option(default, "add a depthwise convolution of the values over the grid")
 
 
+def attn_drop_option() -> Any:
+    """The field `attn_drop`, see `Attention.attn_drop`."""
+    return option(0.0, "dropout rate of the attention weights", low=0, high=1)
+
+
 def fit_option() -> Any:
-    """The field `fit` of a mechanism whose sizes a small grid may not allow; see `attention.fitting`."""
+    """The field `fit` of a mechanism whose sizes a small grid may not allow; see `Attention.fitted`."""
     return option(False, "reduce sizes that are too large for the grid to the largest that fit")
 
 

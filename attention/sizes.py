@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 
 from .base import Attention, LayerContext
-from .fitting import fitted
 from .options import OptionError
 
 LIMIT = 2**20
@@ -63,7 +62,7 @@ def solve_size(mechanism: type[Attention], contexts: Sequence[LayerContext], con
         try:
             for context in contexts:
                 by_itself = dataclasses.replace(context, shared={})
-                found = fitted(mechanism, by_itself, asked)
+                found = mechanism.fitted(by_itself, asked)
                 if getattr(found, option) != value:  # the option `fit` has lowered it
                     raise OptionError(option, f" = {value} does not fit", getattr(found, option))
                 with torch.device("meta"):

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from ..base import Attention, Cost, LayerContext
 from ..costs import local_cost, total
-from ..options import Options, fit_option, local_option, option, released_option
+from ..options import Options, attn_drop_option, fit_option, local_option, option, released_option
 from ..parts.geometry import Grid, split_prefix
 from ..parts.groups import Groups, group_mean, pools_option, segments
 from ..parts.position import PositionTable
@@ -73,7 +73,7 @@ class Agent(Attention):
         released: bool = released_option()
         released_pools: bool | None = pools_option()
         local: bool = local_option(True)
-        attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
+        attn_drop: float = attn_drop_option()
         fit: bool = fit_option()
 
     def __init__(self, context: LayerContext, config: Any):

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..base import Attention, Cost, LayerContext
 from ..costs import local_cost, total
 from ..ops.joint_softmax.op import mix, prefix_term
-from ..options import Options, fit_option, local_option, option
+from ..options import Options, attn_drop_option, fit_option, local_option, option
 from ..parts.features import product
 from ..parts.geometry import Grid, Windows, raster, split_prefix
 from ..parts.sampling import counter_uniform
@@ -103,7 +103,7 @@ class Bigbird(Attention):
         num_global: int = option(2, "global blocks g, first and last in turns", low=0)
         num_random: int = option(3, "random blocks r of each query block; fewer where fewer are left", low=0, high=64)
         local: bool = local_option()
-        attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
+        attn_drop: float = attn_drop_option()
         fit: bool = fit_option()
 
         def windows(self, grid: Grid) -> Windows:

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..base import Attention, Cost, LayerContext
 from ..costs import local_cost, total
 from ..ops.joint_softmax.op import gathered_logits, mix, prefix_term
-from ..options import Options, local_option, option, released_option
+from ..options import Options, attn_drop_option, local_option, option, released_option
 from ..parts.features import full_precision
 from ..parts.geometry import Grid, Windows, gather_tokens, split_prefix
 from ..parts.masking import of_grid
@@ -81,7 +81,7 @@ class BilevelRouting(Attention):
             chosen=lambda c: "dim" if c.released else "head_dim",
         )
         local: bool = local_option(True)
-        attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
+        attn_drop: float = attn_drop_option()
 
         def regions(self, grid: Grid, key_mask: Tensor | None = None) -> Windows:
             return Windows(grid, (-(-grid[0] // self.num_regions), -(-grid[1] // self.num_regions)), key_mask=key_mask)

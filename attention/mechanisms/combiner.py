@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..base import Attention, Cost, LayerContext
 from ..costs import local_cost, num_padded, total, window_cost
 from ..ops.joint_softmax.op import attended_in_window, joint_softmax, mix_reference
-from ..options import Options, fit_option, local_option, option
+from ..options import Options, attn_drop_option, fit_option, local_option, option
 from ..parts.features import product
 from ..parts.geometry import Grid, Layout, Windows, split_prefix
 from ..parts.linear import init_linear
@@ -93,7 +93,7 @@ class Combiner(Attention):
         position_bias: BiasKind | None = window_option("position_bias")
         causal: bool = window_option("causal")
         local: bool = local_option()
-        attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
+        attn_drop: float = attn_drop_option()
         fit: bool = fit_option()
 
     def __init__(self, context: LayerContext, config: Config):

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..base import Attention, Cost, LayerContext
 from ..costs import local_cost, total, window_macs
 from ..ops.joint_softmax.op import attended_in_window, joint_softmax, mix_reference
-from ..options import Options, fit_option, local_option, option
+from ..options import Options, attn_drop_option, fit_option, local_option, option
 from ..parts.geometry import Grid, Windows, split_prefix
 from ..parts.masking import of_grid
 from .softmax import softmax
@@ -59,7 +59,7 @@ class Hilo(Attention):
         window_size: int = option(2, "side w in tokens of windows and pools; 1: all heads attend to all tokens", low=1)
         alpha: float = option(0.9, "part of the heads that attend to pools, rounded down to whole heads", low=0, high=1)
         local: bool = local_option()
-        attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
+        attn_drop: float = attn_drop_option()
         fit: bool = fit_option()
 
         def num_high(self, num_heads: int) -> int:

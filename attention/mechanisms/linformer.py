@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..base import Attention, Cost, LayerContext
 from ..costs import local_cost, total
-from ..options import Options, local_option, option
+from ..options import Options, attn_drop_option, local_option, option
 from ..parts.geometry import Grid, resample, split_prefix
 from .softmax import softmax, softmax_reference
 
@@ -59,7 +59,7 @@ class Linformer(Attention):
             "heads", "one projection for all heads; for keys and values too; none; for all layers of a grid too"
         )
         local: bool = local_option()
-        attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
+        attn_drop: float = attn_drop_option()
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)

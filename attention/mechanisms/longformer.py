@@ -17,7 +17,7 @@ from torch import Tensor
 from ..base import Attention, Cost, LayerContext
 from ..costs import local_cost, num_padded, projections, total, window_macs
 from ..ops.joint_softmax.op import gathered_logits, mix, prefix_term, shared_logits
-from ..options import Options, fit_option, local_option, option
+from ..options import Options, attn_drop_option, fit_option, local_option, option
 from ..parts.geometry import Grid, Windows, raster, select_tokens, split_heads, split_prefix
 from ..parts.groups import bin_counts
 from ..parts.linear import linear_part
@@ -112,7 +112,7 @@ class Longformer(Attention):
         num_global: int = option(1, "global tokens g, spread evenly over the grid", low=0)
         separate_global: bool = option(False, "separate projections for the global rows, initialised as copies of qkv")
         local: bool = local_option()
-        attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
+        attn_drop: float = attn_drop_option()
         fit: bool = fit_option()
 
     def __init__(self, context: LayerContext, config: Config):

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..base import Attention, Cost, LayerContext
 from ..costs import local_cost, total
 from ..ops.joint_softmax.op import attended_tokens, gathered_logits, mix, mix_reference, prefix_term
-from ..options import Options, fit_option, local_option, option
+from ..options import Options, attn_drop_option, fit_option, local_option, option
 from ..parts.geometry import Grid, Windows, select_tokens, split_prefix
 from ..parts.masking import of_grid
 from ..parts.neighborhoods import pair, tiles, tiling
@@ -77,7 +77,7 @@ class Neighborhood(Attention):
         dilation: int | tuple[int, int] = option(1, "step delta between neighbours, or (rows, columns)", low=1)
         position_bias: Literal["table", "none"] = option("table", "relative position bias of the neighbours")
         local: bool = local_option()
-        attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
+        attn_drop: float = attn_drop_option()
         fit: bool = fit_option()
 
     def __init__(self, context: LayerContext, config: Config):

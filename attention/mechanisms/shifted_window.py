@@ -16,7 +16,7 @@ from torch import Tensor
 from ..base import Attention, Cost, LayerContext
 from ..costs import local_cost, total, window_macs
 from ..ops.joint_softmax.op import attended_tokens, joint_softmax, mix, mix_reference, prefix_term, window_logits
-from ..options import Options, local_option, option
+from ..options import Options, attn_drop_option, local_option, option
 from ..parts.geometry import Grid, Windows, split_prefix
 from ..parts.masking import of_grid
 from ..parts.position import PositionBias
@@ -82,7 +82,7 @@ class ShiftedWindow(Attention):
         shift: bool = option(True, "whether odd layers shift their windows by half a window")
         position_bias: Literal["table", "none"] = option("table", "relative position bias inside the window")
         local: bool = local_option()
-        attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
+        attn_drop: float = attn_drop_option()
 
         def windows(self, grid: Grid) -> Windows:
             return Windows(grid, (min(self.window_size, grid[0]), min(self.window_size, grid[1])))

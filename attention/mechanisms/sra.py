@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..base import Attention, Cost, LayerContext
 from ..costs import total
-from ..options import Options, fit_option, option
+from ..options import Options, attn_drop_option, fit_option, option
 from ..parts.geometry import Grid, split_heads, split_prefix
 from ..parts.linear import is_plain, linear_part
 from .softmax import softmax
@@ -131,7 +131,7 @@ class Sra(Attention):
         reduction: int | None = option(
             None, "side ratio R; null: the pyramid's own, or the one that leaves 49 keys", low=1
         )
-        attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
+        attn_drop: float = attn_drop_option()
         fit: bool = fit_option()
 
     def __init__(self, context: LayerContext, config: Config):

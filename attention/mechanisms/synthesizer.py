@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..base import Attention, Cost, LayerContext
 from ..costs import local_cost, projections, total
-from ..options import Options, local_option, option
+from ..options import Options, attn_drop_option, local_option, option
 from ..parts.features import upcast
 from ..parts.geometry import Grid, resample
 
@@ -45,7 +45,7 @@ class Synthesizer(Attention):
     class Config(Options):
         rank: int = option(8, "columns p of a factor", low=1)
         local: bool = local_option()
-        attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
+        attn_drop: float = attn_drop_option()
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..base import Attention, Cost, LayerContext
 from ..costs import local_cost, total
-from ..options import Options, local_option, option
+from ..options import Options, attn_drop_option, local_option
 from ..parts.features import full_precision
 from ..parts.geometry import Grid
 from ..parts.masking import mask_tokens
@@ -46,7 +46,7 @@ class Xca(Attention):
 
     class Config(Options):
         local: bool = local_option()
-        attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
+        attn_drop: float = attn_drop_option()
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)

@@ -71,7 +71,7 @@ def path() -> Path:
 
 
 def measured(x: torch.Tensor) -> bool:
-    """True if the tensor's GPU is one of `MEASURED`: the one place that decides, for counts elsewhere."""
+    """True if the tensor's GPU is one of `MEASURED`. Tests and counts replace this function."""
     return memory.on_gpu(x) and _measured(x.device.index)
 
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from attention import ATTENTION, Attention, Grid, LayerContext, OptionError, options_of
-from attention.fitting import fitted
 from attention.options import Options, fit_option, option
 from attention.parts.groups import bin_counts
 from tests.support.cases import HEAD_DIM, HEADS, B, Case
@@ -176,7 +175,7 @@ class Rows(Attention):
 
 
 def test_a_mechanism_from_outside_has_the_option_by_one_line():
-    config = fitted(Rows, LayerContext(dim=4, num_heads=1, grid=(3, 5)), Rows.Config(fit=True))
+    config = Rows.fitted(LayerContext(dim=4, num_heads=1, grid=(3, 5)), Rows.Config(fit=True))
     assert config == Rows.Config(window_size=5, num_landmarks=15, fit=True)
 
 
