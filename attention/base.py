@@ -194,9 +194,21 @@ class Attention(nn.Module):
         """Exact cost of a layer beyond its four C x C projections (4 C^2 + 4 C parameters, 4 N C^2 MACs).
 
         Counts the multiply-accumulates of matrix products and convolutions, padding included, for one image in
-        evaluation. Does not count prefix tokens.
+        evaluation. Does not count prefix tokens, nor the local term of this class.
         """
         raise NotImplementedError(f"{cls.__name__} does not define cost")
+
+    @classmethod
+    def local_cost(cls, context: LayerContext, config: Any) -> Cost:
+        """Cost of the local term that this class adds if the option `local` is true."""
+        width, taps = context.head_dim if cls.local_by_head else context.dim, cls.local_size**2
+        has_term = config.local and taps > 0
+        return Cost(width * (taps + 1), taps * context.num_tokens * context.dim) if has_term else Cost(0, 0)
+
+    @classmethod
+    def layer_cost(cls, context: LayerContext, config: Any) -> Cost:
+        """`cost` and `local_cost` together: all that a layer costs beyond its four C x C projections."""
+        return Cost(*map(sum, zip(cls.cost(context, config), cls.local_cost(context, config), strict=True)))
 
     @classmethod
     def refuses_key_mask(cls, config: Any) -> str | None:

@@ -67,7 +67,7 @@ def solve_size(mechanism: type[Attention], contexts: Sequence[LayerContext], con
                     raise OptionError(option, f" = {value} does not fit", getattr(found, option))
                 with torch.device("meta"):
                     mechanism(by_itself, found)
-                total += mechanism.cost(context, found).macs
+                total += mechanism.layer_cost(context, found).macs
         except OptionError as error:
             return error
         return total / len(contexts)

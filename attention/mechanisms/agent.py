@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..base import Attention, Cost, LayerContext
-from ..costs import local_cost, total
+from ..costs import total
 from ..options import Options, attn_drop_option, fit_option, local_option, option, released_option
 from ..parts.geometry import Grid, split_prefix
 from ..parts.groups import Groups, group_mean, pools_option, segments
@@ -115,7 +115,7 @@ class Agent(Attention):
         (H, W), P, c = context.grid, context.num_prefix_tokens, config.num_landmarks
         M = math.prod(shrunk(context.grid, config.reduction))
         own = Cost(2 * context.num_heads * c * (49 + H + W + P), 2 * (context.num_tokens + M) * c * context.dim)
-        return total(own, reduction_cost(context, config.reduction), local_cost(cls, context, config))
+        return total(own, reduction_cost(context, config.reduction))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         b_1, b_2 = self.biases(grid)

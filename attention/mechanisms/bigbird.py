@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
-from ..costs import local_cost, total
 from ..ops.joint_softmax.op import mix, prefix_term
 from ..options import Options, attn_drop_option, fit_option, local_option, option
 from ..parts.features import product
@@ -128,10 +127,7 @@ class Bigbird(Attention):
         windows, N, C = config.windows(context.grid), context.num_tokens, context.dim
         b, num_global = windows.num_queries, min(config.num_global, windows.num_windows)
         attended = config.num_window + num_global + config.num_random  # unused entries are computed too
-        return total(
-            Cost(0, 2 * windows.num_windows * b * attended * b * C + 2 * num_global * b * N * C),
-            local_cost(cls, context, config),
-        )
+        return Cost(0, 2 * windows.num_windows * b * attended * b * C + 2 * num_global * b * N * C)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         windows, num_global = self.config.windows(grid), self.config.num_global

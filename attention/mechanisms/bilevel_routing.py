@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
-from ..costs import local_cost, total
 from ..ops.joint_softmax.op import gathered_logits, mix, prefix_term
 from ..options import Options, attn_drop_option, local_option, option, released_option
 from ..parts.features import full_precision
@@ -95,7 +94,7 @@ class BilevelRouting(Attention):
     def cost(cls, context: LayerContext, config: Config) -> Cost:
         g, w = (regions := config.regions(context.grid)).num_windows, regions.num_queries
         macs = (2 * g * w * w * min(config.topk, g) + g * g) * context.dim
-        return total(Cost(0, macs), local_cost(cls, context, config))
+        return Cost(0, macs)
 
     def project(self, x: Tensor, grid: Grid) -> tuple[Tensor, ...]:
         q, *others = super().project(x, grid)

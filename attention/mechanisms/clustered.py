@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
-from ..costs import local_cost, total
 from ..options import Options, fit_option, local_option, option
 from ..parts.features import full_precision, scale
 from ..parts.geometry import Grid, gather_tokens
@@ -126,8 +125,7 @@ class Clustered(Attention):
     def cost(cls, context: LayerContext, config: Config) -> Cost:
         N, C = context.num_tokens, context.dim
         attention = 2 * N * (config.num_clusters + min(config.num_top_keys, N)) * C
-        own = Cost(0, N * config.num_bits * C + attention)  # the first term is the hash
-        return total(own, local_cost(cls, context, config))
+        return Cost(0, N * config.num_bits * C + attention)  # the first term is the hash
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         planes, config = redrawn(self.training, self.eval_planes, q), self.config

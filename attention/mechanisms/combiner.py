@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..base import Attention, Cost, LayerContext
-from ..costs import local_cost, num_padded, total, window_cost
+from ..costs import num_padded, window_cost
 from ..ops.joint_softmax.op import attended_in_window, joint_softmax, mix_reference
 from ..options import Options, attn_drop_option, fit_option, local_option, option
 from ..parts.features import product
@@ -122,10 +122,7 @@ class Combiner(Attention):
         transforms = 2 if config.summary == "deepsets" else 0
         summaries = 2 * queries * C + transforms * N * d * C  # values of summaries; ReLU(U x)
         attention = 2 * queries * windows.num_windows * C
-        return total(
-            Cost(window.parameters + transforms * d * d, window.macs + summaries + attention),
-            local_cost(cls, context, config),
-        )
+        return Cost(window.parameters + transforms * d * d, window.macs + summaries + attention)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         windows, keys = windows_on(self.config, grid, key_mask), split_prefix(k, q.shape[2])[1]

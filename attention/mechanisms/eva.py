@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
-from ..costs import group_cost, local_cost, num_padded, total, window_cost
+from ..costs import group_cost, num_padded, total, window_cost
 from ..ops.group_values.landmarks import Landmarks, Mean, Pool, Transform, landmark_option
 from ..ops.group_values.op import Visibility, attended_summaries, group_logits, group_prior, group_values
 from ..ops.joint_softmax.op import attended_in_window, joint_softmax, mix_reference
@@ -148,7 +148,7 @@ class Eva(Attention):
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:
-        own = total(window_cost(context, config), local_cost(cls, context, config))
+        own = window_cost(context, config)
         if not config.num_landmarks:
             return own
         groups, windows = cls.groups(config, context.grid, torch.device("meta")), windows_on(config, context.grid)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
-from ..costs import group_cost, local_cost, num_padded, total, window_macs
+from ..costs import group_cost, num_padded, total, window_macs
 from ..ops.group_values.landmarks import Landmarks, Mean, Pool, Transform, landmark_option
 from ..options import Options, fit_option, local_option, option, released_option
 from ..parts.features import full_precision
@@ -110,11 +110,7 @@ class EvaLsh(Attention):
         N, C, h = context.num_tokens, context.dim, context.num_heads
         windows, groups = cls.clusters_and_groups(config, context.grid, torch.device("meta"))
         clusters = Cost(0, 2 * N * (C + 2 * h) + window_macs(windows, C))  # the first term is the hash
-        return total(
-            clusters,
-            group_cost(context, config, groups.members.shape, num_padded(windows)),
-            local_cost(cls, context, config),
-        )
+        return total(clusters, group_cost(context, config, groups.members.shape, num_padded(windows)))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         config, k_grid = self.config, split_prefix(k, q.shape[2])[1]

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..base import Attention, Cost, LayerContext
-from ..costs import local_cost, total
+from ..costs import total
 from ..ops.random_features.maps import focused, of_both
 from ..ops.random_features.op import linear_attention, weighted_values_reference
 from ..options import Options, fit_option, local_option, option
@@ -94,7 +94,7 @@ class FocusedLinear(Attention):
         (h, d), N, C = (context.num_heads, context.head_dim), context.num_tokens, context.dim
         M = math.prod(shrunk(context.grid, config.reduction))
         own = Cost(M * C + C, M * d * C + N * d * (C + h))  # sums over keys; means and normalisers of queries
-        return total(own, reduction_cost(context, config.reduction), local_cost(cls, context, config))
+        return total(own, reduction_cost(context, config.reduction))
 
     @classmethod
     def refuses_key_mask(cls, config: Any) -> str | None:

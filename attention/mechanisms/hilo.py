@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
-from ..costs import local_cost, total, window_macs
+from ..costs import window_macs
 from ..ops.joint_softmax.op import attended_in_window, joint_softmax, mix_reference
 from ..options import Options, attn_drop_option, fit_option, local_option, option
 from ..parts.geometry import Grid, Windows, split_prefix
@@ -74,10 +74,7 @@ class Hilo(Attention):
     def cost(cls, context: LayerContext, config: Config) -> Cost:
         windows = Windows(context.grid, (config.window_size, config.window_size))
         high = config.num_high(context.num_heads) * context.head_dim
-        return total(
-            Cost(0, window_macs(windows, high) + 2 * context.num_tokens * windows.num_windows * (context.dim - high)),
-            local_cost(cls, context, config),
-        )
+        return Cost(0, window_macs(windows, high) + 2 * context.num_tokens * windows.num_windows * (context.dim - high))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         side, num_high = self.config.window_size, self.config.num_high(self.num_heads)

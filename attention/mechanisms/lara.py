@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..base import Attention, Cost, LayerContext
-from ..costs import landmark_cost, local_cost, total
+from ..costs import landmark_cost, total
 from ..ops.group_values.op import group_mean
 from ..ops.kernels import with_fast_path
 from ..ops.random_features import fused, proposals
@@ -179,7 +179,7 @@ class Lara(Attention):
     def cost(cls, context: LayerContext, config: Any) -> Cost:
         N, C, h, c = context.num_tokens, context.dim, context.num_heads, config.num_landmarks
         halves = 2 if config.features == "hyperbolic" else 1
-        own = total(Cost(0, (2 + 2 * halves) * N * c * C), local_cost(cls, context, config))  # features; sums, means
+        own = Cost(0, (2 + 2 * halves) * N * c * C)  # features; sums, means
         if config.proposal == "single":
             return total(own, Cost(0, (N + halves * c) * C))  # the proposal's weights of keys, its density at c samples
         width = {"light": context.head_dim, "dense": C, "none": 0}[config.landmark_transform]

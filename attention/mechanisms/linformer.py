@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from ..base import Attention, Cost, LayerContext
-from ..costs import local_cost, total
 from ..options import Options, attn_drop_option, local_option, option
 from ..parts.geometry import Grid, resample, split_prefix
 from .softmax import softmax, softmax_reference
@@ -79,8 +78,7 @@ class Linformer(Attention):
         N, C = context.num_tokens, context.dim
         c, (parts, heads) = config.num_landmarks, MATRICES[config.sharing]
         parameters = parts * (heads or context.num_heads) * c * N  # with sharing: layers, for all layers together
-        own = Cost(parameters, 2 * N * c * C + 2 * N * c * C)  # projections, attention
-        return total(own, local_cost(cls, context, config))
+        return Cost(parameters, 2 * N * c * C + 2 * N * c * C)  # projections, attention
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         # With more columns, entries become smaller, so that the sums over tokens stay the same.

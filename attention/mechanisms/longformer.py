@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
-from ..costs import local_cost, num_padded, projections, total, window_macs
+from ..costs import num_padded, projections, window_macs
 from ..ops.joint_softmax.op import gathered_logits, mix, prefix_term, shared_logits
 from ..options import Options, attn_drop_option, fit_option, local_option, option
 from ..parts.geometry import Grid, Windows, raster, select_tokens, split_heads, split_prefix
@@ -147,11 +147,9 @@ class Longformer(Attention):
         windows = band(raster(context.grid, config.layout), config.radius)
         macs = window_macs(windows, C) + 2 * num_padded(windows) * g * C + 2 * N * g * C  # band, columns, rows
         if not config.separate_global:
-            return total(Cost(0, macs), local_cost(cls, context, config))
+            return Cost(0, macs)
         queries, keys_and_values = g * C * C, 2 * N * C * C
-        return total(
-            Cost(projections(context, 3).parameters, macs + queries + keys_and_values), local_cost(cls, context, config)
-        )
+        return Cost(projections(context, 3).parameters, macs + queries + keys_and_values)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Tensor:
         """Attends with the results of `project` and the grid."""

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
-from ..costs import local_cost, total
 from ..ops.joint_softmax.op import attended_tokens, gathered_logits, mix, mix_reference, prefix_term
 from ..options import Options, attn_drop_option, fit_option, local_option, option
 from ..parts.geometry import Grid, Windows, select_tokens, split_prefix
@@ -101,7 +100,7 @@ class Neighborhood(Attention):
         for length, k, delta in zip(context.grid, pair(config.kernel_size), pair(config.dilation), strict=True):
             tiles_of_residue, queries, keys = tiling(length, k, delta)
             table, macs = table * (2 * k - 1), macs * delta * tiles_of_residue * queries * keys
-        return total(Cost(table, macs), local_cost(cls, context, config))
+        return Cost(table, macs)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         table, counts = self.position_bias.table, of_grid(key_mask, q.shape[2])

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..base import Attention, Cost, LayerContext
-from ..costs import linear_attention_macs, local_cost, projections, total
+from ..costs import linear_attention_macs, projections, total
 from ..ops.random_features.maps import of_both, powers_by_sign
 from ..ops.random_features.op import linear_attention
 from ..options import Options, local_option, option
@@ -76,7 +76,7 @@ class Polaformer(Attention):
     def cost(cls, context: LayerContext, config: Config) -> Cost:
         N, C = context.num_tokens, context.dim
         own = Cost(N * C + 2 * C, linear_attention_macs(context, 2 * context.head_dim) + 2 * N * C)
-        return total(own, projections(context, 1), local_cost(cls, context, config))
+        return total(own, projections(context, 1))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         scale, power = (x.view(self.num_heads, -1) for x in (self.feature_scale, self.feature_power))

@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
-from ..costs import local_cost, total
 from ..ops.kernels import with_fast_path
 from ..ops.randomized import fused
 from ..options import Options, local_option, option, released_option
@@ -162,9 +161,7 @@ class Ra(Attention):
     def cost(cls, context: LayerContext, config: Config) -> Cost:
         key = {"unbiased": 1, "biased": 2, "mean_key": 0}[config.proposal]  # weights of keys, mean of keys
         logits, values = config.num_eval_samples, 1
-        return total(
-            Cost(0, (key + logits + values) * context.num_tokens**2 * context.dim), local_cost(cls, context, config)
-        )
+        return Cost(0, (key + logits + values) * context.num_tokens**2 * context.dim)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         noise, uniform = self.sample_noise(q)

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
-from ..costs import local_cost, num_padded, total, window_cost
+from ..costs import num_padded, window_cost
 from ..ops.joint_softmax.op import attended_in_window, joint_softmax
 from ..ops.kernels import with_gradients
 from ..ops.random_features.maps import log_kernel, of_both
@@ -205,10 +205,7 @@ class Scatterbrain(Attention):
         of_sums = shifted(windows) if config.causal else windows
         inside = 0 if config.leave_one_out == "none" else of_sums.num_windows * of_sums.num_keys * s * C
         outside = queries * s * C  # values under the features
-        return total(
-            Cost(window.parameters, window.macs + features + of_all + inside + outside),
-            local_cost(cls, context, config),
-        )
+        return Cost(window.parameters, window.macs + features + of_all + inside + outside)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         config = self.config

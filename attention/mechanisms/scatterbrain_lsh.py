@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
-from ..costs import local_cost, total
 from ..ops.random_features.maps import log_kernel, of_both
 from ..options import Options, fit_option, local_option, option
 from ..parts.features import full_precision, phi
@@ -136,10 +135,7 @@ class ScatterbrainLsh(Attention):
         features += 2 * N * s * C  # sums over keys, weighted means for every query
         estimates = config.num_rounds * (N + -N % size) * size * s * h  # for the pairs within clusters
         corrected = estimates if config.leave_one_out == "subtract" else 0
-        return total(
-            Cost(0, features + cluster_macs(context, size, config.num_rounds) + corrected),
-            local_cost(cls, context, config),
-        )
+        return Cost(0, features + cluster_macs(context, size, config.num_rounds) + corrected)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         config = self.config

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
-from ..costs import local_cost, total, window_macs
+from ..costs import window_macs
 from ..ops.joint_softmax.op import attended_tokens, joint_softmax, mix, mix_reference, prefix_term, window_logits
 from ..options import Options, attn_drop_option, local_option, option
 from ..parts.geometry import Grid, Windows, split_prefix
@@ -98,9 +98,7 @@ class ShiftedWindow(Attention):
     def cost(cls, context: LayerContext, config: Config) -> Cost:
         (rows, columns), biased = config.windows(context.grid).size, config.position_bias == "table"
         table = context.num_heads * (2 * rows - 1) * (2 * columns - 1) * biased
-        return total(
-            Cost(table, window_macs(config.windows(context.grid), context.dim)), local_cost(cls, context, config)
-        )
+        return Cost(table, window_macs(config.windows(context.grid), context.dim))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         windows = Windows(grid, self.size, key_mask=of_grid(key_mask, q.shape[2]))

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
-from ..costs import local_cost, total
 from ..options import Options, attn_drop_option, fit_option, local_option, option
 from ..parts.features import full_precision
 from ..parts.geometry import Grid
@@ -90,9 +89,7 @@ class Smyrf(Attention):
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:
-        return total(
-            Cost(0, cluster_macs(context, config.cluster_size, config.num_rounds)), local_cost(cls, context, config)
-        )
+        return Cost(0, cluster_macs(context, config.cluster_size, config.num_rounds))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         directions = redrawn(self.training, self.directions, q)

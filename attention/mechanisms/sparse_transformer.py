@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
-from ..costs import local_cost, total
 from ..ops.joint_softmax.op import mix, prefix_term, shared_logits
 from ..options import Options, attn_drop_option, fit_option, local_option, option
 from ..parts.features import product
@@ -79,7 +78,7 @@ class SparseTransformer(Attention):
     def cost(cls, context: LayerContext, config: Config) -> Cost:
         N, b, c = context.num_tokens, config.block_size or context.grid[1], config.num_summary
         padded = N + -N % b
-        return total(Cost(0, 2 * padded * (b - c + padded // b * c) * context.dim), local_cost(cls, context, config))
+        return Cost(0, 2 * padded * (b - c + padded // b * c) * context.dim)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         b, c = self.block(grid)

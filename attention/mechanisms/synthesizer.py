@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..base import Attention, Cost, LayerContext
-from ..costs import local_cost, projections, total
+from ..costs import projections
 from ..options import Options, attn_drop_option, local_option, option
 from ..parts.features import upcast
 from ..parts.geometry import Grid, resample
@@ -62,10 +62,7 @@ class Synthesizer(Attention):
         N, C, h = context.num_tokens, context.dim, context.num_heads
         absent = projections(context, 2)
         weights, values = h * config.rank * N * N, N * N * C
-        return total(
-            Cost(2 * h * config.rank * N - absent.parameters, weights + values - absent.macs),
-            local_cost(cls, context, config),
-        )
+        return Cost(2 * h * config.rank * N - absent.parameters, weights + values - absent.macs)
 
     def attend(self, v: Tensor, grid: Grid) -> Tensor:
         prefix, tokens = self.factors.tensor_split([self.factors.shape[-1] - self.grid[0] * self.grid[1]], -1)

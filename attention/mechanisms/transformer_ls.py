@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..base import Attention, Cost, LayerContext
-from ..costs import local_cost, num_padded, total, window_cost
+from ..costs import num_padded, window_cost
 from ..ops.joint_softmax.op import attended_in_window, joint_softmax, mix_reference
 from ..options import Options, attn_drop_option, fit_option, local_option, option
 from ..parts.features import upcast
@@ -121,10 +121,7 @@ class TransformerLs(Attention):
         norms = 2 * C * (1 + (slots > 0)) if config.dual_norm else 0
         averages = N * slots * C + 2 * N * config.num_landmarks * C  # Linear; averages of keys and values
         attention = 2 * queries * config.num_landmarks * C
-        return total(
-            Cost(window.parameters + (C + 1) * slots + norms, window.macs + averages + attention),
-            local_cost(cls, context, config),
-        )
+        return Cost(window.parameters + (C + 1) * slots + norms, window.macs + averages + attention)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, slots: Tensor | None, grid: Grid, key_mask: Tensor | None = None

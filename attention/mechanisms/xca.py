@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..base import Attention, Cost, LayerContext
-from ..costs import local_cost, total
 from ..options import Options, attn_drop_option, local_option
 from ..parts.features import full_precision
 from ..parts.geometry import Grid
@@ -54,10 +53,7 @@ class Xca(Attention):
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:
-        return total(
-            Cost(context.num_heads, 2 * context.num_tokens * context.head_dim * context.dim),
-            local_cost(cls, context, config),
-        )
+        return Cost(context.num_heads, 2 * context.num_tokens * context.head_dim * context.dim)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         return xca(q, k, v, self.temperature, self.attn_drop, key_mask=key_mask).to(v.dtype)

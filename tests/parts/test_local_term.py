@@ -77,7 +77,7 @@ def test_its_cost_is_stated(name):
     mechanism, costs = ATTENTION[name], []
     for local in (False, True):
         config = AttentionFactory.from_options({"name": name, "local": local}).config
-        costs.append(mechanism.cost(LayerContext(dim=192, num_heads=3, grid=(14, 14)), config))
+        costs.append(mechanism.layer_cost(LayerContext(dim=192, num_heads=3, grid=(14, 14)), config))
     taps, width = mechanism.local_size**2, 64 if mechanism.local_by_head else 192
     parameters, macs = (after - before for before, after in zip(*costs, strict=True))
     assert (parameters, macs) == (width * (taps + 1), taps * 196 * 192)
