@@ -170,7 +170,7 @@ class Attention(nn.Module):
         Raises:
             OptionError: the constructor refuses another option.
         """
-        by_itself, sizes = dataclasses.replace(context, shared={}), {}
+        by_itself, sizes = dataclasses.replace(context, shared={}), dict[str, Any]()
         while config.fit:
             try:
                 with torch.device("meta"):

@@ -37,7 +37,7 @@ class Tokens(NamedTuple):
 
     def chunk(self, chunk: Chunk) -> "Tokens":
         """Views of one chunk of all tensors."""
-        return self._make(take(chunk, *self))
+        return Tokens(*(x if x is None else x[chunk] for x in self))
 
 
 def covers(q, k, v, bias=None, keys=None, values=None, logits=None, *, windows, attn_drop=0.0):
