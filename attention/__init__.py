@@ -25,7 +25,7 @@ NAMES = """
     slab inline shifted_window neighborhood hilo bilevel_routing agent rala mlla polaformer identity mean pooling
     convolution
 """
-ATTENTION.declare(NAMES.split())
+ATTENTION.update(dict.fromkeys(NAMES.split(), Attention))
 
 __all__ = [
     "ATTENTION",

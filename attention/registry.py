@@ -1,7 +1,7 @@
 """The registry of mechanisms: name -> class. `register` adds one; attention/plugins.py imports those from outside."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections import UserDict
 from importlib import import_module
 from typing import Any, TypeVar
 
@@ -9,37 +9,17 @@ from .base import Attention
 from .options import OptionError, Options, nearest
 
 
-class Mechanisms(MutableMapping[str, type[Attention]]):
-    """Name of a mechanism -> its class. Imports the file of a mechanism of this package when its class is needed."""
+class Mechanisms(UserDict[str, type[Attention]]):
+    """Name of a mechanism -> its class. Imports a mechanism of this package when its class is needed.
 
-    def __init__(self) -> None:
-        self._classes: dict[str, type[Attention] | None] = {}
-
-    def declare(self, names: Iterable[str]) -> None:
-        """Adds names of files in mechanisms/; `sparse_transformer.py` has the class `SparseTransformer`."""
-        self._classes |= dict.fromkeys(names)
+    Until then `Attention` is in its place. The file `sparse_transformer.py` has the class `SparseTransformer`.
+    """
 
     def __getitem__(self, name: str) -> type[Attention]:
-        if (known := self._classes[name]) is not None:
-            return known
-        title = "".join(word.capitalize() for word in name.split("_"))
-        found = self._classes[name] = checked(getattr(import_module(f".mechanisms.{name}", __package__), title))
-        return found
-
-    def __setitem__(self, name: str, cls: type[Attention]) -> None:
-        self._classes[name] = cls
-
-    def __delitem__(self, name: str) -> None:
-        del self._classes[name]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._classes
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._classes)
-
-    def __len__(self) -> int:
-        return len(self._classes)
+        if self.data[name] is Attention:
+            title = "".join(word.capitalize() for word in name.split("_"))
+            self.data[name] = checked(getattr(import_module(f".mechanisms.{name}", __package__), title))
+        return self.data[name]
 
 
 ATTENTION = Mechanisms()
