@@ -158,7 +158,7 @@ class Attention(nn.Module):
 
     @classmethod
     def refuse(cls, name: str, value: Any, problem: str, fitting: Any = None) -> NoReturn:
-        """Raises the OptionError for option `name` of this mechanism; for `fitting` see there."""
+        """Raises the OptionError for option `name` of this mechanism; `fitting` is an attribute of the error."""
         raise OptionError(f"attention({cls.name()}).{name}", f" = {value}: {problem}", fitting)
 
     @classmethod
@@ -309,7 +309,7 @@ class Attention(nn.Module):
             )
 
     def restart(self) -> None:
-        """Forgets earlier training passes, where the mechanism counts them: they were those of another training."""
+        """Forgets the training passes that the mechanism has counted, for a training that begins anew."""
 
     def extra_repr(self) -> str:
         return f"{self.config}"

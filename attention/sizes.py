@@ -15,8 +15,8 @@ LIMIT = 2**20
 """Largest size that is tried of an option without an upper limit."""
 
 REACH = 32
-"""How many sizes on both sides of the place where the cost passes the target are compared: costs rise in steps, and
-padding makes them fall in places."""
+"""Number of sizes compared on each side of the one where the cost passes the target. Costs rise in steps, and padding
+makes them fall in places."""
 
 
 class NoSize(OptionError):

@@ -98,9 +98,9 @@ class Bigbird(Attention):
     class Config(Options):
         block_size: int = option(16, "tokens b of a block in raster order; side of a square block in 2d", low=1)
         layout: Literal["1d", "2d"] = option("1d", "blocks of the raster order, or square tiles of the grid")
-        num_window: int = option(3, "neighbouring blocks w, itself among them: odd", low=1, high=63)
-        num_global: int = option(2, "global blocks g, first and last in turns", low=0)
-        num_random: int = option(3, "random blocks r of each query block; fewer where fewer are left", low=0, high=64)
+        num_window: int = option(3, "neighbouring blocks w, the query's own included; odd", low=1, high=63)
+        num_global: int = option(2, "global blocks g, taken in turns from the start and the end", low=0)
+        num_random: int = option(3, "random blocks r of each query block; fewer where fewer remain", low=0, high=64)
         local: bool = local_option()
         attn_drop: float = attn_drop_option()
         fit: bool = fit_option()

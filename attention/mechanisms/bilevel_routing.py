@@ -71,12 +71,15 @@ class BilevelRouting(Attention):
     size_option = "topk"
 
     class Config(Options):
-        num_regions: int = option(7, "regions S along both sides, or fewer of ceil(H / S) x ceil(W / S) tokens", low=1)
-        topk: int = option(4, "regions k that each attends to; on a grid of fewer, all", low=1)
+        num_regions: int = option(
+            7, "regions S along each side; fewer where regions of ceil(H / S) x ceil(W / S) tokens fill it", low=1
+        )
+        topk: int = option(4, "regions k that each region attends to; all of them on a grid that has fewer", low=1)
         released: bool = released_option()
         scale: Literal["head_dim", "dim"] | None = option(
             None,
-            "channels whose square root divides the logits: of a head, or of all; null: head_dim, as released dim",
+            "channels whose square root divides the logits: those of a head, or of all heads; null: head_dim, as "
+            "released dim",
             chosen=lambda c: "dim" if c.released else "head_dim",
         )
         local: bool = local_option(True)

@@ -87,9 +87,10 @@ class Combiner(Attention):
         window_size: int = option(7, "side of a span in tokens; its length where layout is 1d", low=1)
         layout: Layout | None = window_option("layout")
         summary: Literal["deepsets", "relu", "identity"] = option(
-            "deepsets", "what is pooled: ReLU(U x), one U for queries and one for keys of all heads; ReLU(x); x"
+            "deepsets",
+            "pooled features: deepsets: ReLU(U x), with one U for queries and one for keys; relu: ReLU(x); identity: x",
         )
-        pool: Literal["max", "mean"] = option("max", "how a span's tokens are pooled")
+        pool: Literal["max", "mean"] = option("max", "pooling of a span's tokens")
         position_bias: BiasKind | None = window_option("position_bias")
         causal: bool = window_option("causal")
         local: bool = local_option()

@@ -91,7 +91,9 @@ class Eva(Attention):
         overlap: int = window_option("overlap")
         position_bias: BiasKind | None = window_option("position_bias")
         partition: Literal["all", "all_1d", "complement", "mask"] = option(
-            "all", "2-D bins of all tokens; raster chunks of all; raster chunks of all but E; bins without E's members"
+            "all",
+            "groups: all: 2-D bins of all tokens; all_1d: raster chunks of them; complement: raster chunks of the"
+            " tokens outside E; mask: 2-D bins without E's members",
         )
         landmark_transform: Transform = landmark_option("landmark_transform")
         pool: Pool = landmark_option("pool")
@@ -109,7 +111,7 @@ class Eva(Attention):
         causal: bool = window_option("causal")
         visibility: Visibility | None = option(
             None,
-            "groups a causal query attends to: those before its window (paper); those before itself (released)",
+            "groups that a causal query attends to: paper: those before its window; released: those before itself",
             chosen=lambda c: "released" if c.released and c.causal else "paper",
         )
         attn_drop: float = option(0.0, "dropout rate of the joint softmax weights", low=0, high=1)

@@ -79,7 +79,9 @@ class EvaLsh(Attention):
         cluster_size: int = option(49, "tokens of a cluster E", low=1)
         num_landmarks: int = option(49, "number of groups C", low=1)
         released: bool = released_option()
-        partition: Literal["all", "mask"] = option("all", "chunks of the order of all keys; these without E's members")
+        partition: Literal["all", "mask"] = option(
+            "all", "groups: all: chunks of the sorted keys; mask: these without E's members"
+        )
         landmark_transform: Transform = landmark_option("landmark_transform")
         pool: Pool = landmark_option("pool")
         num_samples: int = landmark_option("num_samples")

@@ -71,7 +71,8 @@ class FocusedLinear(Attention):
         )
         stretch: Literal["image", "raster"] = option(
             "image",
-            "values of the local term on the grid again: bilinear, or linear along the raster order (released code);"
+            "interpolation of shrunk values for the local term: image: bilinear; raster: linear along the raster "
+            "order (released code);"
             " acts with reduction above 1 and local",
         )
         local: bool = local_option(True)

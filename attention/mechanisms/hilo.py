@@ -57,7 +57,9 @@ class Hilo(Attention):
 
     class Config(Options):
         window_size: int = option(2, "side w in tokens of windows and pools; 1: all heads attend to all tokens", low=1)
-        alpha: float = option(0.9, "part of the heads that attend to pools, rounded down to whole heads", low=0, high=1)
+        alpha: float = option(
+            0.9, "share of the heads that attend to pools, rounded down to whole heads", low=0, high=1
+        )
         local: bool = local_option()
         attn_drop: float = attn_drop_option()
         fit: bool = fit_option()

@@ -119,7 +119,8 @@ class Lara(Attention):
         num_landmarks: int = option(49, "segments of the grid, one proposal each (single: samples)", low=1)
         landmark_transform: Literal["light", "dense", "none"] | None = option(
             None,
-            "Linear and LayerNorm of segment means: for all heads (DeiT), over all channels (PVT), none; null: as fits",
+            "Linear and LayerNorm of segment means: light: shared by the heads (DeiT); dense: over all channels "
+            "(PVT); null: light; with proposal single: none",
             chosen=lambda c: "none" if c.proposal == "single" else "light",
         )
         proposal: Literal["mixture", "attended_keys", "pool", "pool_mixed", "single"] = option(
@@ -132,7 +133,9 @@ class Lara(Attention):
         )
         beta: float = option(2.0, "coefficient of the query-specific term; acts with weighting decoupled", low=0)
         samples_per_proposal: Literal[1, 2] = option(1, "training samples of each proposal; 2 double the released beta")
-        features: Features = option("positive", "xi(x, omega), or with xi(x, -omega) also, and even proposals")
+        features: Features = option(
+            "positive", "positive: xi(x, omega); hyperbolic: also xi(x, -omega), with proposals symmetric about 0"
+        )
         antithetic: bool = option(False, "two samples per proposal mirror each other about their mean")
         released: bool = released_option()
         noise: Noise | None = noise_option()

@@ -55,7 +55,9 @@ class Linformer(Attention):
     class Config(Options):
         num_landmarks: int = option(49, "rows c of the projections", low=1)
         sharing: Literal["heads", "kv", "none", "layers"] = option(
-            "heads", "one projection for all heads; for keys and values too; none; for all layers of a grid too"
+            "heads",
+            "users of one projection: heads: all heads; kv: also keys and values; layers: also all layers of a "
+            "grid; none: a projection for each head, of keys and of values",
         )
         local: bool = local_option()
         attn_drop: float = attn_drop_option()

@@ -107,7 +107,9 @@ class Longformer(Attention):
     size_option = "radius"
 
     class Config(Options):
-        radius: int = option(24, "farthest key rho: tokens in raster order, or rows and columns; w = 2 rho + 1", low=0)
+        radius: int = option(
+            24, "distance rho of the farthest key: tokens in raster order, or rows and columns; w = 2 rho + 1", low=0
+        )
         layout: Literal["1d", "2d"] = option("1d", "band of the raster order, or square windows around each query")
         num_global: int = option(1, "global tokens g, spread evenly over the grid", low=0)
         separate_global: bool = option(False, "separate projections for the global rows, initialised as copies of qkv")

@@ -112,7 +112,8 @@ class Performer(Attention):
             chosen=lambda c: "orthogonal" if c.released and c.feature_redraw == "redraw" else c.omega_sampling,
         )
         feature_redraw: Literal["redraw", "fixed", "learnable"] = option(
-            "redraw", "samples of training; evaluation keeps one set"
+            "redraw",
+            "samples of training: redraw: new ones; fixed: one set; learnable: parameters; evaluation keeps one set",
         )
         feature_redraw_interval: int = option(1, "training passes that share samples (feature_redraw redraw)", low=1)
         local: bool = local_option()

@@ -124,9 +124,15 @@ class Ra(Attention):
         num_eval_samples: int = option(
             1, "samples per query in evaluation; acts where evaluation is random", low=1, high=1024
         )
-        proposal: Proposal = option("unbiased", "key that centres a sample: drawn, mean by attention, or plain mean")
+        proposal: Proposal = option(
+            "unbiased",
+            "key that centres a sample: unbiased: drawn by attention; biased: mean under attention; mean_key: "
+            "mean of all keys",
+        )
         features: Features = option(
-            "positive", "xi(x, omega), with xi(x, -omega) also, or cosines of random phase, which have no proposal"
+            "positive",
+            "positive: xi(x, omega); hyperbolic: also xi(x, -omega); cosine: cosines of random phase, which have "
+            "no proposal",
         )
         released: bool = released_option()
         noise: Noise | None = noise_option()

@@ -125,7 +125,7 @@ class Reformer(Attention):
             49, "tokens c of a chunk, which attends to 2c keys; N / c chunks, 2N / c buckets", low=1
         )
         num_rounds: int = option(4, "rounds l of hashing", low=1, high=64)
-        same_bucket: bool = option(False, "attend within a bucket alone, not to all of a chunk and the one before")
+        same_bucket: bool = option(False, "attend only within a bucket, and not to the whole chunk and the one before")
         local: bool = local_option()
 
     def __init__(self, context: LayerContext, config: Config):

@@ -60,7 +60,7 @@ class ReluLinear(Attention):
     prefix_tokens = "plain"
 
     class Config(Options):
-        scales: tuple[int, ...] = option((), "sides of further scales, odd; tokens", low=1)
+        scales: tuple[int, ...] = option((), "sides of further scales in tokens; odd", low=1)
         local: bool = local_option()
 
     def __init__(self, context: LayerContext, config: Config):

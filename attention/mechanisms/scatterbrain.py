@@ -108,7 +108,10 @@ def scatterbrain_reference(q, k, v, omega, bias=None, *, windows, leave_one_out=
 
 def features_option() -> Any:
     """The field `features`, for both kinds of support."""
-    return option("positive", "xi(x, omega), or with xi(x, -omega) also; elu: elu + 1 of linear attention, no samples")
+    return option(
+        "positive",
+        "positive: xi(x, omega); hyperbolic: also xi(x, -omega); elu: elu + 1 as in linear attention, without samples",
+    )
 
 
 def check_features(attn: Attention) -> None:
@@ -161,8 +164,8 @@ class Scatterbrain(Attention):
         position_bias: BiasKind | None = window_option("position_bias")
         leave_one_out: LeaveOneOut | None = option(
             None,
-            "sums off a window: of the others, merged; of all, less its own; so by the released code; none: of all, so "
-            "that the window counts twice; null: as fits",
+            "sums off a window: merge those of the other windows; subtract its own from those of all tokens; released: "
+            "subtract as the released code does; none: those of all, so that the window counts twice; null: as fits",
             chosen=lambda c: (
                 "merge" if c.causal else "released" if c.released else "subtract" if c.overlap else "merge"
             ),
@@ -179,7 +182,10 @@ class Scatterbrain(Attention):
                 else c.omega_sampling
             ),
         )
-        feature_redraw: Literal["redraw", "fixed"] = option("redraw", "samples of training; evaluation keeps one set")
+        feature_redraw: Literal["redraw", "fixed"] = option(
+            "redraw",
+            "samples of training: redraw: new ones for every pass; fixed: one set; evaluation always keeps one set",
+        )
         local: bool = local_option()
         fit: bool = fit_option()
 

@@ -111,12 +111,15 @@ class ScatterbrainLsh(Attention):
         num_rounds: int = option(2, "rounds r of hashing", low=1)
         leave_one_out: LeaveOneOut = option(
             "subtract",
-            "estimates within clusters: subtract, left out; none, they count too (naive sum); average, clusters and "
+            "estimates within clusters: subtract: left out; none: counted too (naive sum); average: clusters and "
             "estimate are normalised apart, and averaged (released)",
         )
         features: Literal["positive", "hyperbolic", "elu"] = features_option()
         omega_sampling: OmegaSampling = omega_sampling_option()
-        feature_redraw: Literal["redraw", "fixed"] = option("redraw", "samples of training; evaluation keeps one set")
+        feature_redraw: Literal["redraw", "fixed"] = option(
+            "redraw",
+            "samples of training: redraw: new ones for every pass; fixed: one set; evaluation always keeps one set",
+        )
         local: bool = local_option()
         fit: bool = fit_option()
 

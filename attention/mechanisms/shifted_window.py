@@ -79,7 +79,7 @@ class ShiftedWindow(Attention):
         window_size: int = option(
             7, "window side w in tokens; along a shorter side of the layer's grid, that side", low=1
         )
-        shift: bool = option(True, "whether odd layers shift their windows by half a window")
+        shift: bool = option(True, "shift the windows of odd layers by half a window")
         position_bias: Literal["table", "none"] = option("table", "relative position bias inside the window")
         local: bool = local_option()
         attn_drop: float = attn_drop_option()

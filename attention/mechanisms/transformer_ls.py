@@ -90,7 +90,7 @@ class TransformerLs(Attention):
         window_size: int = option(7, "side of the window in tokens; block length where layout is 1d; 0: none", low=0)
         layout: Layout | None = window_option("layout")
         overlap: int = window_option("overlap")
-        dual_norm: bool = option(True, "LayerNorm of keys and values, and another one of their averages")
+        dual_norm: bool = option(True, "normalise keys and values by one LayerNorm, and their averages by another")
         position_bias: BiasKind | None = window_option("position_bias")
         local: bool = local_option()
         attn_drop: float = attn_drop_option()

@@ -129,7 +129,7 @@ def bins_outside(groups: Groups, windows: Windows) -> Groups:
 def chunks_outside(
     windows: Windows, count: int, device: torch.device, key: str | None = None, fit: bool = False
 ) -> Groups:
-    """Contiguous chunks, `count` of them, of the raster order without the tokens that each window attends to: G = g.
+    """`count` contiguous chunks of the raster order without the tokens that each window attends to: G = g.
 
     With `fit`, there are at most as many chunks as tokens outside any window.
 

@@ -22,7 +22,7 @@ TRITON = f"{__package__}.triton_features"
 
 
 def covers_performer(q, k, v, omega, *, features="positive", causal=False):
-    """Returns whether the logarithms of the features are linear in queries and the sums run over all keys."""
+    """True if the logarithms of the features are linear in queries and the sums run over all keys."""
     return features == "positive" and not causal
 
 
@@ -203,8 +203,8 @@ def _key_weights(k: Tensor, omega: Tensor) -> tuple[Tensor, Tensor]:
 def _query_weights(q, omega, mass, q_bar, balance, beta):
     """Weights a_ns and, with q_bar, softmax_n[q'_n . q_bar_s]: (B h, s, N).
 
-    Off a CPU the samples of a query lie side by side, since a softmax over another dimension than the last is four
-    times as slow there (docs/gpus.md).
+    On a GPU the samples of a query lie side by side, because a softmax over another dimension than the last takes four
+    times as long there (docs/gpus.md).
     """
     queries, scale, log_weight, r = _factors(q), q.shape[-1] ** -0.25, mass[..., None], None
     if q_bar is not None:
