@@ -31,7 +31,7 @@ from ..parts.geometry import Grid, split_prefix
 from ..parts.groups import Groups, group_mean, pools_option, segments
 from ..parts.position import PositionTable
 from ..parts.transforms import softmax_attention
-from .sra import add_reduction, project_shrunk, reduction_cost, shrunk, stretched
+from .sra import add_reduction, project_shrunk, reduction_cost, reduction_option, shrunk, stretched
 
 
 def agent(
@@ -67,9 +67,7 @@ class Agent(Attention):
 
     class Config(Options):
         num_landmarks: int = option(49, "agents c, the mean queries of as many bins of the grid", low=1)
-        reduction: int | None = option(
-            None, "side ratio R by which keys and values are shrunk, as by sra; null: 1", low=1, chosen=lambda c: 1
-        )
+        reduction: int | None = reduction_option()
         released: bool = released_option()
         released_pools: bool | None = pools_option()
         local: bool = local_option(True)

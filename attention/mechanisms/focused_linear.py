@@ -31,7 +31,7 @@ from ..options import Options, fit_option, local_option, option
 from ..parts.features import full_precision
 from ..parts.geometry import Grid, split_prefix
 from ..parts.position import KeyPositions
-from .sra import add_reduction, project_shrunk, reduction_cost, shrunk, stretched
+from .sra import add_reduction, project_shrunk, reduction_cost, reduction_option, shrunk, stretched
 
 
 @full_precision
@@ -66,9 +66,7 @@ class FocusedLinear(Attention):
 
     class Config(Options):
         power: float = option(3.0, "exponent p of the features", low=1)
-        reduction: int | None = option(
-            None, "side ratio R by which keys and values are shrunk, as by sra; null: 1", low=1, chosen=lambda c: 1
-        )
+        reduction: int | None = reduction_option()
         stretch: Literal["image", "raster"] = option(
             "image",
             "interpolation of shrunk values for the local term: image: bilinear; raster: linear along the raster "

@@ -114,6 +114,11 @@ def features_option() -> Any:
     )
 
 
+def redraw_option() -> Any:
+    """The field `feature_redraw`, for both kinds of support."""
+    return option("redraw", "samples of training: redraw: new ones for every pass; fixed: those of evaluation")
+
+
 def check_features(attn: Attention) -> None:
     """Raises the OptionError for an option of samples if the features have no samples."""
     if attn.config.features == "elu":
@@ -182,10 +187,7 @@ class Scatterbrain(Attention):
                 else c.omega_sampling
             ),
         )
-        feature_redraw: Literal["redraw", "fixed"] = option(
-            "redraw",
-            "samples of training: redraw: new ones for every pass; fixed: one set; evaluation always keeps one set",
-        )
+        feature_redraw: Literal["redraw", "fixed"] = redraw_option()
         local: bool = local_option()
         fit: bool = fit_option()
 

@@ -22,7 +22,7 @@ from ..parts.features import full_precision, phi
 from ..parts.geometry import Grid, split_prefix
 from ..parts.hashing import at_ranks, cluster_mask, hash_clusters, ranks, to_clusters
 from ..parts.sampling import OmegaSampling, gaussian, omega_sampling_option, redrawn
-from .scatterbrain import check_features, feature_cost, features_option, sample_omega, samples
+from .scatterbrain import check_features, feature_cost, features_option, redraw_option, sample_omega, samples
 from .smyrf import cluster_macs, same_cluster
 
 LeaveOneOut = Literal["subtract", "none", "average"]
@@ -116,10 +116,7 @@ class ScatterbrainLsh(Attention):
         )
         features: Literal["positive", "hyperbolic", "elu"] = features_option()
         omega_sampling: OmegaSampling = omega_sampling_option()
-        feature_redraw: Literal["redraw", "fixed"] = option(
-            "redraw",
-            "samples of training: redraw: new ones for every pass; fixed: one set; evaluation always keeps one set",
-        )
+        feature_redraw: Literal["redraw", "fixed"] = redraw_option()
         local: bool = local_option()
         fit: bool = fit_option()
 

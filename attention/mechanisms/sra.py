@@ -64,6 +64,12 @@ def shrunk(grid: Grid, reduction: int) -> Grid:
     return -(-grid[0] // reduction), -(-grid[1] // reduction)
 
 
+def reduction_option() -> Any:
+    """The field `reduction` of another mechanism."""
+    meaning = "side ratio R by which keys and values are shrunk, as by sra; null: 1"
+    return option(None, meaning, low=1, chosen=lambda c: 1)
+
+
 def add_reduction(attn: Any, context: LayerContext, reduction: int) -> None:
     """Gives a layer its `reduction`, and for more than 1 the convolution `sr` and LayerNorm `norm`, else None.
 

@@ -32,46 +32,19 @@ def performer(q, k, v, omega, *, features="positive", causal=False):
 
 
 def covers_lara(
-    q,
-    k,
-    v,
-    q_bar,
-    k_bar,
-    noise,
-    uniform=None,
-    *,
-    proposal="pool_mixed",
-    weighting="decoupled",
-    beta=2.0,
-    features="positive",
+    q, k, v, q_bar, k_bar, noise, uniform=None, *, proposal="pool_mixed", weighting="decoupled", beta=2.0, features=None
 ):
     """True unless proposals are mixtures, whose densities need the keys, weights are coupled, a proposal has several
     samples, or features are hyperbolic.
     """
     one_sample = noise.dim() < 4 or noise.shape[-2] == 1
-    return (
-        features == "positive"
-        and proposal in POOLED
-        and (weighting == "balance" or (weighting == "decoupled" and one_sample))
-    )
+    is_balanced = weighting == "balance" or (weighting == "decoupled" and one_sample)
+    return features in (None, "positive") and proposal in POOLED and is_balanced
 
 
-def lara(
-    q,
-    k,
-    v,
-    q_bar,
-    k_bar,
-    noise,
-    uniform=None,
-    *,
-    proposal="pool_mixed",
-    weighting="decoupled",
-    beta=2.0,
-    features="positive",
-):
+def lara(q, k, v, q_bar, k_bar, noise, uniform=None, *, features="positive", **options):
     """`attention.mechanisms.lara.lara`."""
-    return _attend(q, k, v, *lara_samples(q_bar, k_bar, noise, proposal, weighting, beta))
+    return _attend(q, k, v, *lara_samples(q_bar, k_bar, noise, **options))
 
 
 @full_precision
