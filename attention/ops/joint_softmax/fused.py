@@ -8,7 +8,7 @@ and masks that autograd would keep.
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -110,8 +110,8 @@ class JointSoftmax(torch.autograd.Function):
         keep = keep and windows.num_windows * (w + 2 * e) <= MAX_KEPT * 3 * q.shape[2]
         kept = [q.new_empty(*ctx.shape[:3], n, q.shape[3]) if keep else None for n in (w, e, e)]
         for chunk in _chunks(q, ctx.shape):
-            outputs, added = take(chunk, y, weights, *kept), _of_chunk(offset, of_images, chunk)
-            _attend(tokens.chunk(chunk), *outputs[:2], outputs[2:], added, windows, e)
+            outputs = take(chunk, y, weights, *kept)
+            _attend(tokens.chunk(chunk), outputs, _of_chunk(offset, of_images, chunk), windows, e)
         ctx.save_for_backward(*(kept if keep else tokens), weights, offset)
         ctx.windows, ctx.summaries = windows, [(x.shape, x.dtype) for x in (keys, values)]
         return y
@@ -186,17 +186,9 @@ def _buffer(x: Tensor, e: int, windows: Windows) -> Tensor:
     return x.new_empty(*x.shape[:2], windows.num_windows, e, x.shape[3])
 
 
-def _attend(
-    tokens: Tokens,
-    y: Tensor,
-    weights: Tensor | None,
-    kept: Sequence[Tensor | None],
-    offset: Tensor | None,
-    windows: Windows,
-    e: int,
-) -> None:
-    """Writes y and, unless they are None, weights and the `kept` windows of queries, keys and values, in rows of e."""
-    q, (kept_q, kept_k, kept_v) = tokens.q, kept
+def _attend(tokens: Tokens, outputs: Sequence[Any], offset: Tensor | None, windows: Windows, e: int) -> None:
+    """Writes y and, unless they are None, weights and windows of queries, keys and values, in rows of e."""
+    q, (y, weights, kept_q, kept_k, kept_v) = tokens.q, outputs
     queries = partition(q, windows, q.dtype, kept_q)
     buffer = _buffer(q, e, windows) if kept_k is None else kept_k
     weights = _weights(queries, _fill(buffer, tokens.k, tokens.keys, windows), q, offset, weights)
@@ -218,14 +210,7 @@ def _partitioned(saved: Sequence[Tensor], buffer: Tensor, windows: Windows) -> S
     )
 
 
-def _attend_backward(
-    partitioned: Sequence[Callable[[], Tensor]],
-    buffer: Tensor,
-    dy: Tensor,
-    weights: Tensor,
-    gradients: Tokens,
-    windows: Windows,
-) -> Tensor:
+def _attend_backward(partitioned, buffer, dy, weights, gradients, windows):
     """Writes the gradients that are not None; returns the gradients of the logits, (B, h, g, w, e + c)."""
     dq, dk, dv, dkeys, dvalues = gradients
     (queries, keys, values), scale = partitioned, dy.shape[-1] ** -0.5
