@@ -186,7 +186,7 @@ class Attention(nn.Module):
         """Raises the OptionError for options larger than the number of tokens of the grid, or than its longest side."""
         (H, W), what = context.grid, "larger than" if side else "more than the tokens of"
         for name in names:
-            if (value := getattr(self.config, name, 0)) > (most := side or context.num_tokens):
+            if (value := getattr(self.config, name)) > (most := side or context.num_tokens):
                 self.refuse(name, value, f"{what} the {H}x{W} grid; at most {most}", most)
 
     @classmethod
