@@ -27,7 +27,7 @@ def stated_costs(model: str) -> dict[str, Costs]:
 
     def of_layers(name: str) -> Costs:
         mechanism, options = ATTENTION[name], AttentionFactory.from_options(name).config
-        costs = (mechanism.cost(LayerContext(layer=layer, **sizes), options) for layer in range(config.depth))
+        costs = (mechanism.layer_cost(LayerContext(layer=layer, **sizes), options) for layer in range(config.depth))
         return Costs(*map(sum, zip(*costs, strict=True)))
 
     counted = count_costs({"name": model, "img_size": config.img_size}, "softmax")

@@ -146,7 +146,7 @@ class Core(nn.Module):
 
     def forward(self, *arguments: Any) -> Tensor:
         *projected, grid = arguments
-        return self.layer.attend_on_path(tuple(projected), grid)
+        return kernels.by_path(self.layer.attend_all, tuple(projected), grid)
 
 
 def attention_core(text: str, dim: int, num_heads: int, layer: int | None = None) -> Subject:
