@@ -39,6 +39,7 @@ assert not {name for name in namespaces if name.startswith("attention")}
 """
 
 
+@pytest.mark.complete
 def test_a_copy_under_another_name_works_beside_strangers(tmp_path):
     package = tmp_path / "their_package"
     for name in ("eva_attention", "second_attention"):

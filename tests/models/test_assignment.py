@@ -275,6 +275,7 @@ def test_key_masks_are_taken_if_every_layer_takes_them():
         model(images, mask)
 
 
+@pytest.mark.complete
 @asks_for_gradients
 def test_blocks_of_a_kind_are_one_graph_per_mode():
     """Two kinds, in training and in evaluation."""

@@ -439,6 +439,7 @@ def test_blocks_of_every_kind_are_one_graph_per_mode(attention):
     assert graphs == 2 * KINDS_OF_BLOCKS.get(attention, 1)
 
 
+@pytest.mark.complete
 def test_compiled_backward_passes_are_not_under_autocast():
     @full_precision
     def product(a, b):
@@ -486,7 +487,7 @@ def test_compiled_stochastic_depth_drops_whole_branches_at_its_rate():
     torch.testing.assert_close(y[kept].float().mean().item(), 1 / 0.7, rtol=1e-2, atol=0)
 
 
-@families
+@pytest.mark.parametrize("name", chosen(TINY, lambda name: name == "deit"))
 def test_compile_traces_in_one_graph(name):
     model = shallow_model(name).eval()
     images = tiny_images(name)
@@ -494,7 +495,7 @@ def test_compile_traces_in_one_graph(name):
     torch.testing.assert_close(compiled(images), model(images))
 
 
-@families
+@pytest.mark.parametrize("name", chosen(TINY, lambda name: name == "deit"))
 def test_export(name):
     model = shallow_model(name).eval()
     batch = {"x": {0: torch.export.Dim.DYNAMIC}}

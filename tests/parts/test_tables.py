@@ -64,6 +64,7 @@ class Masked(nn.Module):
         return x * windows.mask(CPU)
 
 
+@pytest.mark.complete
 def test_exported_and_compiled_graphs_leave_nothing_behind():
     for windows in (Windows((4, 7), (3, 3)), Windows((4, 8), (3, 3))):
         x = torch.ones(windows.count, 9)
