@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import pytest
 import torch
 
 from attention.mechanisms.linear_sra import linear_sra

@@ -3,6 +3,7 @@
 import copy
 import pickle
 
+import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
