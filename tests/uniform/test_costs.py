@@ -31,6 +31,8 @@ from tests.support.growth import SIDES, Growth, order
 from tests.uniform.test_growth import label
 
 CONFIGS = Path(__file__).parents[2] / "configs"
+one_worker = pytest.mark.xdist_group("costs of models")
+"""Mark of tests that count the same models, so that no two processes count them."""
 
 
 def stated(mechanism: str | Mapping[str, Any], **context: Any) -> Cost:
@@ -282,6 +284,7 @@ ROWS = [  # configuration, overrides, parameters in M, MACs in G: literal, most 
 ]
 
 
+@one_worker
 @pytest.mark.parametrize(
     ("config", "overrides", "parameters", "giga_macs"), ROWS, ids=[" ".join((row[0], *row[1])) for row in ROWS]
 )
@@ -310,6 +313,7 @@ def test_performer_costs_by_samples(samples, total):
 COUNTED = [row for row in read_papers() if row.parameters or row.macs or row.released_macs]
 
 
+@one_worker
 @pytest.mark.parametrize("row", COUNTED, ids=lambda row: row.config)
 def test_a_count_rounds_to_what_the_paper_prints_or_its_row_says_why_not(row):
     """Counts agree with the one decimal that tables print; EVA Table 10 prints whole millions of parameters."""
@@ -342,6 +346,7 @@ def printed_by_size() -> list[str]:
     return out.getvalue().splitlines()[6:]
 
 
+@one_worker
 def test_benchmark_prints_every_mechanism_by_size(printed_by_size):
     assert printed_by_size[:4] == [
         "| DeiT-Tiny with | MACs (G) at 196 tokens | parameters (M) | at 784 | parameters | at 3136 | parameters |",
@@ -352,6 +357,7 @@ def test_benchmark_prints_every_mechanism_by_size(printed_by_size):
     assert [line.split()[1] for line in printed_by_size[2:]] == list(ATTENTION)
 
 
+@one_worker
 @pytest.mark.parametrize("name", ATTENTION)
 def test_benchmark_prints_costs_of_models(name, printed_by_size):
     """The table prints the costs of `deit`, which equal counted costs, see above."""
