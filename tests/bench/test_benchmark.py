@@ -165,6 +165,7 @@ def test_models_of_ours_of_timm_and_of_files():
     assert [12 * cost for cost in hybrid] == [9 * eva + 3 * softmax for eva, softmax in zip(*whole, strict=True)]
 
 
+@pytest.mark.complete
 def test_results(tmp_path, capsys):
     arguments = "--attention", SMALL_EVA, "--tokens", "24x2", "36", "--modes", "forward", "inference"
     rows = run(*arguments, "--dtypes", "fp32", "bf16", output=tmp_path)

@@ -35,12 +35,15 @@ WITHOUT_CLASS_TOKEN = {"class_token": False, "global_pool": "avg", "fc_norm": Fa
 
 @pytest.mark.parametrize(
     ("stock_name", "name"),
-    [
-        ("vit_tiny_patch16_224", "deit_tiny_p16"),
-        ("deit_small_patch16_224", "deit_small_p16"),
-        ("vit_small_patch8_224", "deit_small_p8"),
-        ("vit_base_patch16_224", "deit_base_p16"),
-    ],
+    chosen(
+        [
+            ("vit_tiny_patch16_224", "deit_tiny_p16"),
+            ("deit_small_patch16_224", "deit_small_p16"),
+            ("vit_small_patch8_224", "deit_small_p8"),
+            ("vit_base_patch16_224", "deit_base_p16"),
+        ],
+        lambda stock_name, name: name == "deit_tiny_p16",
+    ),
 )
 @pytest.mark.parametrize("class_token", [False, True])
 def test_deit(stock_name, name, class_token):
