@@ -119,7 +119,7 @@ def suite_of(file: str, tree: Path) -> list[str]:
 def run_tests(tree: Path, arguments: Sequence[str], seconds: float) -> str | None:
     """Runs tests until one fails: returns its name, "" where no test began, and None if all pass."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", *arguments]
-    environment = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = os.environ | {"PYTHONPATH": str(tree)}
     process = subprocess.Popen(
         command, cwd=tree, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
     )
