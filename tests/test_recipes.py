@@ -14,7 +14,7 @@ import torch
 import yaml
 from torch import nn
 
-from ablation.settings import short_names
+from ablation.names import short_names
 from ablation.sweep import read_ablation
 from attention import ATTENTION, AttentionFactory
 from engine.checkpoints.initial_weights import create_initial_model
