@@ -76,7 +76,7 @@ def copy(target: Tensor, x: Tensor) -> Tensor:
     """`target.copy_(x)`, for values without gradients. Off a CPU the numbers move in words of up to 16 bytes.
 
     Between two memory layouts a GPU computes an address for every element, so that it reaches a quarter of its
-    bandwidth with elements of two bytes, and almost all of it with 16 (docs/gpus.md).
+    bandwidth with elements of two bytes, and almost all of it with 16 (docs/speed.md).
     """
     if target.dtype == x.dtype and not (on_cpu(x) or torch.compiler.is_compiling()) and (word := _word(target, x)):
         target.view(word).copy_(x.view(word))

@@ -1,6 +1,6 @@
 """Tables and the figure of speed on the first page and in docs/speed.md, from the files in docs/data/.
 
-    python -m engine.reporting.speed_tables  # draws docs/figures/speed.png
+python -m engine.reporting.speed_tables  # draws docs/figures/speed.png
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from engine.reporting.plots import encode, in_style, label_ends, line_style, new
 from engine.reporting.result_tables import DATA, Column, read, table
 from engine.runtime.files import write_file
 
-TEN = "softmax eva lara performer ra local nystrom combiner transformer_ls scatterbrain".split()
+TEN = ["softmax", "eva", "lara", "performer", "ra", "local", "nystrom", "combiner", "transformer_ls", "scatterbrain"]
 """Mechanisms of the first page: softmax attention, those of the papers, and their rivals in EVA's table 2."""
 
 MODEL = "deit_tiny_p8"

@@ -137,7 +137,7 @@ def _chunks(q: Tensor, shape: tuple[int, ...]) -> Iterator[Chunk]:
 def _row_length(q: Tensor, keys: Tensor, windows: Windows) -> int:
     """Number e of logits of a query: on its window and on summary tokens (B, h, G, c, d), and off a CPU in half types
     spare ones, -inf, that make a row a multiple of 16 bytes. A GPU multiplies matrices with other rows at half the rate
-    (docs/gpus.md).
+    (docs/speed.md).
     """
     e = windows.num_keys + keys.shape[3]
     by_words = q.element_size() == 2 and not (memory.on_cpu(q) or torch.compiler.is_compiling())

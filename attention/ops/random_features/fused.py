@@ -204,7 +204,7 @@ def _query_weights(q, omega, mass, q_bar, balance, beta):
     """Weights a_ns and, with q_bar, softmax_n[q'_n . q_bar_s]: (B h, s, N).
 
     Off a CPU the samples of a query lie side by side, since a softmax over another dimension than the last is four
-    times as slow there (docs/gpus.md).
+    times as slow there (docs/speed.md).
     """
     queries, scale, log_weight, r = _factors(q), q.shape[-1] ** -0.25, mass[..., None], None
     if q_bar is not None:
