@@ -32,7 +32,7 @@ from attention import ATTENTION, LayerContext, OptionError, create_attention
 from attention.__main__ import config, table
 from attention.options import parse_options
 from engine.reporting.generate import COMMAND as GENERATE
-from engine.reporting.generate import FILES, GROUPS, PARTS, generate, quote
+from engine.reporting.generate import FILES, PARTS, generate, quote
 from engine.run.load import load_run
 from engine.runtime.errors import UserError
 from tests.engine.test_predict import CLASSES, make_checkpoint
@@ -49,15 +49,20 @@ TEXT = "\n".join(text.partition("\n### Removed\n")[0] for text in PAGES.values()
 PYTHON = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 
 
-def test_opening_example():
+def test_opening_examples():
     names = {"x": torch.randn(2, 784, 192)}
-    exec(re.search(r"```python\n(.*?)```", README, re.DOTALL)[1], names)
+    for example in re.findall(r"```python\n(.*?)```", README, re.DOTALL):
+        exec(example, names)
     assert names["y"].shape == (2, 784, 192)
     assert names["model"](torch.randn(1, 3, 224, 224)).shape == (1, 1000)
-    rows, columns = map(int, re.search(r"any grid from (\d+)x(\d+) on", README).groups())
-    for grid in itertools.product((rows, rows + 1, 3 * rows - 1), (columns, columns + 4, 2 * columns)):
-        assert names["attn"](torch.randn(1, math.prod(grid), 192), grid).shape == (1, math.prod(grid), 192)
-    for smaller in ((rows - 1, 2 * columns), (2 * rows, columns - 1)):
+
+
+def test_grids_of_the_opening_example():
+    """Any grid from 7x7 on, which is padded to whole windows."""
+    attn = create_attention("eva", dim=192, num_heads=3, grid=(28, 28), window_size=7, num_landmarks=49)
+    for grid in itertools.product((7, 8, 20), (7, 11, 14)):
+        assert attn(torch.randn(1, math.prod(grid), 192), grid).shape == (1, math.prod(grid), 192)
+    for smaller in ((6, 14), (14, 6)):
         with pytest.raises(OptionError, match=r"window_size|num_landmarks"):
             create_attention("eva", dim=192, num_heads=3, grid=smaller)
 
@@ -151,7 +156,7 @@ def test_only_sections_have_a_page_of_options():
 
 
 def test_a_page_without_the_comments_of_a_part_is_named(monkeypatch):
-    monkeypatch.setitem(PARTS, "README.md", {"twelve mechanisms": lambda: "", "others": lambda: ""})
+    monkeypatch.setitem(PARTS, "README.md", {"ten mechanisms": lambda: "", "others": lambda: ""})
     with pytest.raises(UserError, match=r"README\.md: expected <!-- generated: others --> and <!-- end --> once"):
         generate("README.md")
 
@@ -254,14 +259,9 @@ def test_mechanism_table_links_to_configurations_of_the_mechanism():
         assert name in [m["name"] for m in (mechanisms if isinstance(mechanisms, list) else [mechanisms])]
 
 
-def test_first_page_names_every_mechanism_once():
-    names = " ".join(itertools.chain.from_iterable(GROUPS.values())).split()
-    assert sorted(names) == sorted(name for name in ATTENTION if config(name))
-    described = re.findall(r"^\|[^|]*\| `(\w+)` \|", README, re.MULTILINE)
-    assert len(described) == 12
-    controls = GROUPS["controls"][1].split()
-    assert f"any of {len(names) - len(controls)} mechanisms and four controls" in README
-    assert len(controls) == 4
+def test_first_page_counts_the_mechanisms():
+    (count,) = re.findall(r"(\d+) interchangeable attention mechanisms", README)
+    assert int(count) == len({*filter(config, ATTENTION)} - {"identity", "mean", "pooling", "convolution"})
 
 
 def test_table_quotes_the_papers():
@@ -389,6 +389,14 @@ def test_links_lead_to_files_and_headings():
                 assert anchor in slugs, f"{name}: {target}"
             found += 1
     assert found
+
+
+def test_every_figure_and_file_of_data_is_used():
+    """By a page, a table or a test."""
+    sources = [ROOT / "engine/reporting", ROOT / "bench", ROOT / "analysis", ROOT / "tests"]
+    named = "\n".join([TEXT, *(path.read_text() for folder in sources for path in folder.rglob("*.py"))])
+    for path in [*ROOT.glob("docs/figures/*"), *ROOT.glob("docs/data/*")]:
+        assert path.name in named, path.name
 
 
 def test_tables_are_rendered():

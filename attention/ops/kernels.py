@@ -31,7 +31,7 @@ Path = Literal["auto", "torch", "triton", "lean", "plain"]
 
 MEASURED = {(9, 0)}
 """Compute capabilities of NVIDIA's GPUs on which Triton's kernels were measured: they are faster in half precision, and
-slower in float32 (docs/gpus.md).
+slower in float32 (docs/speed.md).
 """
 
 NAMESPACE = __package__.replace(".", "_")

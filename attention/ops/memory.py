@@ -76,7 +76,7 @@ def copy(target: Tensor, x: Tensor) -> Tensor:
     """`target.copy_(x)`, for values without gradients. A GPU moves them in words of up to 16 bytes.
 
     Between two memory layouts a GPU computes an address for every element. With elements of two bytes it reaches a
-    quarter of its bandwidth, with 16 almost all of it (docs/gpus.md).
+    quarter of its bandwidth, with 16 almost all of it (docs/speed.md).
     """
     if target.dtype == x.dtype and not (on_cpu(x) or torch.compiler.is_compiling()) and (word := _word(target, x)):
         target.view(word).copy_(x.view(word))

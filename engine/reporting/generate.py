@@ -18,31 +18,13 @@ from attention.__main__ import config, markdown, row
 from engine.config.option_pages import index, page, sections
 from engine.config.papers import read_papers
 from engine.reporting.result_tables import TABLES
+from engine.reporting.speed_tables import SPEED_TABLES
 from engine.runtime.errors import UserError, refuse_bad_input
 from engine.runtime.files import write_file
 
 ROOT = Path(__file__).parents[2]
 COMMAND = "python -m engine.reporting.generate"
 WIDTH = 120
-
-
-GROUPS = {
-    "windows, and exact attention": (
-        "softmax local neighborhood",
-        "shifted_window hilo bilevel_routing longformer sparse_transformer bigbird smyrf reformer",
-    ),
-    "random features": ("performer ra lara scatterbrain", "scatterbrain_lsh rfa"),
-    "landmarks and groups": (
-        "eva nystrom agent",
-        "eva_lsh eva_clustered combiner transformer_ls clustered linformer sra linear_sra abc orthoformer synthesizer",
-    ),
-    "linear attention, and vision's own": (
-        "linear xca",
-        "cosformer transnormer t2r dpfp efficient hydra focused_linear relu_linear slab inline rala mlla polaformer",
-    ),
-    "controls": ("", "identity mean pooling convolution"),
-}
-"""Kind -> mechanisms that the first page describes, and those that it names."""
 
 MODELS = "deit_tiny_p8", "deit_tiny_p16", "deit_small_p16", "pvtv2_b3_2xheads"
 """Models whose figures in a paper are quoted, the first that has one."""
@@ -64,18 +46,6 @@ def quote(name: str) -> str:
             if paper.config == f"{model}/{name}.yaml" and paper.top1 and not paper.overrides:
                 return f"{paper.top1:.2f} ({model}, {paper.source})"
     return ""
-
-
-def twelve_mechanisms() -> str:
-    """The table of twelve mechanisms by kind, with their cost at 784 tokens, and the names of all others."""
-    rows, others = [], []
-    for kind, (described, named) in GROUPS.items():
-        for number, name in enumerate(described.split()):
-            cells = row(name)
-            parts = {column: cells[column] for column in ("name", "paper", "idea", "MACs (M)")}
-            rows.append({"kind": "" if number else kind} | parts)
-        others.append(f"- {kind}: {', '.join(f'`{name}`' for name in named.split())}")
-    return "\n".join([markdown(rows), "", "The others are:", "", *others])
 
 
 def refusing() -> str:
@@ -100,7 +70,6 @@ def fitting() -> str:
 
 
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"twelve mechanisms": twelve_mechanisms},
     "docs/integration.md": {"mechanisms without key masks": refusing},
     "docs/mechanisms.md": {
         "mechanisms": all_mechanisms,
@@ -110,6 +79,7 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
     },
     "docs/options.md": {"sections": index},
     **TABLES,
+    **SPEED_TABLES,
 }
 """Page -> its generated parts: name -> function that returns the text."""
 

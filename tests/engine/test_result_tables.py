@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.reporting import result_tables
+from engine.reporting import result_tables, speed_tables
 from engine.reporting.result_tables import (
     averages,
     best_first,
@@ -61,6 +61,26 @@ def test_tables(file):
     assert lines[2] == "| `softmax` | 81.00 ± 1.41 | 85.00 ± 7.07 | +4.00 ± 5.66 (noise) |"
     assert lines[3] == "| `eva` | 82.00 ± 1.41 |  |  |"
     assert over_seeds(file).splitlines()[3] == "| `eva` | 82.00 ± 1.41 | -3.00 ± 5.66 (noise) |"
+
+
+def test_ratios_of_speed(tmp_path, monkeypatch):
+    rows = "name,size,speedup,speedup_noisy\nsoftmax,9,1,False\neva@triton,9,0.4,True\nlara,9,2,False\nlara,8,7,False\n"
+    (tmp_path / "speed.csv").write_text(rows)
+    monkeypatch.setattr(result_tables, "DATA", tmp_path)
+    assert speed_tables.ratios("speed.csv", size="9") == {"softmax": "1.00", "eva@triton": "~0.40", "lara": "2.00"}
+    assert speed_tables.relative_times("speed.csv", "@triton", size="9") == {"softmax": "1.00", "eva": "2.50"}
+    assert speed_tables.relative_times("speed.csv", size="9") == {"softmax": "1.00", "lara": "0.50"}
+
+
+def test_figure_of_speed_has_the_measured_values():
+    core, gpu = speed_tables.speed_against_tokens().axes
+    for axes, file, where, path in (
+        (core, "efficiency.csv", {"size": "784", "dtype": "fp32"}, ""),
+        (gpu, "h100.csv", {"tokens": "3136", "execution": "eager", "dtype": "bf16", "dim": "192"}, "@triton"),
+    ):
+        speedups = {row["name"]: float(row["speedup"]) for row in read(file, **where)}
+        for line, name in zip(axes.lines[1:], speed_tables.LINES.values(), strict=True):
+            assert line.get_ydata()[1] == speedups[name + path]
 
 
 def test_errors_by_the_number_of_tokens_are_those_of_the_reference():

@@ -160,7 +160,7 @@ def _row_length(q: Tensor, keys: Tensor, windows: Windows) -> int:
     """Number e of logits of a query: on its window and on summary tokens (B, h, G, c, d).
 
     On GPUs, half-precision rows are padded with -inf to 16 bytes. A GPU multiplies matrices with other rows at half the
-    rate (docs/gpus.md).
+    rate (docs/speed.md).
     """
     e = windows.num_keys + keys.shape[3]
     by_words = q.element_size() == 2 and not (memory.on_cpu(q) or torch.compiler.is_compiling())

@@ -177,7 +177,7 @@ def _query_weights(q, omega, mass, q_bar, balance, beta):
     """Weights a_ns and, with q_bar, softmax_n[q'_n . q_bar_s]: (B h, s, N).
 
     On a GPU the samples of a query lie side by side, because a softmax over another dimension than the last takes four
-    times as long there (docs/gpus.md).
+    times as long there (docs/speed.md).
     """
     queries, scale, log_weight, r = _factors(q), q.shape[-1] ** -0.25, mass[..., None], None
     if q_bar is not None:
