@@ -29,7 +29,7 @@ from engine.data.verify import check_images
 from engine.evaluation.evaluate import evaluate_all, gather_all
 from engine.reporting.console import format_values
 from engine.reporting.metrics import first_micro_batch_size
-from engine.reporting.recorder import RUN_FILES, Recorder
+from engine.reporting.recorder import RUN_FILES, Recorder, SilentRecorder
 from engine.reporting.trackers import check_trackers
 from engine.run.checks import check_profile
 from engine.run.load import load_run
@@ -151,7 +151,7 @@ class Trainer:
             print_fields(f"{self.output} is finished:  {progress.epoch} epochs  {format_values(progress.metrics)}")
         while progress.epoch < epochs and not stopped:
             self.sampler.set_epoch(progress.epoch, progress.images)
-            stopped = self.train_epoch(self.prepare_batches()) or self.finish_epoch()
+            stopped = self.train_epoch(self.prepare_batches()) or self.evaluate_and_save()
             self.world.barrier()  # no rank ends, or starts an epoch that might fail, while the checkpoint is written
         if stopped:
             check_workers(self.train_loader, self.world)
@@ -170,8 +170,10 @@ class Trainer:
         self.exchange = UpdateExchange(run, self.world, progress, self.guard.check)
         if self.world.is_primary and (line := describe_batch_norm(self.model, run, self.world.size)):
             print(line, flush=True)
-        directory = self.output if self.world.is_primary else None
-        self.recorder = self.cleanup.enter_context(Recorder(directory, run, progress, self.total_steps, self.world))
+        recorder = SilentRecorder(run, self.world)
+        if self.world.is_primary:
+            recorder = Recorder(self.output, run, progress, self.total_steps, self.world)
+        self.recorder = self.cleanup.enter_context(recorder)
         self.signals = self.cleanup.enter_context(SignalHandler())
         stop_waiting_if(self.signals.stop_requested, self.train_loader, self.val_loader)
         self.recorder.start(progress.epoch, self.world.size, self.resumption, kernels=kernels.resolved(), **self.costs)
@@ -248,7 +250,7 @@ class Trainer:
         self.optimizer.zero_grad()
         return accepted
 
-    def finish_epoch(self) -> bool:
+    def evaluate_and_save(self) -> bool:
         """Evaluates if it is time to, counts the epoch and saves; returns whether a signal has stopped the run."""
         progress, epoch = self.progress, self.progress.epoch + 1
         if self.is_evaluated(progress.epoch):

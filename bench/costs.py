@@ -71,7 +71,7 @@ def print_costs_of_others(rows: Sequence[OtherRow]) -> None:
 @functools.cache
 def costs_of_timm(model: str) -> Costs:
     """Returns the costs of a model of timm for an image of 224 pixels. The cache serves rows of the same model."""
-    return whole_model(f"timm:{model}").check((224, 224))
+    return whole_model(f"timm:{model}").count_costs((224, 224))
 
 
 @functools.cache

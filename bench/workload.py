@@ -71,7 +71,7 @@ class Subject:
         if problem:
             raise ConfigError(f"{self.name!r}, path {self.path}: {problem}; use the path auto")
 
-    def check(self, size: Grid) -> Costs:
+    def count_costs(self, size: Grid) -> Costs:
         """Counts the costs for one image in evaluation, on the meta device.
 
         Raises:

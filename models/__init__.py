@@ -155,7 +155,7 @@ def _build(
 ) -> Backbone:
     config = parse_model(name, options)
     entries = assign(name, attention, config.depths)
-    if attn_drop_rate:
+    if attn_drop_rate:  # plain options, which are parsed again
         entries = [entry._replace(options={**entry.options, "attn_drop": attn_drop_rate}) for entry in entries]
     with_parts = (model for option, model in WITH_PARTS.items() if getattr(config, option, False))
     family: Callable[..., Backbone] = next(with_parts, family_of(name))

@@ -252,6 +252,9 @@ for _class in (_Reader, _Writer):
     _class.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+.0123456789"))
 
 
+_Writer.add_multi_representer(dict, _Writer.represent_dict)
+
+
 def dump_yaml(value: Any, **style: Any) -> str:
     """Formats plain options as YAML, which `read_yaml` reads as the same; `style` is for `yaml.dump`."""
     return yaml.dump(value, Dumper=_Writer, sort_keys=False, **style)

@@ -96,7 +96,7 @@ class Copying(Objective):
         refuse_options(run, neutral, "the copy task has sequences of tokens")
 
     @staticmethod
-    def refuse_prediction(source: str, of_metrics: bool) -> str:
+    def prediction_refusal(source: str, of_metrics: bool) -> str:
         return "" if of_metrics else "trained to copy sequences, it does not take images; name a run of images"
 
     @staticmethod

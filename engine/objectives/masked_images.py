@@ -117,7 +117,7 @@ class MaskedImages(Objective):
             raise OptionError("simmim.mask_ratio", problem)
 
     @staticmethod
-    def refuse_prediction(source: str, of_metrics: bool) -> str:
+    def prediction_refusal(source: str, of_metrics: bool) -> str:
         remedy = f"train a classifier from it (init.weights={source}), and name that run"
         return f"pre-trained on masked images, it predicts no classes; {remedy}"
 

@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-from attention import ATTENTION
+from attention import ATTENTION, AttentionFactory
 from attention.options import OptionError, UnknownOptionError, parse_options, to_yaml
 from attention.plugins import FLAG, load_plugin, plugin_of
 from attention.registry import UnknownMechanism
@@ -29,8 +30,8 @@ from engine.config.schema import Run
 from engine.config.yaml_files import Keys, Tree, override, parse_yaml, read_config
 from engine.run.checks import check_run
 from engine.runtime.errors import ConfigError
-from models import MODELS, create_model, parse_model, resolve_attention, split_name
-from models.assignment import Place, assign, split_place
+from models import MODELS, create_model, parse_model, split_name
+from models.assignment import Checked, Entry, Place, assign, split_place
 from models.base import attention_layers
 from models.freeze import freeze
 
@@ -178,7 +179,7 @@ def _write_out_list(values: dict[str, Any], path: Sequence[str]) -> None:
     elif path[0] == "attention" and isinstance(attention, str | dict):
         entries = assign(name, attention, parse_model(name, options).depths)
         if len(entries) > 1:
-            values["attention"] = [entry.options for entry in entries]
+            values["attention"] = [dict(entry.options) for entry in entries]
 
 
 def _build(tree: Tree, run: Run, overrides: Sequence[str], world_size: int) -> Run:
@@ -186,17 +187,17 @@ def _build(tree: Tree, run: Run, overrides: Sequence[str], world_size: int) -> R
     with _naming_origins(tree, run, overrides):
         name, options = split_name(run.model)
         config = parse_model(name, options)
-        attention = resolve_attention(name, run.attention, options)
+        entries = assign(name, run.attention, config.depths)
         try:
             with torch.device("meta"):
-                model = create_model(name, attention=attention, **options)
+                model = create_model(name, attention=_as_option([entry.options for entry in entries], run), **options)
         except (RuntimeError, TypeError, OverflowError) as error:  # sizes beyond 64 bits
             raise OptionError("model", f"cannot be built: {error}") from None
         run = dataclasses.replace(
             run,
             model={"name": name, **plain(dataclasses.asdict(config))},
-            attention=_written_out(name, attention, config.depths, model),
-            plugins=_plugins_of(attention),
+            attention=_as_option(_write_out(entries, model), run),
+            plugins=_plugins_of(entries),
         )
         check_run(run, world_size)
         freeze(model, run.train.freeze)
@@ -217,10 +218,10 @@ def _naming_origins(tree: Tree, run: Run | None, overrides: Sequence[str]) -> It
         raise ConfigError(f"{tree.origin(error.key)}: {error}") from None
 
 
-def _plugins_of(attention: Any) -> tuple[str, ...]:
-    """Returns what `--plugin` takes to load the mechanisms in a run's attention; built-in ones need nothing."""
-    names = [value for key, value in flatten({"attention": attention}).items() if key.endswith(".name")]
-    return tuple(dict.fromkeys(filter(None, map(plugin_of, names))))
+def _plugins_of(entries: Sequence[Entry]) -> tuple[str, ...]:
+    """Returns what `--plugin` takes to load the mechanisms of `entries`; built-in ones need nothing."""
+    plugins = (plugin_of(entry.options["name"]) for entry in entries)
+    return tuple(dict.fromkeys(filter(None, plugins)))
 
 
 def _advise_plugins(error: UnknownMechanism, plugins: Sequence[str]) -> str:
@@ -287,17 +288,23 @@ def _tell(text: str) -> None:
     print(text, file=sys.stderr)
 
 
-def _written_out(name: str, attention: Any, depths: Sequence[int], model: Any) -> Any:
-    """Adds to `attention`, or to each entry of a list, the options of its layers in `model`.
+def _as_option(entries: Sequence[Mapping[str, Any]], run: Run) -> Any:
+    """Returns the option `attention`: a list, unless `run` gives one mechanism and the model has one stage."""
+    return entries[0] if len(entries) == 1 and isinstance(run.attention, str | Mapping) else entries
+
+
+def _write_out(entries: Sequence[Entry], model: nn.Module) -> list[Checked]:
+    """Returns the options of `entries` with all options of their layers in `model`.
 
     The options have the sizes that the layers have: with the option `fit`, those that the grids allow.
     """
-    layers, entries = attention_layers(model), []
-    for entry in assign(name, attention, depths):
+    layers, written = attention_layers(model), []
+    for entry in entries:
         layer = layers[entry.layers[0]]
+        options = {"name": layer.name(), **plain(dataclasses.asdict(layer.config))}
         place, _ = split_place(entry.options)
-        entries.append({**place, "name": layer.name(), **plain(dataclasses.asdict(layer.config))})
-    return entries if isinstance(attention, list) else entries[0]
+        written.append(Checked.of(AttentionFactory(layer.name(), layer.config), {**place, **options}))
+    return written
 
 
 def plain(value: Any) -> Any:

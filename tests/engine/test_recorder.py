@@ -466,7 +466,7 @@ def go_on(directory: Path, saved: list[Progress], patch: pytest.MonkeyPatch) -> 
         trainer.optimizer.param_groups = [{"lr": 1.0}]
         trainer.objective.pictures.return_value = {}
         trainer.checkpoints.save = lambda progress, stateful: saved.append(deepcopy(progress))
-        for name in ("train_epoch", "finish_epoch", "save"):
+        for name in ("train_epoch", "evaluate_and_save", "save"):
             setattr(trainer, name, partial(getattr(Trainer, name), trainer))
 
         def begin() -> None:
