@@ -67,7 +67,7 @@ NOTHING = Resumption()
 class SilentRecorder:
     """Recorder of the ranks that record nothing: it takes part in the measurement of speed, which is collective."""
 
-    def __init__(self, run: Run, world: World):
+    def __init__(self, directory: Path, run: Run, progress: Progress, total_steps: int, world: World):
         self.speed = StepSpeed(run, world)
 
     def __enter__(self) -> Self:
@@ -129,7 +129,7 @@ class Recorder(SilentRecorder):
     """
 
     def __init__(self, directory: Path, run: Run, progress: Progress, total_steps: int, world: World):
-        super().__init__(run, world)
+        super().__init__(directory, run, progress, total_steps, world)
         self.directory, self.run, self.total_steps, self.device = directory, run, total_steps, world.device
         self.progress, self.step, self.num_gpus, self.began = progress, progress.step, 0, time.monotonic()
         self.images_seen, self.run_id, self.epochs = 0, uuid.uuid4().hex, EpochTable()

@@ -7,31 +7,28 @@ one line: the file and line (or the override), the dotted path, the value and th
 
 import copy
 import dataclasses
-import difflib
 import functools
 import os
-import re
-import shlex
 import sys
 import typing
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from attention import ATTENTION, AttentionFactory
-from attention.options import OptionError, UnknownOptionError, parse_options, to_yaml
-from attention.plugins import FLAG, load_plugin, plugin_of
-from attention.registry import UnknownMechanism
+from attention import AttentionFactory
+from attention.options import OptionError, parse_options
+from attention.plugins import load_plugin, plugin_of
 from engine.config.schema import Run
 from engine.config.yaml_files import Keys, Tree, override, parse_yaml, read_config
+from engine.run.advice import naming_origins
 from engine.run.checks import check_run
 from engine.runtime.errors import ConfigError
 from models import MODELS, create_model, parse_model, split_name
-from models.assignment import Checked, Entry, Place, assign, split_place
+from models.assignment import Checked, Entry, assign, split_place
 from models.base import attention_layers
 from models.freeze import freeze
 
@@ -141,7 +138,7 @@ def _read(path: str | Path, overrides: Sequence[str]) -> tuple[Tree, Run]:
         _unset(tree, keys)
     run = _parse(tree, overrides)
     for plugin in run.plugins:
-        with _naming_origins(tree, run, overrides):
+        with naming_origins(tree, run, overrides):
             load_plugin(plugin, "plugins")
     return tree, run
 
@@ -152,7 +149,7 @@ def _parse(tree: Tree, overrides: Sequence[str]) -> Run:
         with suppress(OptionError):  # the error of a wrong model or mechanism names its origin later
             _write_out_list(tree.values, text.partition("=")[0].split("."))
         override(tree, text)
-    with _naming_origins(tree, None, overrides):
+    with naming_origins(tree, None, overrides):
         _check_plain(tree.values, "")
         if missing := [key for key, value in flatten(tree.values).items() if value == MISSING]:
             raise MissingOptions(
@@ -184,7 +181,7 @@ def _write_out_list(values: dict[str, Any], path: Sequence[str]) -> None:
 
 def _build(tree: Tree, run: Run, overrides: Sequence[str], world_size: int) -> Run:
     """Checks all of the `run` that `_parse` has made of `tree`, and writes out the options of model and attention."""
-    with _naming_origins(tree, run, overrides):
+    with naming_origins(tree, run, overrides):
         name, options = split_name(run.model)
         config = parse_model(name, options)
         entries = assign(name, run.attention, config.depths)
@@ -204,67 +201,10 @@ def _build(tree: Tree, run: Run, overrides: Sequence[str], world_size: int) -> R
         return run
 
 
-@contextmanager
-def _naming_origins(tree: Tree, run: Run | None, overrides: Sequence[str]) -> Iterator[None]:
-    """Context in which an `OptionError` becomes a `ConfigError` that names the place of the option."""
-    try:
-        yield
-    except UnknownOptionError as error:
-        raise ConfigError(f"{tree.origin(error.key)}: {_advise(error, tree.values, overrides)}") from None
-    except UnknownMechanism as error:
-        plugins = run.plugins if run else ()
-        raise ConfigError(f"{tree.origin(error.key)}: {_advise_plugins(error, plugins)}") from None
-    except OptionError as error:
-        raise ConfigError(f"{tree.origin(error.key)}: {error}") from None
-
-
 def _plugins_of(entries: Sequence[Entry]) -> tuple[str, ...]:
     """Returns what `--plugin` takes to load the mechanisms of `entries`; built-in ones need nothing."""
     plugins = (plugin_of(entry.options["name"]) for entry in entries)
     return tuple(dict.fromkeys(filter(None, plugins)))
-
-
-def _advise_plugins(error: UnknownMechanism, plugins: Sequence[str]) -> str:
-    """Returns the message of `error`, with the plugins that its configuration names."""
-    if not plugins:
-        return str(error)
-    flags = " ".join(f"{FLAG} {shlex.quote(plugin)}" for plugin in plugins)
-    return f"{error.key}: the mechanism {error.name!r} came from a plugin; add {flags} if you trust it"
-
-
-def _advise(error: UnknownOptionError, values: Mapping[str, Any], overrides: Sequence[str]) -> str:
-    """Returns the message of `error`, with what the user may have meant in another section."""
-    for text in overrides:
-        key, _, name = text.partition("=")
-        if re.fullmatch(r"attention(\.\d+)?\.name", key) and error.key.startswith("attention"):
-            whole = key.removesuffix(".name")
-            entry = values["attention"][int(whole.partition(".")[2])] if "." in whole else values["attention"]
-            place, _ = split_place(entry)
-            mapping = to_yaml({**place, "name": name}).replace("}", ", ...}")
-            remedy = f"give it as a whole, {f'{whole}={name} or ' * (not place)}{whole}={mapping}"
-            return f"{error.key}: unknown option; {text} keeps the other options that the file gives: {remedy}"
-    section, _, name = re.sub(r"\(\w+\)|\]", "", error.key).replace("[", ".").rpartition(".")
-    options = sorted(_known_options(values.get("attention")), key=lambda option: option.startswith(f"{section}."))
-    found = [option for option in options if option.endswith(f".{name}")]
-    if not found and len(longer := [option for option in options if option.endswith(f"_{name}")]) == 1:
-        found = longer
-    if not found and "did you mean" not in str(error):
-        names = {option.rpartition(".")[2]: option for option in options}
-        found = [names[match] for match in difflib.get_close_matches(name, names, n=1, cutoff=0.75)]
-    return f"{error.key}: unknown option; did you mean {' or '.join(map(repr, found))}?" if found else str(error)
-
-
-def _known_options(attention: Any) -> list[str]:
-    """Returns the paths of all options of a run whose attention has the plain options `attention`."""
-    kinds = [(name, kind) for name, kind in typing.get_type_hints(Run).items() if dataclasses.is_dataclass(kind)]
-    kinds += [("model", family.Config) for family, _ in MODELS.values()]
-    entries = {f"attention.{i}": entry for i, entry in enumerate(attention)} if isinstance(attention, list) else {}
-    kinds += [(path, Place) for path in entries]
-    for path, entry in (entries or {"attention": attention}).items():
-        name = entry.get("name") if isinstance(entry, Mapping) else entry
-        kinds += [(path, ATTENTION[name].Config)] if isinstance(name, str) and name in ATTENTION else []
-    options = (f"{section}.{field.name}" for section, kind in kinds for field in dataclasses.fields(kind))
-    return list(dict.fromkeys(options))
 
 
 def _unset(tree: Tree, keys: Keys) -> None:

@@ -69,7 +69,7 @@ def without_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def keep_weights_finite(optimizer: Optimizer, norm: Tensor) -> None:
+def keep_finite(optimizer: Optimizer, norm: Tensor) -> None:
     """Makes the next step of a fused optimiser change nothing if the gradient norm, a scalar on the device, is not
     finite. Other optimisers have no such switch. Unlike a branch, this does not wait for the device.
     """
