@@ -6,7 +6,7 @@ from timm.layers import to_2tuple, trunc_normal_
 from torch import Tensor, nn
 
 from attention import Grid, OptionError
-from models.base import init_linears
+from models.block import init_linears
 from models.deit import Deit
 
 

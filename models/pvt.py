@@ -19,7 +19,6 @@ from attention.options import Options, option
 from models.assignment import LayerFactory
 from models.base import (
     Backbone,
-    Block,
     check_grids,
     check_heads,
     check_key_mask,
@@ -28,6 +27,7 @@ from models.base import (
     fill_masked,
     intermediate_outputs,
 )
+from models.block import Block
 
 
 class OverlapPatchEmbed(nn.Module):

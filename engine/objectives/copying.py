@@ -1,7 +1,7 @@
 """The copy task (Katharopoulos et al., 2020, section 4.1; Scatterbrain, Table 2): the model repeats a sequence.
 
-A sequence is `0 w 0 w`, with w uniform over the other tokens. A causal model predicts every token from those before it,
-and learns the second w alone, as nothing tells the first.
+A sequence is `0 w 0 w`, with w uniform over the other tokens. A causal model predicts every token from the earlier ones.
+It learns the second w alone, because the first cannot be predicted.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,9 +24,10 @@ MAX_DRAWN = 2**27
 
 
 def predict_copies(network: Callable[[Tensor], Tensor], sequences: Tensor) -> tuple[Tensor, Tensor]:
-    """Sequences (B, 1, 1, N) -> logits (B, n, tokens) of the second w, each from what is before it, and that w, (B, n).
+    """Returns logits for the second copy, (B, n, tokens), and its targets, (B, n); n = N / 2 - 1.
 
-    n is N / 2 - 1.
+    Args:
+        sequences: (B, 1, 1, N).
     """
     tokens = sequences.flatten(1).long()
     second = tokens.shape[1] // 2

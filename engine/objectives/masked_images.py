@@ -1,4 +1,4 @@
-"""Pre-training on masked images, SimMIM (Xie et al., 2022, arXiv:2111.09886): its loss, and what is shown of it."""
+"""Pre-training on masked images, SimMIM (Xie et al., 2022, arXiv:2111.09886): its loss and its pictures."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -17,7 +17,7 @@ from engine.objectives.objective import Measure, Objective
 from engine.objectives.sequences import refuse_options
 
 NUM_SHOWN = 8
-"""Images of which TensorBoard shows the reconstruction."""
+"""Number of images whose reconstruction TensorBoard shows."""
 
 
 @dataclass(frozen=True)
