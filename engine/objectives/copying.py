@@ -1,7 +1,7 @@
 """The copy task (Katharopoulos et al., 2020, section 4.1; Scatterbrain, Table 2): the model repeats a sequence.
 
-A sequence is `0 w 0 w`, with w uniform over the other tokens. A causal model predicts every token from the earlier ones.
-It learns the second w alone, because the first cannot be predicted.
+A sequence is `0 w 0 w`, with w uniform over the other tokens. A causal model predicts every token from the earlier
+ones. It learns the second w alone, because the first cannot be predicted.
 """
 
 from collections.abc import Callable, Sequence
