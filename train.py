@@ -28,7 +28,7 @@ from engine.evaluation.evaluate import evaluate_all, gather_all
 from engine.reporting.console import format_values
 from engine.reporting.metrics import first_micro_batch_size
 from engine.reporting.recorder import RUN_FILES, Recorder, SilentRecorder
-from engine.reporting.trackers import check_trackers
+from engine.reporting.trackers import check_tracker
 from engine.run.checks import check_profile
 from engine.run.load import load_run
 from engine.runtime.distributed import World, autocast, init_distributed, seed_everything, set_arithmetic, world_size
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         world = init_distributed(run.train.device, run.train.timeout_minutes)
         # Report refusals before the process group is destroyed; otherwise another rank fails first.
         with world.ending(), refuse_bad_input(), explain_failures(run.train, world), ExitStack() as cleanup:
-            check_trackers(run.report)
+            check_tracker(run.report)
             check_optimizer(run.optim, world.device)
             run = share_batch(run, world, first_micro_batch_size(args.output))
             if args.dry_run:

@@ -6,13 +6,11 @@ the mean of two heads. Parameter names are those of timm's VisionTransformer and
 """
 
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 from timm.layers import (
-    GluMlp,
     LayerNorm,
     Mlp,
     PatchDropout,
@@ -52,18 +50,6 @@ class TokenMlp(Mlp):
         return super().forward(x)
 
 
-class TokenGluMlp(GluMlp):
-    """timm's GluMlp (Shazeer, 2020): GELU of one half of the hidden channels gates the other."""
-
-    def __init__(self, dim: int, hidden_dim: int, drop: float):
-        super().__init__(dim, 2 * hidden_dim, act_layer=nn.GELU, gate_last=False, drop=drop)
-
-    def forward(  # type: ignore[override]  # as `Block` calls it
-        self, x: Tensor, grid: Grid, key_mask: Tensor | None = None
-    ) -> Tensor:
-        return super().forward(x)
-
-
 class Deit(Backbone):
     """DeiT; `attention` has a factory for every block."""
 
@@ -93,13 +79,11 @@ class Deit(Backbone):
         where: dict[str, Any] = {"dim": dim, "num_heads": config.num_heads, "grid": self.grid, "depth": config.depth}
         where |= {"num_prefix_tokens": self.num_prefix_tokens, "qkv_bias": config.qkv_bias, "shared": {}}
         hidden_dim = int(dim * config.mlp_ratio)
-        mlp: Callable[[], nn.Module] = functools.partial(TokenMlp, dim, hidden_dim, drop=config.proj_drop_rate)
-        if config.use_glu:
-            mlp = functools.partial(TokenGluMlp, dim, 2 * hidden_dim // 3, drop=config.proj_drop_rate)
         blocks = []
         for layer, drop_path in enumerate(drop_path_rates(config.drop_path_rate, config.depth)):
             attn = attention[layer](**where, layer=layer, proj_drop=config.proj_drop_rate)
-            blocks.append(Block(dim, attn, mlp(), drop_path, self.init_std))
+            mlp = TokenMlp(dim, hidden_dim, drop=config.proj_drop_rate)
+            blocks.append(Block(dim, attn, mlp, drop_path, self.init_std))
         self.blocks = nn.ModuleList(blocks)
         self._check_patch_drop()
         self.norm: nn.Module = LayerNorm(dim)

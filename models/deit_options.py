@@ -20,7 +20,6 @@ class DeitConfig(Options):
     depth: int = option(12, "blocks", low=1, high=100)
     num_heads: int = option(3, "attention heads of a block", low=1)
     mlp_ratio: float = option(4.0, "width of the MLP over that of a token", above=0, high=64)
-    use_glu: bool = option(False, "gated MLPs, of two thirds of that width (GEGLU)")
     qkv_bias: bool = option(True, "bias of the query, key and value projections")
     stem: Literal["linear", "conv"] = option("linear", "patch embedding: linear, or strided convolutions")
     vocab_size: int = option(

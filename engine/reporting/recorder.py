@@ -40,7 +40,7 @@ from engine.reporting.console import SHOWN, format_values
 from engine.reporting.metrics import EPOCHS, METRICS, EpochTable, epochs_csv, is_until, stream_records
 from engine.reporting.profiling import StepProfiler
 from engine.reporting.speed import StepSpeed
-from engine.reporting.trackers import Launch, OpenTrackers
+from engine.reporting.trackers import Launch, Tracker
 from engine.run.load import dump_run
 from engine.runtime.distributed import World
 from engine.runtime.files import append_whole, naming, write_atomically
@@ -135,7 +135,7 @@ class Recorder(SilentRecorder):
         self.images_seen, self.run_id, self.epochs = 0, uuid.uuid4().hex, EpochTable()
         self.former: dict[str, Any] = {}  # the last start
         self.spent = {"elapsed_seconds": 0.0, "gpu_hours": 0.0}
-        self.trackers: OpenTrackers | None = None
+        self.tracker: Tracker | None = None
         self.warned_input_bound = False
         self.profiler = StepProfiler(directory, run.report, world.device)
         self.metrics = directory / METRICS
@@ -174,8 +174,8 @@ class Recorder(SilentRecorder):
                 self._record("fail", epoch, {"reason": one_line(reason, 200)})
         elif epoch < self.run.schedule.epochs:
             self._record("stop", epoch, {})
-        if self.trackers is not None:
-            self.trackers.close(failed=error is not None)
+        if self.tracker is not None:
+            self.tracker.close(failed=error is not None)
         self.close()
         if error is None:
             files = f"{EPOCHS} (a row per epoch)  {METRICS} (all records)  {CONSOLE}"
@@ -188,7 +188,7 @@ class Recorder(SilentRecorder):
             mark_origin(self.directory)
         write_atomically(self.directory / CONFIG, config.encode())
         self.charts.show_config(config, self.step)
-        self.trackers = OpenTrackers(Launch(self.run, self.directory, self.run_id))
+        self.tracker = Tracker(Launch(self.run, self.directory, self.run_id))
         origin = provenance(self.device)
         if resumption.checkpoint is not None:
             names = [name for name in origin if name != "command" and name in self.former]
@@ -301,10 +301,10 @@ class Recorder(SilentRecorder):
         record = {name: _finite(value) for name, value in record.items()}
         append_whole(self.metrics, f"{json.dumps(record)}\n".encode())
         self.epochs.add(record)
-        if self.trackers is not None and kind not in ("start", "change", "stop", "fail"):
+        if self.tracker is not None and kind not in ("start", "change", "stop", "fail"):
             sent = {f"{kind}/{name}": value for name, value in values.items()} | {"epoch": epoch, **self._totals()}
             numbers = {name: x for name, x in sent.items() if isinstance(x, int | float) and math.isfinite(x)}
-            self.trackers.log(numbers, self.step)
+            self.tracker.log(numbers, self.step)
         self.charts.add(kind, values, self.step, self.images_seen)
         if kind in ("change", "fail"):  # shown by `start`; shown last
             return

@@ -76,13 +76,16 @@ def load_unbuilt(path: str | Path, overrides: Sequence[str] = ()) -> Run:
     return _read(path, overrides)[1]
 
 
-REMOVED: dict[str, list[Any]] = {
+REMOVED: dict[str, list[Any] | None] = {
     "distill.layers": [None],
     "distill.distance": ["squared"],
     "data.order": ["list"],
     "train.async_checkpoint": [False, True],
+    "model.use_glu": [False],
+    "model.reductions": [[8, 4, 2, 1]],
+    "report.mlflow": None,
 }
-"""Options of earlier versions -> values without an effect."""
+"""Options of earlier versions -> values without an effect on the weights; None: all values."""
 
 
 def parse_run(options: Mapping[str, Any], source: str, overrides: Sequence[str] = ()) -> Run:
@@ -97,7 +100,8 @@ def parse_run(options: Mapping[str, Any], source: str, overrides: Sequence[str] 
     tree = Tree(copy.deepcopy(options), {(): source})
     for key, harmless in REMOVED.items():
         section, _, name = key.partition(".")
-        if isinstance(there := options.get(section), Mapping) and name in there and there[name] in harmless:
+        there = options.get(section)
+        if isinstance(there, Mapping) and name in there and (harmless is None or there[name] in harmless):
             del tree.values[section][name]
     run = _parse(tree, overrides)
     given = [name for name in ("val_split", "val_fraction", "folds") if is_overridden(f"data.{name}", overrides)]

@@ -29,7 +29,6 @@ RESUMABLE_OPTIONS = {
     "train.max_skipped",
     "train.max_overflows",
     "report.wandb",
-    "report.mlflow",
     "report.profile",
     "plugins",
 }
