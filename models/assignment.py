@@ -112,6 +112,11 @@ def assign(model: str, attention: Mechanism | Sequence[Mechanism], depths: Seque
     return entries
 
 
+def as_option(entries: Sequence[dict[str, Any]], attention: Any) -> Any:
+    """The option `attention` with these entries: a list, unless one mechanism was given for a model of one stage."""
+    return entries[0] if len(entries) == 1 and isinstance(attention, str | Mapping) else entries
+
+
 def single_layers(depths: Sequence[int]) -> range:
     """Numbers of the layers that a single mechanism gets: all, in a pyramid all but those of the last stage."""
     return range(sum(depths[:-1] or depths))

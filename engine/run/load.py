@@ -28,7 +28,7 @@ from engine.run.advice import naming_origins
 from engine.run.checks import check_run
 from engine.runtime.errors import ConfigError
 from models import MODELS, create_model, parse_model, split_name
-from models.assignment import Checked, Entry, assign, split_place
+from models.assignment import Checked, Entry, as_option, assign, split_place
 from models.base import attention_layers
 from models.freeze import freeze
 
@@ -189,15 +189,16 @@ def _build(tree: Tree, run: Run, overrides: Sequence[str], world_size: int) -> R
         name, options = split_name(run.model)
         config = parse_model(name, options)
         entries = assign(name, run.attention, config.depths)
+        attention = as_option([entry.options for entry in entries], run.attention)
         try:
             with torch.device("meta"):
-                model = create_model(name, attention=_as_option([entry.options for entry in entries], run), **options)
+                model = create_model(name, attention=attention, **options)
         except (RuntimeError, TypeError, OverflowError) as error:  # sizes beyond 64 bits
             raise OptionError("model", f"cannot be built: {error}") from None
         run = dataclasses.replace(
             run,
             model={"name": name, **plain(dataclasses.asdict(config))},
-            attention=_as_option(_write_out(entries, model), run),
+            attention=as_option(_write_out(entries, model), run.attention),
             plugins=_plugins_of(entries),
         )
         check_run(run, world_size)
@@ -230,11 +231,6 @@ def _unset(tree: Tree, keys: Keys) -> None:
 @functools.cache
 def _tell(text: str) -> None:
     print(text, file=sys.stderr)
-
-
-def _as_option(entries: Sequence[Mapping[str, Any]], run: Run) -> Any:
-    """Returns the option `attention`: a list, unless `run` gives one mechanism and the model has one stage."""
-    return entries[0] if len(entries) == 1 and isinstance(run.attention, str | Mapping) else entries
 
 
 def _write_out(entries: Sequence[Entry], model: nn.Module) -> list[Checked]:
