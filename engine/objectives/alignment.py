@@ -30,7 +30,7 @@ class LayerCall(NamedTuple):
 
 
 def record_calls(model: nn.Module) -> list[Attention]:
-    """Makes the attention layers of `model` keep their last call, a `LayerCall`, see `last_call`; returns them.
+    """Makes the attention layers of `model` keep their last `LayerCall`, for `last_call`. Returns the layers.
 
     The hooks have no state of their own, so that compiled blocks that are alike still share a graph.
     """

@@ -164,7 +164,7 @@ def _parse(tree: Tree, overrides: Sequence[str]) -> Run:
 
 
 def _write_out_list(values: dict[str, Any], path: Sequence[str]) -> None:
-    """Writes out the list that an override changes an item of, where the options do not state it.
+    """Writes out a list that the options do not state, if an override changes one of its items.
 
     That is an option of the model that its size gives (``model.depths.2``), or the attention of each stage of a pyramid
     that has one mechanism (``attention.2.window_size``).
