@@ -43,8 +43,8 @@ def rate_copies(model: nn.Module, sequences: Tensor, targets: Tensor, rows: list
 
 
 COPIES = Measure(("top1", "top5", "loss"), rate_copies)
-"""Means over the tokens of the second w. top1, top5: percent of them with the highest, or one of the five highest logits.
-loss: cross-entropy, nats; its exponential is the perplexity."""
+"""Means over the tokens of the second w. top1, top5: percent of them with the highest, or one of the five highest
+logits. loss: cross-entropy, nats; its exponential is the perplexity."""
 
 
 class Copying(Objective):

@@ -46,8 +46,8 @@ class MaskGenerator:
 def rate_masked(model: nn.Module, images: Tensor, masks: Tensor, rows: list[Tensor] | None) -> list[Tensor]:
     """Computes the `masked_l1` of every image of a batch. The first batch of an evaluation adds a picture to `rows`.
 
-    The picture, (n, C, 3 x height, width), shows each image three times from top to bottom: as it is, with masked pixels
-    at the mean, and with masked pixels reconstructed.
+    The picture, (n, C, 3 x height, width), shows each image three times from top to bottom: as it is, with masked
+    pixels at the mean, and with masked pixels reconstructed.
     """
     pixels = model(images, masks)
     if rows is not None and not rows:
