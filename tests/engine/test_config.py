@@ -96,7 +96,8 @@ def test_dump_and_parse_are_inverse_also_through_yaml(tmp_path, model):
 
 def test_options_of_earlier_versions_without_an_effect_are_passed_over():
     options = {"model": {"name": "deit_tiny_p16"}, "attention": "softmax"}
-    former = flatten_back({key: (values or ["any"])[-1] for key, values in REMOVED.items()})
+    removed = flatten_back({key: (values or ["any"])[-1] for key, values in REMOVED.items()})
+    former = removed | {"model": removed["model"] | options["model"]}
     assert parse_run(options | former, "last.pt") == parse_run(options, "last.pt")
     assert former["distill"] == {"layers": None, "distance": "squared"}  # not changed
     former["distill"]["layers"] = [1]
