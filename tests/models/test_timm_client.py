@@ -328,7 +328,7 @@ def test_patches_are_left_out_where_attention_ignores_order(name):
         "patch_drop_rate": 0.2,
     }
     attention = {"name": name, **case.options}
-    if not case.build().ignores_order:
+    if not case.build().ignores_order():
         with pytest.raises(
             OptionError, match=rf"patch_drop_rate = 0\.2: attention\({name}\) needs the whole grid; set"
         ):
