@@ -68,7 +68,7 @@ class SilentRecorder:
     """Recorder of the ranks that record nothing: it takes part in the measurement of speed, which is collective."""
 
     def __init__(self, directory: Path, run: Run, progress: Progress, total_steps: int, world: World):
-        self.speed = StepSpeed(run, world)
+        self.speed, self.step = StepSpeed(run, world), progress.step
 
     def __enter__(self) -> Self:
         return self
@@ -96,6 +96,7 @@ class SilentRecorder:
     def end_step(self) -> None:
         """Counts an update and its time."""
         self.speed.end_step()
+        self.step += 1
 
     def train(self, epoch: int, **values: float) -> None:
         """Records `values` of the updates since the last such record, and their speed; `epoch` counts from 1."""
@@ -131,7 +132,7 @@ class Recorder(SilentRecorder):
     def __init__(self, directory: Path, run: Run, progress: Progress, total_steps: int, world: World):
         super().__init__(directory, run, progress, total_steps, world)
         self.directory, self.run, self.total_steps, self.device = directory, run, total_steps, world.device
-        self.progress, self.step, self.num_gpus, self.began = progress, progress.step, 0, time.monotonic()
+        self.progress, self.num_gpus, self.began = progress, 0, time.monotonic()
         self.images_seen, self.run_id, self.epochs = 0, uuid.uuid4().hex, EpochTable()
         self.former: dict[str, Any] = {}  # the last start
         self.spent = {"elapsed_seconds": 0.0, "gpu_hours": 0.0}
@@ -223,8 +224,7 @@ class Recorder(SilentRecorder):
         self.bar.set_description(self._title(epoch))
 
     def end_step(self) -> None:
-        self.speed.end_step()
-        self.step += 1
+        super().end_step()
         self.images_seen += self.run.train.total_batch_size
         self.bar.update(self.run.train.total_batch_size)
         if self.profiler.at_step(self.step):
