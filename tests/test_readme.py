@@ -195,6 +195,7 @@ def test_your_own_attention_is_the_package_of_the_tests():
     assert {path.name: path.read_text() for path in OUTSIDE.glob("*.*")} == files
 
 
+@pytest.mark.complete
 def test_your_own_attention_passes_every_uniform_suite():
     """By the command in docs/mechanisms.md, and no test of another mechanism runs."""
     command = re.search(r"^python (-m pytest) -n 2 (.*)", SECTION, re.MULTILINE)
@@ -210,6 +211,7 @@ def test_your_own_attention_passes_every_uniform_suite():
     assert all("pooled" in name for _, name in tests)
 
 
+@pytest.mark.complete
 def test_your_own_attention_becomes_one_of_the_repository(tmp_path):
     """In a copy of the project: its two files, its name, and the command that writes what follows from the code."""
     for folder in ("ablation", "attention", "models", "engine", "bench", "configs", "docs", "tests"):
