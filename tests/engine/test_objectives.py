@@ -45,7 +45,7 @@ class Position(Objective):
         return run.train.seed == SEED
 
     @staticmethod
-    def refuse_prediction(source: str, of_metrics: bool) -> str:
+    def prediction_refusal(source: str, of_metrics: bool) -> str:
         return "it predicts positions; name another run"
 
     @staticmethod
@@ -56,6 +56,7 @@ class Position(Objective):
         return squared_error(network, images, positions).mean()
 
 
+@pytest.mark.complete
 def test_a_fifth_objective_trains_evaluates_and_is_known_to_the_other_scripts(tmp_path, monkeypatch, capsys):
     last = OBJECTIVES["classification"]
     monkeypatch.delitem(OBJECTIVES, "classification")
