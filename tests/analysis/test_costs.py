@@ -101,6 +101,7 @@ def own_row(rows: list[dict[str, str]]) -> dict[str, str]:
     return next(row for row in rows if row["layer 0"] == row["layer 1"] == OWN)
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize(("kind", "column", "replaced"), [("ms", "ms", 1), ("memory", "peak_mib", 2)])
 def test_the_answer_is_within_the_budget_as_measured(tmp_path, monkeypatch, capsys, kind, column, replaced):
     """A second search in the directory measures nothing again. EVA, the own attention, costs more than softmax.

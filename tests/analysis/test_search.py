@@ -141,6 +141,7 @@ def searched(checkpoint: Path, output: Path, *arguments: str, **sizes: int) -> l
     return read_rows(output / "search.csv")
 
 
+@pytest.mark.complete
 def test_files_of_the_front_are_runs_of_train(checkpoint, tmp_path, monkeypatch, capsys):
     """Each YAML has the attention by block, and weights that give the stated top-1."""
     claim(tmp_path / "front", RESULTS, ["77.yaml"])
@@ -264,6 +265,7 @@ def test_a_search_without_a_result_ends_in_a_line(
     assert expected in refusal(capsys, *arguments_of(checkpoint, tmp_path, *LINEAR, "--strategy", "all"))
 
 
+@pytest.mark.complete
 def test_layers_that_depend_on_those_before_are_refused(checkpoint, tmp_path, monkeypatch, capsys):
     """Windows of the second of two layers are shifted, and those of the first and of a single one are not. The second
     of two Linformers may take the projection of the first.
@@ -277,6 +279,7 @@ def test_layers_that_depend_on_those_before_are_refused(checkpoint, tmp_path, mo
     assert len(searched(checkpoint, tmp_path, *options, still)) == 4
 
 
+@pytest.mark.complete
 def test_without_a_choice_impossible_mechanisms_are_left_out(checkpoint, tmp_path, monkeypatch, capsys):
     known = {"linear": {"name": "linear"}, "wide": {"name": "shifted_window", "window_size": 2}}
     monkeypatch.setattr(search.command_line, "read_mechanisms", lambda texts: known)
