@@ -484,7 +484,6 @@ def test_models_are_compiled_as_in_training(tmp_path, monkeypatch):
                 "--attention eva --modes inference",
                 "--models deit_tiny_p8:eva --modes train",
                 "--models deit_tiny_p8:eva --modes inference --dtypes bf16",
-                "--models deit_tiny_p8:eva --modes inference --device auto",
             )
         ),
         ("--attention eva --budget mss=5", "--budget: 'mss=5': unknown budget; did you mean 'ms'?; write ms=5"),
@@ -517,6 +516,10 @@ def test_refuses_with_one_line(arguments, message, capsys):
         ("--macs --budget ms=5", "--budget: give --attention, without --models"),
         ("--attention eva --baseline eva --budget ms=5", "--budget: give --attention, without --models"),
         ("--device cuda --attention eva", "--device: cuda is not available here; use auto or cpu"),
+        (
+            "--models deit_tiny_p8:eva --modes inference --execution aot",
+            "--execution aot: takes --models, --modes infer",
+        ),
         ("--processor-time --attention eva --threads 2", "--processor-time: give --threads 1, and --device cpu"),
     ],
 )
