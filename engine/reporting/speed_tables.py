@@ -79,7 +79,7 @@ def models_on_h100() -> str:
     """Images a second in training on an H100, and the speed-up over timm's model."""
 
     def cells(execution: str) -> Column:
-        speedups, rows = (f("h100_models.csv", execution=execution) for f in (ratios, read))
+        speedups, rows = ratios("h100_models.csv", execution=execution), read("h100_models.csv", execution=execution)
         return {row["name"]: f"{row['images_per_second']} ({speedups[row['name']]})" for row in rows}
 
     columns = {"eager": cells("eager"), "graph": cells("cuda-graph")}
