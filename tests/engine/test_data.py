@@ -33,13 +33,9 @@ CLASSES = ("n02", "n10", "n100")
 
 
 def make_run(augment: Augment = UNCHANGED, total_batch_size: int = 16, grad_accum_steps: int = 1, **options) -> Run:
-    return Run(
-        model={},
-        attention="softmax",
-        data=Data(**{"dataset": "digits", "workers": 0} | options),
-        augment=augment,
-        train=Train(total_batch_size=total_batch_size, grad_accum_steps=grad_accum_steps),
-    )
+    data = Data(**{"dataset": "digits", "workers": 0} | options)
+    train = Train(total_batch_size=total_batch_size, grad_accum_steps=grad_accum_steps)
+    return Run(model={}, attention="softmax", data=data, augment=augment, train=train)
 
 
 def make_loaders(run: Run, world: World = CPU, num_classes: int = 10, img_size: int = 8):
@@ -427,11 +423,7 @@ def test_losses_are_timms():
     [
         ({"root": None}, "data.root", "required for data.dataset=folder"),
         ({"root": "{root}/nowhere"}, "data.root", "no directory"),
-        (
-            {"train_split": "training"},
-            "data.train_split",
-            "no 'training' in .*; found there: .*train, train.tar, val, val",
-        ),
+        ({"train_split": "training"}, "data.train_split", "no 'training' in .*; found there: .*train, train.tar, val"),
         ({"val_split": "test"}, "data.val_split", "no 'test' in"),
         ({"dataset": "tar", "val_split": "test"}, "data.val_split", "no 'test.tar' in"),
         ({"val_split": "empty"}, "data.val_split", r"/empty': no images \(files named \*\.jpg, .*\.webp"),

@@ -27,24 +27,17 @@ from engine.training.nonfinite import FiniteGuard
 from engine.training.optim import create_average, create_optimizer, create_schedule
 from models import create_model
 from tests.support.launches import Launches
+from tests.support.refusals import refusal
 
-RUN = {
-    "model": {
-        "name": "deit",
-        "img_size": 28,
-        "patch_size": 4,
-        "embed_dim": 12,
-        "depth": 2,
-        "num_heads": 3,
-        "num_classes": 10,
-    },
-    "attention": "softmax",
-    "data": {"dataset": "digits", "workers": 0},
-    "augment": {"auto_augment": None, "color_jitter": 0.0, "reprob": 0.0, "mixup": 0.0, "cutmix": 0.0},
-    "optim": {"lr": 0.002, "lr_base_size": 240},
-    "schedule": {"epochs": 1, "warmup_epochs": 0},
-    "train": {"total_batch_size": 240, "device": "cpu", "amp": None, "log_every": 2},
-}
+RUN = yaml.safe_load("""
+model: {name: deit, img_size: 28, patch_size: 4, embed_dim: 12, depth: 2, num_heads: 3, num_classes: 10}
+attention: softmax
+data: {dataset: digits, workers: 0}
+augment: {auto_augment: null, color_jitter: 0.0, reprob: 0.0, mixup: 0.0, cutmix: 0.0}
+optim: {lr: 0.002, lr_base_size: 240}
+schedule: {epochs: 1, warmup_epochs: 0}
+train: {total_batch_size: 240, device: cpu, amp: null, log_every: 2}
+""")
 """A run of five updates of 240 digits."""
 
 
@@ -273,13 +266,8 @@ def test_weight_average_leaves_fixed_buffers_exact(name: str):
         ("train.total_batch_size=2000", "exceeds the 1437 training images"),
     ],
 )
-def test_bad_input_is_one_line_and_writes_nothing(
-    override: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture
-):
-    with pytest.raises(SystemExit) as caught:
-        start(tmp_path, "attention={name: softmax}", override)
-    assert caught.value.code == 2
-    error = capsys.readouterr().err
+def test_bad_input_is_one_line_and_writes_nothing(override: str, message: str, tmp_path: Path, capsys):
+    error = refusal(partial(start, tmp_path, "attention={name: softmax}"), [override], capsys)
     assert error.startswith("error: ")
     assert message in error
     assert error.count("\n") == 1
