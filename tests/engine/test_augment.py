@@ -8,9 +8,9 @@ from PIL import Image, ImageOps
 from timm.data.auto_augment import AugmentOp, rand_augment_choices
 
 from attention.options import OptionError
-from engine.config.checks import check_policy
 from engine.config.schema import Augment
 from engine.data.augment import posterize
+from engine.run.checks import check_policy
 from engine.runtime.distributed import seed_everything
 
 
@@ -64,6 +64,7 @@ def augment_all(image, monkeypatch, num_images: int) -> str:
     return f"{num_images} images augmented with Pillow {PIL.__version__}, {sum(blacks)} of them posterized to black"
 
 
+@pytest.mark.complete
 def test_5000_augmented_images_pass(image, monkeypatch, figure):
     figure("A1", augment_all(image, monkeypatch, 5000))
 

@@ -21,11 +21,11 @@ import yaml
 
 from attention.options import OptionError
 from engine.checkpoints.files import find_checkpoint
-from engine.config.checks import check_run
-from engine.config.load import load_run
 from engine.config.micro_batches import describe_ranks, fewest_micro_batches, share_batch
 from engine.config.schema import Run
 from engine.data.sampler import EpochSampler
+from engine.run.checks import check_run
+from engine.run.load import load_run
 from engine.runtime.distributed import World
 from tests.engine.test_faults import ENVIRONMENT, is_alive, session_of, wait_for
 from tests.engine.test_resume import RUN, records
@@ -153,6 +153,7 @@ def images_of_epochs(log: Path, num_ranks: int) -> tuple[dict[int, Counter], dic
     return epochs, ranks
 
 
+@pytest.mark.quick
 def test_fewer_and_more_ranks_go_on_by_themselves(fork_server: ForkServer, tmp_path: Path):
     """Two ranks are killed in their sixth update, one goes on for two updates, and three train to the end."""
     config, output, log = tmp_path / "run.yaml", tmp_path / "run", tmp_path / "log"

@@ -21,8 +21,8 @@ from engine.checkpoints.files import find_weights, load_checkpoint, save_checkpo
 from engine.checkpoints.local_dir import describe_model
 from engine.checkpoints.progress import Progress
 from engine.checkpoints.weight_sources import read_weights
-from engine.config.load import dump_run, parse_run
 from engine.evaluation.inference import load
+from engine.run.load import dump_run, parse_run
 from engine.runtime.errors import ConfigError, UserError
 from engine.runtime.ownership import MARKER
 from tests.support.facts import FACTS
@@ -170,6 +170,7 @@ def test_timm_refuses_wrong_attention_by_name(tmp_path):
         timm.create_model(f"local-dir:{tmp_path}", pretrained=True)
 
 
+@pytest.mark.complete
 def test_graphs_take_any_number_of_images(tmp_path, monkeypatch):
     """Also as on the page, with the transform and the class names of the run."""
     onnxruntime = pytest.importorskip("onnxruntime")

@@ -9,9 +9,9 @@ import torch
 from engine.checkpoints.files import find_checkpoint
 from engine.checkpoints.initial_weights import create_initial_model
 from engine.checkpoints.progress import Progress
-from engine.config.load import load_run
 from engine.config.micro_batches import describe_batch_norm
 from engine.config.schema import Run, Train
+from engine.run.load import load_run
 from engine.runtime.distributed import World, seed_everything
 from engine.runtime.errors import ConfigError
 from engine.training.optim import create_optimizer
@@ -141,6 +141,7 @@ def test_statistics_of_a_part_of_the_batch_are_said(options: dict, ranks: int, p
     assert line.startswith(expected) if images else line == ""
 
 
+@pytest.mark.complete
 def test_a_run_trains_the_rest(tmp_path: Path):
     """Weights and averaged weights, under every switch that looks at gradients or at layers."""
     frozen = "[patch_embed, blocks.0, pos_embed]"

@@ -22,8 +22,8 @@ from engine.checkpoints.files import load_checkpoint
 from engine.checkpoints.initial_weights import create_initial_model
 from engine.checkpoints.progress import Progress
 from engine.checkpoints.weight_sources import EXPECTED, Source, read_weights
-from engine.config.load import MISSING, load_run
 from engine.config.schema import Run
+from engine.run.load import MISSING, load_run
 from engine.runtime.distributed import World
 from engine.runtime.errors import UserError
 from engine.training.resume import Checkpoints

@@ -36,7 +36,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from attention.options import OptionError
 from engine.checkpoints.progress import Progress, Resumption
-from engine.config.checks import check_profile
 from engine.config.schema import Data, Report, Run, Schedule, Train
 from engine.data.loaders import create_val_loader
 from engine.evaluation.evaluate import evaluate
@@ -44,6 +43,7 @@ from engine.evaluation.predictions import PredictionTable
 from engine.reporting.charts import Charts
 from engine.reporting.metrics import TOTALS, read_records
 from engine.reporting.recorder import Recorder
+from engine.run.checks import check_profile
 from engine.runtime.distributed import World
 from engine.runtime.errors import UserError
 from engine.runtime.files import append_whole
@@ -51,6 +51,7 @@ from engine.runtime.peaks import peak_tflops
 from engine.runtime.provenance import gpu_software, provenance
 from engine.runtime.terminal import ConsoleLog, progress_bar
 from tests.support.launcher import use_few_images
+from tests.support.partition import chosen
 from train import Trainer
 
 CPU = torch.device("cpu")
@@ -498,12 +499,15 @@ def made(records: list[dict]) -> list[tuple]:
 
 @pytest.mark.parametrize(
     ("where", "how"),
-    [
-        *((f"os.{name}", "before") for name in ("open", "fsync", "replace")),
-        *(("os.write", how) for how in ("part", "uncut", "rest")),
-        ("os.close", "after"),
-        ("io.open", "before"),
-    ],
+    chosen(
+        [
+            *((f"os.{name}", "before") for name in ("open", "fsync", "replace")),
+            *(("os.write", how) for how in ("part", "uncut", "rest")),
+            ("os.close", "after"),
+            ("io.open", "before"),
+        ],
+        lambda where, how: how == "uncut",
+    ),
 )
 def test_records_are_whole_whichever_call_fails(where: str, how: str, tmp_path: Path, monkeypatch, capsys):
     """Every call of the system fails once: for records, events, the console's log, the table, the configuration.
