@@ -292,12 +292,6 @@ def test_scan(root, capsys, workers):
     assert "val" in output.err  # the progress bar
 
 
-def test_scan_of_a_whole_split(root):
-    with pytest.raises(SystemExit) as ended:
-        verify.main([str(root), "--splits", "train", "--workers", "0"])
-    assert ended.value.code == 0
-
-
 @pytest.mark.parametrize(
     ("main", "arguments", "problem"),
     [

@@ -108,11 +108,6 @@ def flatten_back(flat: dict) -> dict:
     return sections
 
 
-def test_parse_run_names_its_source():
-    with pytest.raises(ConfigError, match=r"^last\.pt: optim\.lr_: unknown option; did you mean 'lr'\?$"):
-        parse_run({"model": {"name": "deit_tiny_p16"}, "attention": "softmax", "optim": {"lr_": 1.0}}, "last.pt")
-
-
 def test_base_holds_where_the_file_gives_nothing_and_attention_is_taken_as_a_whole(tmp_path):
     write(tmp_path, VALID + "augment:\n  mixup: 0.0\n  hflip: 0.25\n", "base.yaml")
     (tmp_path / "below").mkdir()

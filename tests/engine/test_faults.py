@@ -706,11 +706,5 @@ def test_of_two_launches_one_wins(amount: int, runs: Runs, fork_server: ForkServ
     figure("X1", f"{amount}/{amount} races: one winner, undisturbed")
 
 
-def test_the_lock_of_a_dead_process_is_free(runs: Runs):
-    statuses, _, output = runs.launch(("train.nn.utils.clip_grad_norm_", 3, "SIGKILL"), more=["data.workers=2"])
-    assert statuses == [-9]
-    assert runs.launch(output=output)[0] == [0]
-
-
 def test_the_number_of_steps_is_that_of_the_rows():
     assert RUN["schedule"]["epochs"] * (50 // RUN["train"]["total_batch_size"]) == STEPS

@@ -241,7 +241,9 @@ def test_epochs_are_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 def test_console(tmp_path: Path, capsys: pytest.CaptureFixture):
     record_run(tmp_path)
-    start, train, evaluation, final = capsys.readouterr().out.splitlines()
+    out, err = capsys.readouterr()
+    assert err == ""  # no bar without a terminal
+    start, train, evaluation, final = out.splitlines()
     assert start == "start  epoch 0/2  step 0/1  1,234 parameters  5,678 MACs"
     assert train.startswith("train  epoch 1/2  step 1/1  loss 2.5000  lr 1.00e-03  gradient inf  ")
     assert all(unit in train for unit in (" images/s  ", "ETA 0:00:00"))
@@ -319,11 +321,6 @@ def test_evaluation_has_a_bar_and_leaves_none(monkeypatch, width):
     assert [line[:16] for line in drawn] == [f"evaluation: {share:3d}%" for share in (0, 33, 67, 100)]
     assert re.fullmatch(r"evaluation:  67%\|█+[^|]* *\| ETA 00:00, [\d.]+k? images/s", drawn[2])
     assert {len(line) for line in drawn} == {width - 1}
-
-
-def test_no_bar_without_a_terminal(tmp_path, capsys):
-    record_run(tmp_path)
-    assert capsys.readouterr().err == ""
 
 
 def test_tensorboard(tmp_path: Path):
