@@ -140,7 +140,7 @@ def test_layers_that_differ_are_rows_of_their_own(name, arguments):
 
 def test_models_of_ours_of_timm_and_of_files():
     def costs(text: str, side: int = 224) -> tuple[float, float]:
-        parameters, macs = whole_model(text).check((side, side))
+        parameters, macs = whole_model(text).costs((side, side))
         return round(parameters / 1e6, 3), round(macs / 1e9, 3)
 
     assert costs("timm:vit_tiny_patch16_224") == (5.717, 1.254)
@@ -151,7 +151,7 @@ def test_models_of_ours_of_timm_and_of_files():
     assert costs("deit_tiny_p8:eva:num_landmarks=196") != costs("deit_tiny_p8:eva")
     assert costs(str(benchmark.CONFIGS / "deit_tiny_p8/eva.yaml")) == costs("deit_tiny_p8:eva:released=true")
     hybrid, *whole = (
-        whole_model(text).check((224, 224))
+        whole_model(text).costs((224, 224))
         for text in (
             str(benchmark.CONFIGS / "deit_tiny_p8/hybrid_eva_softmax.yaml"),
             "deit_tiny_p8:eva",

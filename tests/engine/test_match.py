@@ -53,7 +53,7 @@ def test_the_solved_size_is_an_override_of_an_ordinary_run(config):
         contexts = layer_contexts("deit", {name: run.model[name] for name in run.model if name != "name"})
         mechanism, options = ATTENTION[run.attention["name"]], dict(run.attention)
         parsed = mechanism.Config(**{name: value for name, value in options.items() if name != "name"})
-        costs = [mechanism.cost(context, parsed).macs for context in contexts]
+        costs = [mechanism.layer_cost(context, parsed).macs for context in contexts]
         assert setting.matched.reached == sum(costs) / 2
         assert setting.cases[0].directory.name.endswith(f",{setting.matched.override}")
     assert left_out == ["attention=softmax: attention(softmax): declares no option that sets its size"]

@@ -19,10 +19,12 @@ import yaml
 import ablate
 from ablation import progress, worker
 from ablation.cases import Case
+from ablation.estimate import Estimate, estimate_sweep
 from ablation.identity import SWEEP_FILE
-from ablation.progress import Estimate, Progress, estimate_sweep
+from ablation.names import short_names
+from ablation.progress import Progress
 from ablation.report import latex_table, make_report, to_json, to_latex, write_tables
-from ablation.settings import in_order, short_names
+from ablation.settings import in_order
 from ablation.sweep import read_ablation
 from ablation.tables import tabulate
 from ablation.worker import ErrorLines, describe_status

@@ -210,7 +210,7 @@ def test_costs_are_sums(name):
     for mechanism, context in zip(NAMES[name], contexts, strict=True):
         if mechanism == "eva":
             eva, softmax = (
-                ATTENTION[factory.name].cost(LayerContext(**context), factory.config)
+                ATTENTION[factory.name].layer_cost(LayerContext(**context), factory.config)
                 for factory in map(AttentionFactory.from_options, (EVA, SOFTMAX))
             )
             expected = Cost(*(total + a - b for total, a, b in zip(expected, eva, softmax, strict=True)))

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from attention import ATTENTION, OptionError
 from models import create_model
 from tests.support.comparisons import FP64, FP64_GRADIENT
-from tests.uniform.test_key_mask import OF_A_SET
+from tests.uniform.test_key_mask import OF_A_SET, refusal
 
-MASKED = [name for name in ATTENTION if ATTENTION[name].key_mask_refusal is None]
+MASKED = [name for name in ATTENTION if refusal(name) is None]
 CELL = {"deit": 8, "pvtv2_b0": 4}
 SIZES = {"deit": [(24, 40), (40, 16), (32, 32)], "pvtv2_b0": [(97, 130), (70, 64), (128, 40)]}
 LANDMARKS = {"lara": {"num_landmarks": 4}, "eva": {"window_size": 2, "num_landmarks": 1}}

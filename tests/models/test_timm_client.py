@@ -315,7 +315,7 @@ def test_patches_are_left_out_where_attention_ignores_order(name):
     options = {"img_size": (10, 14), "patch_size": 2, "embed_dim": 12, "depth": 1, "num_heads": 2}
     options["patch_drop_rate"] = 0.2
     attention = {"name": name, **case.options}
-    if not case.build().ignores_order:
+    if not case.build().ignores_order():
         with pytest.raises(OptionError, match=rf"patch_drop_rate = 0\.2: attention\({name}\) needs the whole grid; "):
             create_model("deit", attention, **options)
         return

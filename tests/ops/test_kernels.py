@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from attention import create_attention, kernels
+from attention import ATTENTION, create_attention, kernels
 from attention.ops import memory
 from attention.ops.group_values import fused as groups
 from attention.ops.joint_softmax import fused as joint
@@ -312,6 +312,7 @@ def test_values_of_summary_tokens_alone_are_refused():
 
 def test_paths_are_named_and_restored():
     assert kernels.path() == "auto"
+    assert len([*ATTENTION.values()]) > 30, "imports all ops"
     assert kernels.resolved() == (
         "auto: fast approach_inverse, cluster_values, densities, elu_plus_one, focused, group_mean, group_values,"
         " joint_softmax, lara, linear_attention, log_features, merge_others, performer, powers_by_sign, ra, waves,"

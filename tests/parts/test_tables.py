@@ -66,7 +66,7 @@ class Masked(nn.Module):
 
 def test_exported_and_compiled_graphs_leave_nothing_behind():
     for windows in (Windows((4, 7), (3, 3)), Windows((4, 8), (3, 3))):
-        x = torch.ones(windows.count, 9)
+        x = torch.ones(windows.num_windows, 9)
         exported = torch.export.export(Masked(), (x, windows)).module()(x, windows)
         compiled = torch.compile(Masked(), backend="eager", fullgraph=True)(x, windows)
         mask = windows.mask(CPU)

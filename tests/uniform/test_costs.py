@@ -36,7 +36,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 def stated(mechanism: str | Mapping[str, Any], **context: Any) -> Cost:
     """`Attention.cost` of a mechanism with its options."""
     factory = AttentionFactory.from_options(mechanism)
-    return ATTENTION[factory.name].cost(LayerContext(**context), factory.config)
+    return ATTENTION[factory.name].layer_cost(LayerContext(**context), factory.config)
 
 
 def stated_with(name: str, options: Mapping[str, Any], **context: Any) -> Cost:

@@ -51,7 +51,7 @@ def every_size(name: str) -> dict[int, float]:
                     mechanism(context, config)
         except OptionError:
             continue
-        found[value] = sum(mechanism.cost(context, config).macs for context in layers()) / 2
+        found[value] = sum(mechanism.layer_cost(context, config).macs for context in layers()) / 2
     return found
 
 
@@ -130,5 +130,5 @@ def test_the_published_cost_of_eva_is_solved():
     """49 groups of 784 tokens in DeiT-Tiny."""
     context = LayerContext(dim=192, num_heads=3, grid=(28, 28))
     config = AttentionFactory.from_options("eva").config
-    target = ATTENTION["eva"].cost(context, config).macs
+    target = ATTENTION["eva"].layer_cost(context, config).macs
     assert solve_size(ATTENTION["eva"], [context], config, target)[:2] == (49, target)
