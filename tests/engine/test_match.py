@@ -77,6 +77,7 @@ def test_the_table_shows_target_reached_cost_and_deviation(config):
     assert "matched" not in stored["rows"][2]
 
 
+@pytest.mark.complete
 def test_a_target_of_the_model_is_the_counted_cost(config):
     config.write_text(SWEEP.replace("layer_macs: 24.0e3", "model_macs: 500.0e3"))
     _, settings, _ = read(config)
@@ -199,6 +200,7 @@ def test_what_cannot_be_honoured_is_one_line(config, old, new, expected):
     assert refusal(config).startswith(expected)
 
 
+@pytest.mark.complete
 def test_a_dry_run_names_what_is_left_out(config, capsys):
     ablate.main([str(config), "--output", str(config.parent / "out"), "--dry-run"])
     out = capsys.readouterr().out

@@ -359,6 +359,7 @@ def test_tensorboard_by_images(tmp_path: Path):
     assert not [tag for tag in charts if tag.endswith(("images", "broken"))]
 
 
+@pytest.mark.complete
 def test_tensorboard_shows_predictions(tmp_path: Path):
     """Pictures of the last evaluation: images across the data, and the confusion matrix, of both kinds of weights."""
     found = PredictionTable(

@@ -120,6 +120,7 @@ def test_empty_cells_have_the_values_that_hold(config):
     assert table["attention"] == ["softmax", "local", "local"]
 
 
+@pytest.mark.complete
 def test_only_some_rows_are_trained_and_shown_with_the_first(config, capsys, tmp_path):
     launcher = shlex.join([sys.executable, "-c", "raise SystemExit(75)"])
     dry_run(config, "--only", "attention.window_size=1", "--launcher", launcher)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from attention import ATTENTION, OptionError
 from models import create_model
 from tests.support.comparisons import FP64, FP64_GRADIENT
+from tests.support.partition import one_of_a_kind
 from tests.uniform.test_key_mask import OF_A_SET, refusal
 
 MASKED = [name for name in ATTENTION if refusal(name) is None]
@@ -72,7 +73,7 @@ def test_a_padded_image_is_itself_alone(name: str, family: str, options: dict):
 
 
 @pytest.mark.parametrize("family", CELL)
-@pytest.mark.parametrize("name", MASKED)
+@pytest.mark.parametrize("name", one_of_a_kind(MASKED))
 def test_masked_patches_have_no_effect(name: str, family: str):
     """Nor a gradient; every mechanism that takes a mask, windows and groups included."""
     model = build(family, name)

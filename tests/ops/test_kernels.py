@@ -23,6 +23,7 @@ from tests.support.calls import value_and_gradients
 from tests.support.cases import Case
 from tests.support.comparisons import FP32_RMS, FP64_GRADIENT, rms_ratio
 from tests.support.facts import CASES, light
+from tests.support.partition import chosen
 
 CORES = {
     "joint": joint.JointSoftmax,
@@ -224,12 +225,13 @@ def with_compiled_gradients(case: Case, amp: bool) -> tuple[list[Tensor], list[T
     return results, expected
 
 
-@every_layer
+@pytest.mark.parametrize("case", chosen(LAYERS, lambda case: case.name == "eva"), ids=lambda case: case.name)
 def test_gradients_compile(case):
     for result, gradient in zip(*with_compiled_gradients(case, amp=False), strict=True):
         torch.testing.assert_close(result, gradient)
 
 
+@pytest.mark.complete
 @and_nystrom
 def test_gradients_compile_under_autocast(case):
     for result, gradient in zip(*with_compiled_gradients(case, amp=True), strict=True):

@@ -137,7 +137,7 @@ def test_counts_fit_other_grids_than_at_construction(case, grid):
     assert attn.config == with_options(case, fit=True).build().config
 
 
-@pytest.mark.parametrize("name", ["eva", "lara", "nystrom", "orthoformer"])
+@pytest.mark.parametrize("name", chosen(["eva", "lara", "nystrom", "orthoformer"], lambda name: name == "eva"))
 def test_other_grids_compile_into_one_graph(name):
     torch.compiler.reset()
     attn, grid = Case(name, (8, 9), {"fit": True}).build(torch.float32).eval(), (4, 3)
