@@ -26,12 +26,12 @@ def build_model(run: Run, state: Mapping[str, Any], source: str) -> nn.Module:
 
 
 def check_predicts_classes(run: Run, source: str, of_metrics: bool = False) -> None:
-    """Refuses a model whose objective predicts no classes of images, see `Objective.refuse_prediction`.
+    """Refuses a model whose objective predicts no classes of images, see `Objective.prediction_refusal`.
 
     Raises:
         UserError: it is such a model; the message begins with `source`.
     """
-    if problem := choose_objective(run).refuse_prediction(source, of_metrics):
+    if problem := choose_objective(run).prediction_refusal(source, of_metrics):
         raise UserError(f"{source}: {problem}")
 
 
