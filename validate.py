@@ -141,8 +141,8 @@ def validate(
         records: where given, what was found of single images is added, for each of `kinds`.
     Raises:
         BrokenImage: there is one, and `skip_broken` is not set.
-        OptionError: data that cannot be used. UserError: weights that do not fit the model that `run` describes, data
-            that are not the same on all ranks, or held-out images that may have been trained on.
+        OptionError, UserError: data that cannot be used, or are not the same on all ranks; weights that do not fit; or
+            held-out images that may have been trained on.
     """
     img_size, num_classes = run.model["img_size"], run.model["num_classes"]
     loader = create_val_loader(run, world, img_size=img_size, batch_size=batch_size, skip_broken=skip_broken)

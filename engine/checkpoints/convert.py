@@ -4,11 +4,10 @@
     python -m engine.checkpoints.convert released.pth eva.safetensors model.num_heads=3 attention.window_size=7
     python -m engine.checkpoints.convert best.pth.tar eva.safetensors --config CONFIG.yaml attention=eva
 
-The export holds all options. If a checkpoint of the released code of EVA and LARA lacks options, the command names
-them, and they are given as key.path=value. Weights of other programs (timm, DeiT, PVT-v2) come without options: a
-configuration describes their model, and nothing is written unless all of them load unchanged. The configuration must
-agree with what a file of timm's train.py states: options of the model and its images, and the attention where it has
-trained a model of this project.
+The export holds all options. Those that a checkpoint of the released code of EVA and LARA lacks are named, and given as
+key.path=value. Weights of other programs (timm, DeiT, PVT-v2) come without options: a configuration describes their
+model, and nothing is written unless all of them load unchanged. It must agree with what a file of timm's train.py
+states: options of the model and its images, and the attention where it has trained a model of this project.
 """
 
 import json
@@ -90,10 +89,7 @@ def read_with_config(run: Run, path: Path) -> dict[str, Any]:
 def check_arguments(run: Run, global_pool: str, found: Found) -> None:
     """Compares `run` with what a file of timm's train.py states, which its weights need not show.
 
-    Args:
-        global_pool: the pooling of the model, which `run` may leave to the model.
-    Raises:
-        UserError: something differs.
+    The model's `global_pool` is given, which `run` may leave to the model. UserError: something differs.
     """
     options, images = read_timm_arguments(found)
     values, remedies = [], []

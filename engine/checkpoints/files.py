@@ -13,9 +13,9 @@ import json
 import math
 import pickle
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch
 
@@ -23,7 +23,6 @@ from attention.options import parse_options
 from engine.checkpoints.format import check_plain, read_archive
 from engine.checkpoints.identify import (
     CHECKPOINT_NAME,
-    FOREIGN,
     Found,
     Kind,
     damaged,
@@ -63,10 +62,9 @@ def find_checkpoint(
     """Returns the path and content of the best or the newest checkpoint in `directory`; None if there is none.
 
     Args:
-        which: "best": the checkpoint of the epoch that ranks first, see `Progress`, or the newest if none has a finite
-            score.
-        quiet: do not name on stderr the damaged checkpoints that are passed over.
-        weights: the kind of weights whose ranking counts. need_digest: see `load_checkpoint`.
+        which: "best": the checkpoint of the epoch that ranks first by these `weights`, see `Progress`, or the newest if
+            none has a finite score.
+        quiet: do not name on stderr the damaged checkpoints that are passed over. need_digest: see `load_checkpoint`.
     Raises:
         UserError: all of them are damaged.
     """
@@ -141,7 +139,7 @@ def _first_whole(paths: Sequence[Path], quiet: bool, need_digest: bool) -> tuple
 
 
 def save_checkpoint(path: Path, checkpoint: Mapping[str, Any]) -> None:
-    """Writes `checkpoint` to `path`, with its SHA-256, if `load_checkpoint` will read it.
+    """Writes `checkpoint` to `path`, with its SHA-256.
 
     Raises:
         ValueError: `load_checkpoint` would refuse it; nothing is written. OSError: it cannot be written.
@@ -170,7 +168,7 @@ def load_checkpoint(source: Path | Found, need_digest: bool = False) -> dict[str
     """
     found = identify_file(source, need_digest) if isinstance(source, Path) else source
     try:
-        checkpoint = READERS[found.kind](found)
+        checkpoint = _read(found)
         _check_values(checkpoint)
         if checkpoint.get("classes"):
             checkpoint["classes"] = names_to_nfc(checkpoint["classes"])  # as those of data
@@ -181,47 +179,33 @@ def load_checkpoint(source: Path | Found, need_digest: bool = False) -> dict[str
     return checkpoint
 
 
-def _read_own(found: Found) -> dict[str, Any]:
-    assert found.content is not None, "a checkpoint has content"
-    return found.content.own()
-
-
-def _read_export(found: Found) -> dict[str, Any]:
-    assert found.content is not None
-    assert found.content.metadata is not None, "an export is a safetensors file"
-    checkpoint = json.loads(found.content.metadata["run"])
-    return checkpoint | {WEIGHTS[checkpoint["weights"]]: found.content.values}
-
-
-def _read_released(found: Found) -> dict[str, Any]:
-    try:
-        return from_released_file(found.values())
-    except Unsupported as error:
-        raise Unsupported(f"{found.path}: {error}") from None
-
-
-def _refuse_graph(found: Found) -> NoReturn:
-    problem = "an exported graph, which only other programs run (docs/validation.md, Export)"
-    raise UserError(f"{found.path}: {problem}; name the run, checkpoint or .safetensors that it was made of")
-
-
-def _refuse_foreign(found: Found) -> NoReturn:
+def _read(found: Found) -> dict[str, Any]:
+    """Reads a checkpoint of any kind. Exception: it is damaged, or none that this project can run."""
+    content = found.content
+    match found.kind:
+        case Kind.LOCAL_DIR:
+            return read_local_dir(found)
+        case Kind.RELEASED:
+            try:
+                return from_released_file(found.values())
+            except Unsupported as error:
+                raise Unsupported(f"{found.path}: {error}") from None
+        case Kind.EXPORT:
+            assert content is not None
+            assert content.metadata is not None, "an export is a safetensors file"
+            checkpoint = json.loads(content.metadata["run"])
+            return checkpoint | {WEIGHTS[checkpoint["weights"]]: content.values}
+        case Kind.GRAPH:
+            problem = "an exported graph, which only other programs run (docs/validation.md, Export)"
+            raise UserError(f"{found.path}: {problem}; name the run, checkpoint or .safetensors that it was made of")
+        case Kind.CHECKPOINT:
+            assert content is not None, "a checkpoint has content"
+            return content.own()
     raise UserError(
         f"{found.path}: no checkpoint of train.py: it holds no configuration; it seems to be {found.kind.value}, and"
         f" `python -m engine.checkpoints.convert {found.path} FILE.safetensors --config CONFIG.yaml` makes one of it,"
         " where CONFIG.yaml describes its model"
     )
-
-
-READERS: dict[Kind, Callable[[Found], dict[str, Any]]] = {
-    Kind.CHECKPOINT: _read_own,
-    Kind.EXPORT: _read_export,
-    Kind.RELEASED: _read_released,
-    Kind.LOCAL_DIR: read_local_dir,
-    Kind.GRAPH: _refuse_graph,
-    **dict.fromkeys(FOREIGN, _refuse_foreign),
-}
-"""Kind of a file -> function that reads its checkpoint."""
 
 
 def trained_config(checkpoint: Mapping[str, Any]) -> dict[str, Any]:

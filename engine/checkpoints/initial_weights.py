@@ -57,8 +57,7 @@ def create_initial_model(run: Run, output: Path, world: World, classes: Sequence
 def load_initial_weights(model: nn.Module, run: Run, world: World, classes: Sequence[str] | None = None) -> list[str]:
     """Loads the weights that `init` names and prints their outcome, see `create_initial_model`.
 
-    Returns:
-        The names of the model's parameters that keep their initial values.
+    Returns the names of the parameters that keep their initial values.
     """
     name = run.init.weights
     assert name is not None, "there is nothing to load"

@@ -83,9 +83,8 @@ MEASURE = "`python validate.py DIRECTORY data.root=...` measures it on your imag
 def write_card(model: nn.Module, run: Run, checkpoint: Mapping[str, Any], weights: Weights) -> str:
     """Returns the model card of `model`, which has one kind of weights of `checkpoint`.
 
-    Args:
-        run: the exported configuration. It may differ from that of the checkpoint, for instance in the image size; the
-            card then says that its accuracy was counted with the other one.
+    The exported `run` may differ from that of the checkpoint; the card then says that its accuracy is that of the
+    other.
     """
     names = list(dict.fromkeys(entry["name"] for entry in mechanisms_of(run.attention)))
     classes = run.model["num_classes"]

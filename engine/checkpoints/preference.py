@@ -13,11 +13,7 @@ NOISE = 2.0
 
 
 class Choice(NamedTuple):
-    """Weights of a source: their checkpoint, its content, and their kind.
-
-    Attributes:
-        note: why they are not the averaged ones, "" if they are or there is one kind only.
-    """
+    """Weights of a source: their checkpoint, its content, their kind, and why they are not the averaged ones ("")."""
 
     path: Path
     checkpoint: dict[str, Any]
@@ -30,8 +26,7 @@ def choose_weights(
 ) -> Choice:
     """Chooses among the kinds of weights of `find_weights`, by the last evaluations that their checkpoints record.
 
-    Raises:
-        UserError: see `find_weights`.
+    UserError: see `find_weights`.
     """
     listed = find_weights(source, which, weights)
     kinds = {kind: (path, checkpoint) for path, checkpoint, each in listed for kind in each}
@@ -43,8 +38,7 @@ def prefer(metrics: Mapping[Weights, Mapping[str, Any]]) -> tuple[Weights, str]:
     """Chooses a kind of weights by its metrics, and says why if both are there and it is not the averaged one.
 
     Plain weights are better if their top-1 is higher by more than `NOISE` standard errors of the difference of two
-    proportions, each of `images` images. A loss has no such bound: plain weights are better only where theirs is finite
-    and that of the averaged ones is not.
+    proportions. A loss has no such bound: plain weights are better only where theirs alone is finite.
 
     Args:
         metrics: kind -> `top1` (percent), `images` and `loss`, as far as they were measured.

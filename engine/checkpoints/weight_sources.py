@@ -64,9 +64,7 @@ class Source(NamedTuple):
 
 
 def read_weights(name: str) -> Source:
-    """Reads the weights that `init.weights` names, of a run those of `choose_weights`.
-
-    In a run directory, the best checkpoint has them. A file need not be trusted: no code in it is run.
+    """Reads the weights that `init.weights` names, of a run those of `choose_weights`; a file need not be trusted.
 
     Raises:
         UserError: no such file or name, or no weights in it.
@@ -105,8 +103,7 @@ def load_timm(name: str) -> Any:  # nn.Module, whose attributes are tensors or m
     """Creates the model of timm's hub of this name; timm downloads its weights or takes them from its cache.
 
     Raises:
-        UserError: timm cannot load it, or it is a directory (``local-dir:``) that describes a larger model than its
-            weights.
+        UserError: timm cannot load it, or a directory (``local-dir:``) describes a larger model than its weights.
     """
     try:
         with _bounded_by(Path(name.removeprefix(LOCAL))) if name.startswith(LOCAL) else nullcontext():
@@ -146,8 +143,9 @@ def describe_unnamed(classes: Sequence[str]) -> str:
 
 
 def describe_order(classes: Sequence[str]) -> str:
-    """Returns how the natural order of the data's `classes`, numbers by value, differs from that of torchvision, which
-    a classifier without names may have; "" if it does not, or if the classes are in no natural order.
+    """Returns how the natural order of `classes` differs from torchvision's, which weights may have.
+
+    "": it does not, or the classes are in no natural order.
     """
     by_text = sorted(classes)
     natural = sorted(by_text, key=natural_key)

@@ -20,18 +20,15 @@ def identify_data(train: Images, val: Images) -> dict[str, Any]:
 
 
 def is_one_split(identity: Mapping[str, Any]) -> bool:
-    """Returns from `identify_data` whether the training images are those of the validation, whatever their splits'
-    names are.
-    """
+    """Returns whether the training images of `identify_data` are those of the validation, by whatever name."""
     return all(identity[f"train_{what}"] == identity[f"val_{what}"] for what in ("files", "content"))
 
 
 def identify_split(name: Literal["train", "val"], images: Images) -> dict[str, str]:
     """Returns the digest of the files of a split, see `digest_files`, and that of their content.
 
-    The latter is `SplitReader.digest`, which covers names and labels too, so that it is both digests of a whole split;
-    or else the SHA-256 of `SplitReader.fingerprints`. Files are not read for that: of two images of one name and one
-    size in bytes it knows no difference.
+    The content is `SplitReader.digest`, which of a whole split covers names and labels too, or else the SHA-256 of
+    `SplitReader.fingerprints`: images of one name and one size in bytes are then the same.
     """
     reader = images.reader
     if (content := reader.digest) is None:
@@ -43,10 +40,8 @@ def identify_split(name: Literal["train", "val"], images: Images) -> dict[str, s
 def check_held_out(data: Data, checkpoint: Mapping[str, Any], identity: Mapping[str, str]) -> str:
     """Checks that images held out of the training split are those that validated in the training of `checkpoint`.
 
-    Their names decide, as a prepared copy of them may have other content.
+    Their names decide, as a prepared copy of them may have other content; `identity` is theirs, see `identify_split`.
 
-    Args:
-        identity: of the images here, see `identify_split`.
     Returns:
         A warning, where the checkpoint does not know its images; else "".
     Raises:

@@ -56,10 +56,8 @@ class Shard:
 
 
 class MdsReader(LayoutReader):
-    """Reads the split that is the folder or the URL `path`.
+    """Reads the split that is the folder or the URL `path`; `data` has the options of a store.
 
-    Args:
-        data: options of a store: `cache_dir`, `cache_gb`, `shuffle_shards`, `timeout_minutes`.
     Raises:
         LayoutError: the index, or what it names, is not usable. DataError, UserError: the store does not send it.
         OSError: a file cannot be read.
@@ -205,7 +203,7 @@ def write_mds(
     """Writes a split: shards of about `shard_bytes`, the file of names and classes, and, last, the index.
 
     Args:
-        contents: the bytes of every image of `source` in order, none of a broken one, and whether it was changed.
+        contents: what `encode` returns of every image of `source` in order; no bytes of a broken one.
         short_side: see `SplitReader`.
     Returns:
         Number of images without bytes.
