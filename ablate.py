@@ -29,7 +29,7 @@ from ablation.settings import Setting, in_order, select_only
 from ablation.sweep import count_ranks, read_ablation
 from ablation.worker import is_busy, run_jobs, train_all
 from attention.plugins import as_arguments
-from engine.config.load import find_config
+from engine.run.load import find_config
 from engine.runtime.arguments import PROCESSES, ArgumentParser
 from engine.runtime.errors import ConfigError, refuse_bad_input
 from engine.runtime.files import check_directory

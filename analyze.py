@@ -22,9 +22,6 @@ QUESTIONS: dict[str, str] = {
     "replace": "accuracy of a trained model with other attention; if asked, also aligned, and fine-tuned",
     "search": "mechanism of every layer of a trained model under a budget: a front of loss against cost",
     "error": "error of mechanisms against softmax attention on a trained model's queries, keys and values",
-    "entries": "error of the entries of attention matrices against the logit q . k",
-    "partition": "error of EVA's shared coefficients by number of groups, on its queries, keys and values",
-    "weighting": "error and variance of LARA by its weights of proposals, the optimal ones among them",
     "oracle": "error of low-rank and sparse approximations, and both, of its attention matrices at one budget",
 }
 """Module of `analysis` -> its description."""

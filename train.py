@@ -20,8 +20,6 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from attention import kernels
 from engine.checkpoints.initial_weights import create_initial_model
-from engine.config.checks import check_profile
-from engine.config.load import load_run
 from engine.config.micro_batches import describe_batch_norm, share_batch
 from engine.config.schema import Run
 from engine.data.identity import identify_data, is_one_split
@@ -33,6 +31,8 @@ from engine.reporting.console import format_values
 from engine.reporting.metrics import first_micro_batch_size
 from engine.reporting.recorder import RUN_FILES, Recorder
 from engine.reporting.trackers import check_trackers
+from engine.run.checks import check_profile
+from engine.run.load import load_run
 from engine.runtime.distributed import (
     World,
     autocast,

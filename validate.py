@@ -26,8 +26,6 @@ from engine.checkpoints.files import Weights, find_weights, parse_weights
 from engine.checkpoints.origin import is_made_here
 from engine.checkpoints.preference import prefer
 from engine.checkpoints.weights import check_predicts_classes
-from engine.config.described import parse_described
-from engine.config.load import is_overridden
 from engine.config.schema import Data, Run
 from engine.data.identity import check_held_out, identify_split
 from engine.data.loaders import count_broken, create_val_loader, indices_read, show_images
@@ -37,6 +35,8 @@ from engine.evaluation.label_matching import ClassSubset, match_classes, read_re
 from engine.evaluation.predictions import PredictionTable, gather_predictions
 from engine.objectives import choose_objective
 from engine.reporting.outputs import add_outputs, chosen_outputs, write_outputs
+from engine.run.described import parse_described
+from engine.run.load import is_overridden
 from engine.runtime.arguments import ArgumentParser, Count
 from engine.runtime.distributed import World, init_distributed
 from engine.runtime.errors import ConfigError, UserError, refuse_bad_input

@@ -9,13 +9,13 @@ from typing import Any
 
 from engine.checkpoints.files import find_checkpoint
 from engine.checkpoints.identify import list_checkpoints
-from engine.config.load import dump_run, flatten, parse_run
 from engine.config.schema import Data, Run
 from engine.config.yaml_files import read_yaml
 from engine.data.identity import identify_data
 from engine.data.splits import open_split
 from engine.objectives import choose_objective
 from engine.reporting.metrics import find_records, list_changes
+from engine.run.load import dump_run, flatten, parse_run
 from engine.runtime.errors import ConfigError, UserError
 from engine.runtime.terminal import warn_once
 from engine.training.differences import CONTENT, NAMES_ONLY, RANKS, list_data_differences, list_differences

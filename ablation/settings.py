@@ -12,10 +12,10 @@ from ablation.cases import Case
 from ablation.match import Matched
 from ablation.schema import expand, to_text
 from attention.options import OptionError, nearest
-from engine.config.load import dump_run
 from engine.config.papers import PaperRow
 from engine.config.schema import Run
 from engine.config.yaml_files import parse_yaml
+from engine.run.load import dump_run
 from engine.runtime.errors import ConfigError, as_config_error
 from engine.runtime.text import one_line
 from models.costs import Costs, count_costs

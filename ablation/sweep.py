@@ -15,11 +15,11 @@ from ablation.schema import LIMIT, OF_ROWS, Ablation, list_replicates, to_overri
 from ablation.settings import Setting, put_first
 from attention.options import OptionError, nearest, parse_options, to_yaml
 from attention.plugins import as_arguments, load_plugin
-from engine.config.checks import check_run
-from engine.config.load import is_overridden, load_run, load_unbuilt
 from engine.config.papers import PaperRow, read_papers
 from engine.config.schema import Run
 from engine.config.yaml_files import SWEEP, Tree, read_yaml
+from engine.run.checks import check_run
+from engine.run.load import is_overridden, load_run, load_unbuilt
 from engine.runtime.errors import ConfigError, as_config_error
 
 TRAIN = str(Path(__file__).parents[1] / "train.py")

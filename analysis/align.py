@@ -10,11 +10,12 @@ from torch import Tensor, nn
 
 from analysis.trained import Sample, Trained, read_images
 from attention.options import OptionError
+from engine.config.objective_options import TEACHER_OF_INIT, Distill
 from engine.config.schema import Optim, Schedule
 from engine.data.identity import identify_data, is_one_split
 from engine.data.splits import Images, open_split
 from engine.objectives.alignment import Alignment
-from engine.objectives.distillation import TEACHER_OF_INIT, Distill, Teacher
+from engine.objectives.distillation import Teacher
 from engine.training.optim import create_optimizer, create_schedule
 from models.base import attention_layers, is_same_attention
 

@@ -9,8 +9,8 @@ from tqdm import tqdm
 
 from attention import AttentionFactory
 from engine.checkpoints.files import parse_weights
-from engine.config.load import find_config
 from engine.config.yaml_files import Tree, override, read_yaml
+from engine.run.load import find_config
 from engine.runtime.arguments import Count
 
 EVERY_MECHANISM = "configs/ablation/mechanisms.yaml"

@@ -79,7 +79,7 @@ class Cost(ABC):
     def __init__(self, hybrids: Hybrids, batch_size: int):
         sample, device = hybrids.laboratory.sample.images, hybrids.laboratory.trained.device
         self.hybrids, self.device, self.noisy = hybrids, device, set[Choices]()
-        self.images = sample[torch.arange(batch_size) % len(sample)].to(device)
+        self.images = sample.repeat(-(-batch_size // len(sample)), 1, 1, 1)[:batch_size].to(device)
 
     @abstractmethod
     def measure(self, choices: Choices) -> float:

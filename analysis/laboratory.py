@@ -23,13 +23,13 @@ from engine.checkpoints.export import export_checkpoint
 from engine.checkpoints.files import load_checkpoint
 from engine.checkpoints.progress import Progress, is_score
 from engine.checkpoints.weights import build_model
-from engine.config.load import dump_run
 from engine.config.schema import Init
 from engine.data.identity import identify_split
 from engine.data.loaders import choose_batch_size
 from engine.evaluation.label_matching import ClassSubset
 from engine.objectives.classification import rank_classes
 from engine.objectives.distillation import digest_weights
+from engine.run.load import dump_run
 from engine.runtime.errors import UserError
 from engine.runtime.files import check_directory
 from engine.runtime.memory import peak_bytes

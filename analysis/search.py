@@ -28,12 +28,12 @@ from analysis.trained import load_trained, read_sample
 from attention import OptionError
 from bench.choice import parse_budget
 from engine.checkpoints.progress import is_score
-from engine.config.load import dump_run
+from engine.config.objective_options import Distill
 from engine.config.schema import Init
 from engine.config.yaml_files import dump_yaml
-from engine.objectives.distillation import Distill
 from engine.reporting.plots import BLUE, GREY, ORANGE, encode, in_style, new_figure
 from engine.reporting.tables import compact_table
+from engine.run.load import dump_run
 from engine.runtime.arguments import SEED, Count
 from engine.runtime.errors import UserError
 from engine.runtime.files import check_directory, dicts_to_csv, write_file

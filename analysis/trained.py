@@ -16,12 +16,12 @@ from engine.checkpoints.origin import is_made_here
 from engine.checkpoints.preference import choose_weights
 from engine.checkpoints.weight_sources import Source, source_of
 from engine.checkpoints.weights import check_predicts_classes
-from engine.config.described import parse_described
 from engine.config.schema import Run, num_channels
 from engine.data.augment import create_transform
 from engine.data.images import BrokenImage
 from engine.data.splits import Images, classes_of, open_split, report_split
 from engine.evaluation.label_matching import match_classes
+from engine.run.described import parse_described
 from engine.runtime.distributed import init_distributed
 
 

@@ -13,9 +13,9 @@ from analysis.align import validates_on_training_images
 from analysis.trained import Trained
 from attention import OptionError
 from attention.plugins import as_arguments
-from engine.config.load import dump_run, parse_run
+from engine.config.objective_options import Distill
 from engine.data.splits import open_split
-from engine.objectives.distillation import Distill
+from engine.run.load import dump_run, parse_run
 from engine.runtime.files import write_file
 from engine.runtime.ownership import claim_results, remove_owned
 from engine.runtime.processes import run_to_end

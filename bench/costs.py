@@ -7,9 +7,9 @@ from pathlib import Path
 
 from attention import ATTENTION, AttentionFactory, LayerContext
 from bench.workload import whole_model
-from engine.config.load import load_run
 from engine.config.papers import OtherRow, PaperRow
 from engine.reporting.tables import markdown_table
+from engine.run.load import load_run
 from models import parse_model
 from models.costs import Costs, count_costs
 

@@ -17,8 +17,8 @@ from attention.options import OptionError, nearest
 from bench.operators import count_operators, searches
 from bench.runtimes import RUNTIMES
 from bench.timing import count_launches
-from engine.config.load import load_run
 from engine.config.yaml_files import parse_yaml
+from engine.run.load import load_run
 from engine.runtime.distributed import autocast
 from engine.runtime.errors import ConfigError
 from engine.runtime.memory import peak_bytes, saved_bytes

@@ -31,13 +31,14 @@ LIBRARIES = {
 }
 ROOMS = {  # room of engine/ -> rooms below it, which it may import; any room may import attention/ and models/
     "runtime": "",
-    "objectives": "",
-    "config": "objectives runtime",
-    "data": "config objectives runtime",
-    "checkpoints": "config objectives runtime",
-    "evaluation": "checkpoints data config objectives runtime",
-    "training": "checkpoints data config objectives runtime",
-    "reporting": "evaluation checkpoints data config runtime",
+    "config": "runtime",
+    "objectives": "config runtime",
+    "run": "objectives config runtime",
+    "data": "run objectives config runtime",
+    "checkpoints": "run objectives config runtime",
+    "evaluation": "checkpoints data run objectives config runtime",
+    "training": "checkpoints data run objectives config runtime",
+    "reporting": "evaluation checkpoints data run config runtime",
 }
 BELOW = {  # folder or file -> what of this project it may import
     "attention/parts": {"attention.options", "attention.parts"},

@@ -17,7 +17,7 @@ from packaging.utils import canonicalize_name
 
 import attention
 import eav
-from engine.config.load import find_config
+from engine.run.load import find_config
 from tests.test_layers import EVERY_FILE, LIBRARIES, ROOT, SCRIPTS, imports
 
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())

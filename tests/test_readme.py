@@ -31,9 +31,9 @@ from ablation.sweep import read_ablation
 from attention import ATTENTION, LayerContext, OptionError, create_attention
 from attention.__main__ import config, table
 from attention.options import parse_options
-from engine.config.generate import COMMAND as GENERATE
-from engine.config.generate import FILES, GROUPS, PARTS, generate, quote
-from engine.config.load import load_run
+from engine.reporting.generate import COMMAND as GENERATE
+from engine.reporting.generate import FILES, GROUPS, PARTS, generate, quote
+from engine.run.load import load_run
 from engine.runtime.errors import UserError
 from tests.engine.test_predict import CLASSES, make_checkpoint
 from tests.test_layers import LIBRARIES, ROOMS
@@ -142,7 +142,7 @@ def test_images_of_several_sizes_make_a_batch():
 
 @pytest.mark.parametrize("file", FILES)
 def test_what_follows_from_the_code_is_written(file):
-    """Tables and lists; `engine.config.generate.PARTS` names the function of each."""
+    """Tables and lists; `engine.reporting.generate.PARTS` names the function of each."""
     assert (ROOT / file).read_bytes() == generate(file), f"run: {GENERATE}"
 
 
@@ -330,6 +330,29 @@ def test_commands_in_sentences_exist():
     commands = set(re.findall(r"\beav (\w+)", TEXT))
     assert commands <= MAINS.keys()
     assert {name for name, module in MAINS.items() if "." in module} <= commands
+
+
+REPRODUCING = PAGES["docs/reproducing.md"]
+
+
+@pytest.mark.parametrize("command", re.findall(r"`(python \w+\.py [^`]+)`", REPRODUCING))
+def test_a_command_of_the_papers_tables_is_complete(monkeypatch, command):
+    class Parsed(Exception):
+        """The script has taken the command line, and begins its work."""
+
+    def begin():
+        raise Parsed
+
+    _, script, *arguments = shlex.split(command)
+    module = import_module(script.removesuffix(".py"))
+    monkeypatch.setattr(module, "refuse_bad_input", begin)
+    with pytest.raises(Parsed):
+        module.main(arguments)
+
+
+def test_every_sweep_is_on_the_page_of_the_papers_once():
+    named = re.findall(r"configs/ablation/(\w+)\.yaml", REPRODUCING)
+    assert sorted(named) == sorted(path.stem for path in ROOT.glob("configs/ablation/*.yaml"))
 
 
 @pytest.mark.parametrize("text", re.findall(r"^```yaml\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE))

@@ -17,9 +17,9 @@ from torch import nn
 from ablation.sweep import read_ablation
 from attention import ATTENTION, AttentionFactory
 from engine.checkpoints.initial_weights import create_initial_model
-from engine.config.load import load_run
 from engine.config.papers import read_papers
 from engine.config.schema import Augment, Run
+from engine.run.load import load_run
 from engine.runtime.distributed import World
 from engine.training.optim import create_optimizer
 from models import create_model

@@ -22,9 +22,9 @@ from engine.checkpoints.weights import (
     list_not_finite,
     load_weights,
 )
-from engine.config.described import parse_described
-from engine.config.load import MISSING
 from engine.config.schema import Run
+from engine.run.described import parse_described
+from engine.run.load import MISSING
 from engine.runtime.errors import UserError
 from engine.runtime.text import describe_error, one_line
 from models import convert, create_model, parse_model, split_name

@@ -29,9 +29,9 @@ from engine.checkpoints.origin import is_made_here
 from engine.checkpoints.preference import choose_weights
 from engine.checkpoints.progress import Progress
 from engine.checkpoints.weight_sources import read_timm_arguments
-from engine.config.described import parse_described
-from engine.config.load import dump_run, find_config, flatten, load_run, parse_run, plain
 from engine.config.schema import Init, Run
+from engine.run.described import parse_described
+from engine.run.load import dump_run, find_config, flatten, load_run, parse_run, plain
 from engine.runtime.arguments import ArgumentParser
 from engine.runtime.distributed import World
 from engine.runtime.errors import UserError, refuse_bad_input

@@ -29,8 +29,8 @@ from engine.checkpoints.files import IDENTITY, METADATA, TRAINED, WEIGHTS, Weigh
 from engine.checkpoints.identify import CONFIG, WEIGHTS_FILES
 from engine.checkpoints.local_dir import describe_model
 from engine.checkpoints.model_card import CARD, write_card
-from engine.config.load import dump_run
 from engine.config.schema import Run, num_channels
+from engine.run.load import dump_run
 from engine.runtime.errors import UserError
 from engine.runtime.files import explain_unwritten, is_digest, write_file, write_verified
 from engine.runtime.ownership import RESULTS, check_claim, with_digest, write_together

@@ -19,8 +19,8 @@ from engine.checkpoints.files import Weights, trained_config
 from engine.checkpoints.identify import TIMM
 from engine.checkpoints.local_dir import PREPROCESSING, preprocessing_of
 from engine.checkpoints.progress import Progress
-from engine.config.load import parse_run
 from engine.config.schema import Data, Run
+from engine.run.load import parse_run
 from engine.runtime.text import one_line
 from models import MODELS
 from models.assignment import mechanisms_of

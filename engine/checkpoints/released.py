@@ -20,7 +20,7 @@ from torch import Tensor
 from attention import Grid
 from engine.checkpoints.format import ForeignObject
 from engine.checkpoints.progress import Progress
-from engine.config.load import MISSING
+from engine.run.load import MISSING
 from engine.runtime.errors import UserError
 from engine.runtime.text import one_line
 from models import MODELS

@@ -18,9 +18,9 @@ from engine.checkpoints.identify import CONFIG, FOREIGN, TIMM, Found, Kind, dama
 from engine.checkpoints.local_dir import read_description, read_label_names
 from engine.checkpoints.preference import choose_weights
 from engine.checkpoints.released import Arguments, Unsupported
-from engine.config.described import parse_described
-from engine.config.load import MissingOptions
 from engine.config.schema import Run
+from engine.run.described import parse_described
+from engine.run.load import MissingOptions
 from engine.runtime.errors import UserError
 from engine.runtime.text import describe_error, one_line
 from models import MODELS, create_model, parse_model

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from attention.options import option
-from engine.objectives.distillation import Distill
-from engine.objectives.masked_images import Simmim
+from engine.config.objective_options import Distill, Simmim
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,6 @@ from torch.utils.data import default_collate
 from engine.checkpoints.files import WEIGHTS, Weights
 from engine.checkpoints.preference import choose_weights
 from engine.checkpoints.weights import build_model, check_predicts_classes
-from engine.config.described import parse_described
 from engine.config.schema import Data, num_channels
 from engine.data.augment import create_transform
 from engine.data.folders import FileReader
@@ -24,6 +23,7 @@ from engine.data.images import Levels, convert
 from engine.data.loaders import ImageLoader, choose_batch_size, images_of
 from engine.data.splits import Images
 from engine.objectives.classification import probabilities_of, rank_classes
+from engine.run.described import parse_described
 from engine.runtime.distributed import Amp, autocast
 from engine.runtime.errors import UserError
 

@@ -1,11 +1,12 @@
 """The objectives that a run can have. A further one is a file here and a line of `OBJECTIVES`."""
 
+from engine.config.schema import Run
 from engine.objectives.alignment import Alignment
 from engine.objectives.classification import Classification
 from engine.objectives.copying import Copying
 from engine.objectives.distillation import Distillation
 from engine.objectives.masked_images import MaskedImages
-from engine.objectives.objective import Objective, Run
+from engine.objectives.objective import Objective
 from engine.objectives.sequences import SequenceClassification
 
 OBJECTIVES: dict[str, type[Objective]] = {

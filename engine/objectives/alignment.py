@@ -14,9 +14,11 @@ from torch import Tensor, nn
 
 from attention import Attention
 from attention.options import OptionError
+from engine.config.objective_options import Distill
+from engine.config.schema import Run
 from engine.objectives.classification import CLASSES, label_loss
-from engine.objectives.distillation import Distill, combine_losses, digest_weights, train_fitted
-from engine.objectives.objective import Objective, Run
+from engine.objectives.distillation import combine_losses, digest_weights, train_fitted
+from engine.objectives.objective import Objective
 from models.base import Backbone, attention_layers, is_same_attention
 
 

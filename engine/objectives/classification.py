@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.objectives.objective import Measure, Objective, Run
+from engine.config.schema import Augment, Run
+from engine.objectives.objective import Measure, Objective
 
 TOP = 5
 """Number of most probable classes that are kept. All logits of 50,000 images and 1,000 classes would take 200 MB."""
@@ -85,7 +86,7 @@ class WeightedCrossEntropy(nn.Module):
         return (weights * F.cross_entropy(logits, targets, reduction="none")).mean()
 
 
-def create_loss(augment: Any, class_weights: Sequence[float] | None = None) -> nn.Module:
+def create_loss(augment: Augment, class_weights: Sequence[float] | None = None) -> nn.Module:
     """Creates the cross-entropy with class indices, or with the soft targets of mixup, which does the smoothing itself.
 
     Args:
@@ -98,7 +99,9 @@ def create_loss(augment: Any, class_weights: Sequence[float] | None = None) -> n
 
 def label_loss(run: Run, model: nn.Module) -> nn.Module:
     """Creates the loss of `run` with labels, on the device of `model`; see `create_loss`."""
-    return create_loss(run.augment, run.train.class_weights).to(next(model.parameters()).device)
+    weights = run.train.class_weights
+    assert weights != "balanced", "`weigh_classes` replaces it by numbers"
+    return create_loss(run.augment, weights).to(next(model.parameters()).device)
 
 
 class Classification(Objective):

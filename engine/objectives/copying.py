@@ -13,8 +13,9 @@ from timm.layers import to_2tuple
 from torch import Tensor, nn
 
 from attention.options import OptionError
+from engine.config.schema import Augment, Data, Distill, Run
 from engine.objectives.classification import rank_classes
-from engine.objectives.objective import Measure, Objective, Run
+from engine.objectives.objective import Measure, Objective
 from engine.objectives.sequences import NO_AUGMENTATION, refuse_options
 from models.assignment import mechanisms_of
 
@@ -63,7 +64,7 @@ class Copying(Objective):
         """Refuses options that the copy task cannot use."""
         data, model = run.data, run.model
         if data.dataset != "copy":
-            if data.num_sequences != type(data).num_sequences:
+            if data.num_sequences != Data.num_sequences:
                 raise OptionError("data.num_sequences", f"acts on data.dataset=copy, not {data.dataset}; leave it out")
             return
 
@@ -85,12 +86,12 @@ class Copying(Objective):
                 remedy = "set it to true, or choose a mechanism that has it"
                 refuse(f"attention({mechanism['name']}).causal", False, remedy)
         neutral = {
-            "augment": vars(type(run.augment)(**NO_AUGMENTATION)),
+            "augment": vars(Augment(**NO_AUGMENTATION)),
             "data": {
-                name: getattr(type(data)(), name)
+                name: getattr(Data, name)
                 for name in ("root", "classes", "subset", "val_fraction", "folds", "crop_mode")
             },
-            "distill": vars(type(run.distill)()),
+            "distill": vars(Distill()),
         }
         refuse_options(run, neutral, "the copy task has sequences of tokens")
 

@@ -1,70 +1,25 @@
-"""Options of distillation, the teacher, and classification with one as in DeiT (Touvron et al., 2021, section 4)."""
+"""The teacher of a run, and classification with one as in DeiT (Touvron et al., 2021, section 4)."""
 
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attention.options import OptionError, option
+from attention.options import OptionError
+from engine.config.objective_options import TEACHER_OF_INIT, Distill
+from engine.config.schema import Run
 from engine.objectives.classification import CLASSES, label_loss
-from engine.objectives.objective import Objective, Run
+from engine.objectives.objective import Objective
 
 MeanStd = tuple[Sequence[float], Sequence[float]]
 """Mean and standard deviation, each with one value for every channel."""
 
 Prediction = Literal["hard", "soft", "soft_released"]
 """Types of distillation that compare predictions."""
-
-TEACHER_OF_INIT = "init.weights"
-"""Value of distill.teacher that means the model of init.weights."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Distill:
-    """Distillation: the loss is (1 - alpha) x cross-entropy + alpha x divergence from a teacher, as in DeiT, or x the
-    error of attention layers.
-    """
-
-    teacher: str | None = option(
-        None,
-        "trained model: run directory, checkpoint or export, or timm:NAME of timm's hub; init.weights: that of this"
-        " option; null: none",
-    )
-    type: Literal["hard", "soft", "soft_released", "attention"] = option(
-        "hard",
-        "cross-entropy with the teacher's class, or tau^2 x the divergence of the predictions; soft_released: also"
-        " divided by the number of classes, as by DeiT's code; attention: relative squared error of attention layers,"
-        " on the inputs of the teacher's",
-    )
-    alpha: float | None = option(
-        None,
-        "weight of the teacher; null: 0.5, and for attention 1, which uses no labels",
-        low=0,
-        high=1,
-    )
-    beside: Literal["labels", "soft"] = option(
-        "labels",
-        "attention: the rest of the loss, cross-entropy with the labels or soft predictions of the teacher",
-    )
-    tau: float = option(1.0, "temperature of soft predictions", above=0, high=1000)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "alpha", self.weight)  # a run without this section has the same
-
-    @property
-    def weight(self) -> float:
-        """`alpha`, or its default for the type."""
-        return self.alpha if self.alpha is not None else float(self.type == "attention") or 0.5
-
-    @property
-    def rest(self) -> Literal["labels", "soft", ""]:
-        """Target of the other term of the loss, weighted by 1 - alpha: `beside`, or "" with alpha = 1."""
-        return self.beside if self.weight < 1 else ""
 
 
 class Teacher(nn.Module):

@@ -10,22 +10,14 @@ from timm.layers import to_2tuple
 from torch import Tensor, nn
 
 from attention import Grid
-from attention.options import OptionError, option
-from engine.objectives.objective import Measure, Objective, Run
+from attention.options import OptionError
+from engine.config.objective_options import Simmim
+from engine.config.schema import Run
+from engine.objectives.objective import Measure, Objective
 from engine.objectives.sequences import refuse_options
 
 NUM_SHOWN = 8
 """Images of which TensorBoard shows the reconstruction."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Simmim:
-    """Pre-training on masked images as in SimMIM, of a model with a mask token (model.mask_token)."""
-
-    mask_ratio: float = option(0.6, "share of an image's squares that are masked, counted up", above=0, below=1)
-    mask_size: int = option(
-        32, "side of a square, pixels: a multiple of the patch size that divides the image", low=1, high=4096
-    )
 
 
 @dataclass(frozen=True)

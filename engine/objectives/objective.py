@@ -6,9 +6,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self
 import numpy as np
 from torch import Tensor, nn
 
-Run = Any
-"""`engine.config.schema.Run`, whose sections include the options of objectives."""
-
+from engine.config.schema import Run
 
 BALANCED = "balanced_accuracy"
 """Name of the mean of the recalls of all classes that have images."""

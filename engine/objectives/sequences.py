@@ -5,8 +5,8 @@ from typing import Any
 
 from attention import ATTENTION, AttentionFactory
 from attention.options import OptionError
+from engine.config.schema import Augment, Data, Distill, Run
 from engine.objectives.classification import Classification
-from engine.objectives.objective import Run
 from models.assignment import mechanisms_of
 
 NO_AUGMENTATION: dict[str, Any] = {
@@ -45,9 +45,9 @@ class SequenceClassification(Classification):
         if not SequenceClassification.applies(run):
             return
         neutral = {
-            "augment": vars(type(run.augment)(**NO_AUGMENTATION)),
-            "data": {"crop_mode": type(run.data)().crop_mode},
-            "distill": vars(type(run.distill)()),
+            "augment": vars(Augment(**NO_AUGMENTATION)),
+            "data": {"crop_mode": Data.crop_mode},
+            "distill": vars(Distill()),
         }
         refuse_options(run, neutral, "with model.vocab_size, pixels are numbers of tokens")
         if run.model["pad_token"] is None:

@@ -17,10 +17,10 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard.summary import hparams, image, scalar, text
 from torchvision.utils import make_grid
 
-from engine.config.load import dump_run, flatten
 from engine.config.schema import Data, Run, per_channel
 from engine.evaluation.evaluate import RECALL
 from engine.evaluation.predictions import PredictionTable
+from engine.run.load import dump_run, flatten
 from engine.runtime.files import append_whole
 
 BY_IMAGES = tuple(

@@ -31,7 +31,6 @@ import torch
 
 from engine.checkpoints.origin import ORIGIN, mark_origin
 from engine.checkpoints.progress import Progress, Resumption, describe_place
-from engine.config.load import dump_run
 from engine.config.micro_batches import describe_ranks, micro_batch_size
 from engine.config.schema import Run
 from engine.config.yaml_files import dump_yaml
@@ -42,6 +41,7 @@ from engine.reporting.metrics import EPOCHS, METRICS, EpochTable, epochs_csv, is
 from engine.reporting.profiling import StepProfiler
 from engine.reporting.speed import StepSpeed
 from engine.reporting.trackers import Launch, OpenTrackers
+from engine.run.load import dump_run
 from engine.runtime.distributed import World
 from engine.runtime.files import append_whole, naming, write_atomically
 from engine.runtime.provenance import provenance

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from attention.options import OptionError
-from engine.config.load import dump_run, flatten
 from engine.config.schema import Report, Run
+from engine.run.load import dump_run, flatten
 from engine.runtime.errors import UserError
 from engine.runtime.text import describe_error
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from engine.checkpoints.files import IDENTITY
-from engine.config.load import find_config
 from engine.config.option_pages import sections
+from engine.run.load import find_config
 from engine.runtime.arguments import ArgumentParser
 
 OPTIONS = """\

@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from engine.checkpoints.files import IDENTITY
-from engine.config.load import flatten
+from engine.run.load import flatten
 from engine.runtime.text import describe_difference
 from engine.training.optim import without_defaults
 

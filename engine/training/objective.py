@@ -17,13 +17,14 @@ from engine.checkpoints.local_dir import read_label_names
 from engine.checkpoints.preference import choose_weights
 from engine.checkpoints.weight_sources import describe_order, load_timm, read_weights
 from engine.checkpoints.weights import build_model, check_predicts_classes
-from engine.config.described import parse_described
+from engine.config.objective_options import TEACHER_OF_INIT
 from engine.config.schema import Run, num_channels, per_channel
 from engine.data.splits import Images, classes_of, count_classes
 from engine.objectives import choose_objective
 from engine.objectives.alignment import last_call, record_calls
-from engine.objectives.distillation import TEACHER_OF_INIT, MeanStd, Teacher
+from engine.objectives.distillation import MeanStd, Teacher
 from engine.objectives.objective import Objective
+from engine.run.described import parse_described
 from engine.runtime.distributed import World
 from engine.runtime.errors import UserError
 from engine.runtime.text import describe_difference, describe_error, one_line

@@ -13,8 +13,6 @@ from torch._subclasses import fake_tensor
 from attention import kernels
 from engine.checkpoints.initial_weights import create_initial_model
 from engine.checkpoints.progress import describe_place
-from engine.config.checks import check_profile
-from engine.config.load import dump_run
 from engine.config.micro_batches import micro_batch_size
 from engine.config.schema import Run
 from engine.config.yaml_files import dump_yaml
@@ -22,6 +20,8 @@ from engine.data.identity import identify_data
 from engine.data.loaders import create_loaders, images_of
 from engine.data.sampler import EpochSampler
 from engine.data.splits import classes_of
+from engine.run.checks import check_profile
+from engine.run.load import dump_run
 from engine.runtime.distributed import World, autocast
 from engine.runtime.memory import saved_storages
 from engine.runtime.text import describe_error

@@ -18,8 +18,8 @@ from engine.checkpoints.format import MAX_CLASS_NAMES
 from engine.checkpoints.identify import CHECKPOINT_NAME, list_checkpoints
 from engine.checkpoints.progress import Progress, Resumption
 from engine.checkpoints.weights import list_not_finite, load_weights
-from engine.config.load import dump_run, parse_run
 from engine.config.schema import Run
+from engine.run.load import dump_run, parse_run
 from engine.runtime.distributed import World
 from engine.runtime.errors import ConfigError, UserError
 from engine.runtime.files import is_intact

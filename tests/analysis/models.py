@@ -9,7 +9,7 @@ import torch
 from analysis.trained import Trained, load_trained
 from engine.checkpoints.files import save_checkpoint
 from engine.checkpoints.progress import Progress
-from engine.config.load import dump_run, load_run
+from engine.run.load import dump_run, load_run
 from models import create_model
 
 ROOT = Path(__file__).parents[2]

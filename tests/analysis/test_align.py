@@ -18,8 +18,8 @@ from analysis.measurements import Measurements
 from analysis.trained import Trained, read_sample
 from attention import OptionError
 from engine.checkpoints.files import find_weights
-from engine.config.load import parse_run
 from engine.data.arrays import DigitsReader
+from engine.run.load import parse_run
 from models.base import attention_layers
 from tests.analysis.models import load_model, save_model
 from tests.analysis.plans import follow_plans

@@ -9,7 +9,7 @@ import pytest
 
 from analysis.laboratory import score
 from analysis.trained import read_sample
-from engine.config.load import dump_run, flatten, load_run
+from engine.run.load import dump_run, flatten, load_run
 from engine.training.differences import list_differences
 from tests.analysis.models import load_model
 

@@ -17,7 +17,8 @@ from analysis.costs import Prices
 from analysis.hybrids import OWN
 from analysis.laboratory import Score
 from bench.timing import time_rounds
-from engine.config.load import load_run
+from engine.run.load import load_run
+from engine.runtime.arguments import MOST
 from engine.runtime.ownership import RESULTS, claim
 from tests.analysis.models import load_model, save_model
 
@@ -238,8 +239,8 @@ def test_a_budget_within_which_nothing_was_measured_is_named(checkpoint, tmp_pat
         (["--budget", "mac=0.9"], "--budget: 'mac=0.9': unknown budget; did you mean 'macs'?; write ms=5"),
         (["--budget", "macs=1", "--batch-size", "4"], "--batch-size 4: macs= is for one image; leave it out"),
         (
-            ["--budget", "ms=9", "--batch-size", f"{10**9}"],
-            f"out of memory; lower --batch-size {10**9}",
+            ["--budget", "ms=9", "--batch-size", f"{MOST}"],
+            f"out of memory; lower --batch-size {MOST}",
         ),
         (["--budget", "macs=1", "--strategy", "all", "--evaluations", "2"], "--evaluations 2: --strategy all measures"),
         (["--budget", "speed"], "--budget: 'speed': unknown budget; known: macs, memory, ms; write ms=5"),

@@ -36,10 +36,10 @@ from ablation.settings import Setting, in_order, short_names
 from ablation.sweep import count_ranks, read_ablation, to_directory
 from ablation.tables import ONE_RUN, measure, tabulate
 from engine.checkpoints.files import find_checkpoint, save_checkpoint
-from engine.config.load import dump_run
 from engine.data.idx import IMAGES, LABELS, write_idx
 from engine.reporting.plots import in_style
 from engine.reporting.tables import T_975, Spread, spread
+from engine.run.load import dump_run
 from engine.runtime import files
 from engine.runtime.errors import ConfigError
 from engine.runtime.ownership import RESULTS, claim

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 import train
 from engine.checkpoints.initial_weights import create_initial_model
 from engine.checkpoints.progress import Progress
-from engine.config.load import load_run
 from engine.config.schema import Run
 from engine.data.splits import open_split
 from engine.objectives.alignment import Alignment, relative_error
 from engine.objectives.distillation import distillation_loss
+from engine.run.load import load_run
 from engine.runtime.distributed import World, autocast
 from engine.runtime.errors import ConfigError, UserError
 from engine.training.compilation import compiled_blocks

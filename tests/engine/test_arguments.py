@@ -72,7 +72,7 @@ NUMBERS = [
 
 def test_the_table_has_the_numbers_of_every_script():
     assert {"validate", "predict", "ablate", "benchmark", "analyze", "engine.data.draw"} <= {*SCRIPTS}
-    assert {"analyze partition --groups", "predict --batch-size", "ablate --jobs"} <= {str(each.id) for each in NUMBERS}
+    assert {"analyze error --budgets", "predict --batch-size", "ablate --jobs"} <= {str(each.id) for each in NUMBERS}
 
 
 @pytest.mark.parametrize(("script", "before", "action"), NUMBERS)

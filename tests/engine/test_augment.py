@@ -8,9 +8,9 @@ from PIL import Image, ImageOps
 from timm.data.auto_augment import AugmentOp, rand_augment_choices
 
 from attention.options import OptionError
-from engine.config.checks import check_policy
 from engine.config.schema import Augment
 from engine.data.augment import posterize
+from engine.run.checks import check_policy
 from engine.runtime.distributed import seed_everything
 
 

@@ -11,12 +11,12 @@ from timm.data import auto_augment as timm_ops
 from torchvision.transforms.functional import pil_to_tensor
 
 from attention.options import OptionError
-from engine.config.load import load_run
 from engine.config.schema import Augment, Data, Run, Train
 from engine.data.augment import create_transform, posterize
 from engine.data.batch_operations import OPERATIONS
 from engine.data.batch_policy import Drawn, stack_drawn, substitute
 from engine.data.loaders import create_loaders
+from engine.run.load import load_run
 from engine.runtime.distributed import World, seed_everything
 from engine.runtime.errors import ConfigError
 

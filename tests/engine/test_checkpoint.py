@@ -49,8 +49,8 @@ from engine.checkpoints.identify import Kind, identify, identify_content, list_c
 from engine.checkpoints.progress import Progress, rank_epoch
 from engine.checkpoints.weight_sources import read_weights
 from engine.checkpoints.weights import load_weights
-from engine.config.load import dump_run, load_run, parse_run
 from engine.evaluation.inference import load
+from engine.run.load import dump_run, load_run, parse_run
 from engine.runtime import files
 from engine.runtime.distributed import World
 from engine.runtime.errors import UserError

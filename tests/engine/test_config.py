@@ -15,9 +15,9 @@ import torch
 import yaml
 
 from attention import OptionError
-from engine.config.load import REMOVED, dump_run, load_run, parse_run
 from engine.config.schema import Augment, Optim, Run
 from engine.config.yaml_files import dump_yaml, read_yaml
+from engine.run.load import REMOVED, dump_run, load_run, parse_run
 from engine.runtime.errors import ConfigError, refuse_bad_input
 from models import create_model
 
@@ -633,7 +633,7 @@ def test_text_is_written_as_text(tmp_path, text):
 
 
 def test_bad_input_ends_a_script_with_status_2_one_line_and_no_traceback(tmp_path):
-    names = "from engine.config.load import load_run\nfrom engine.runtime.errors import refuse_bad_input"
+    names = "from engine.run.load import load_run\nfrom engine.runtime.errors import refuse_bad_input"
     code = f"{names}\nimport sys\nwith refuse_bad_input(): load_run(sys.argv[1])"
     path = write(tmp_path, VALID.replace("local", "locale"))
     done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True)

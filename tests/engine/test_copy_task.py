@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from attention import OptionError
 from engine.checkpoints.progress import Progress
-from engine.config.load import load_run
 from engine.config.schema import Run
 from engine.data.identity import identify_data
 from engine.data.loaders import create_loaders, create_val_loader
@@ -17,6 +16,7 @@ from engine.data.splits import open_images
 from engine.evaluation.evaluate import evaluate
 from engine.evaluation.inference import load
 from engine.objectives.copying import COPIES, Copying
+from engine.run.load import load_run
 from engine.runtime.distributed import World
 from engine.runtime.errors import ConfigError, UserError
 from engine.training.objective import create_objective

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from engine.config.load import parse_run
 from engine.data.augment import create_transform
+from engine.run.load import parse_run
 from engine.runtime.errors import ConfigError
 
 DEIT = {"name": "deit", "img_size": 48, "patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2}

@@ -16,10 +16,10 @@ from engine.checkpoints import convert
 from engine.checkpoints.files import load_checkpoint, save_checkpoint
 from engine.checkpoints.origin import is_made_here
 from engine.checkpoints.progress import Progress
-from engine.config import described
-from engine.config.described import parse_described
-from engine.config.load import dump_run, flatten, load_run
 from engine.config.schema import Data, Run
+from engine.run import described
+from engine.run.described import parse_described
+from engine.run.load import dump_run, flatten, load_run
 from engine.runtime.errors import UserError
 from models import create_model
 from tests.analysis.models import load_model

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from engine.checkpoints.export import export_checkpoint
 from engine.checkpoints.progress import Progress
-from engine.config.load import load_run
 from engine.config.schema import Augment, Distill, Run
 from engine.data.splits import open_split
 from engine.objectives.classification import create_loss
 from engine.objectives.distillation import Distillation, digest_weights, distillation_loss
 from engine.objectives.objective import Objective
+from engine.run.load import load_run
 from engine.runtime.distributed import World
 from engine.runtime.errors import ConfigError, UserError
 from engine.training.objective import create_objective

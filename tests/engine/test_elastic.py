@@ -21,11 +21,11 @@ import yaml
 
 from attention.options import OptionError
 from engine.checkpoints.files import find_checkpoint
-from engine.config.checks import check_run
-from engine.config.load import load_run
 from engine.config.micro_batches import describe_ranks, fewest_micro_batches, share_batch
 from engine.config.schema import Run
 from engine.data.sampler import EpochSampler
+from engine.run.checks import check_run
+from engine.run.load import load_run
 from engine.runtime.distributed import World
 from tests.engine.test_faults import ENVIRONMENT, is_alive, session_of, wait_for
 from tests.engine.test_resume import RUN, records

@@ -21,8 +21,8 @@ from engine.checkpoints.files import find_weights, load_checkpoint, save_checkpo
 from engine.checkpoints.local_dir import describe_model
 from engine.checkpoints.progress import Progress
 from engine.checkpoints.weight_sources import read_weights
-from engine.config.load import dump_run, parse_run
 from engine.evaluation.inference import load
+from engine.run.load import dump_run, parse_run
 from engine.runtime.errors import ConfigError, UserError
 from engine.runtime.ownership import MARKER
 from tests.support.facts import FACTS

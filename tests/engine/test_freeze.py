@@ -9,9 +9,9 @@ import torch
 from engine.checkpoints.files import find_checkpoint
 from engine.checkpoints.initial_weights import create_initial_model
 from engine.checkpoints.progress import Progress
-from engine.config.load import load_run
 from engine.config.micro_batches import describe_batch_norm
 from engine.config.schema import Run, Train
+from engine.run.load import load_run
 from engine.runtime.distributed import World, seed_everything
 from engine.runtime.errors import ConfigError
 from engine.training.optim import create_optimizer

@@ -21,7 +21,6 @@ from attention.options import OptionError
 from bench.quality import read_quality
 from engine.checkpoints.files import load_checkpoint
 from engine.checkpoints.weight_sources import read_weights
-from engine.config.load import load_run
 from engine.config.schema import Data
 from engine.data.folders import list_files, measure_files
 from engine.data.splits import Images, open_split
@@ -29,6 +28,7 @@ from engine.data.subset import read_names
 from engine.evaluation.label_matching import read_real_labels
 from engine.reporting.metrics import EpochTable, find_records, read_records
 from engine.reporting.runs import read_epochs, summarise
+from engine.run.load import load_run
 from engine.runtime.errors import UserError
 from engine.runtime.files import read_digests
 from engine.runtime.locks import is_locked, lock_holder

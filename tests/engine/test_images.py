@@ -15,12 +15,12 @@ from PIL import Image
 
 import train
 from attention.options import OptionError
-from engine.config.checks import check_run
 from engine.config.schema import Augment, Data, Run, Train
 from engine.data import verify
 from engine.data.images import BrokenImage, DataError, decode
 from engine.data.loaders import count_broken, create_loaders, create_val_loader
 from engine.data.splits import classes_of, open_split
+from engine.run.checks import check_run
 from engine.runtime.distributed import World, seed_everything
 from engine.runtime.reading import open_regular
 from tests.support.image_files import IMAGE_FILES, WHITE

@@ -13,7 +13,6 @@ from torch.utils.data import default_collate
 
 from attention.options import OptionError
 from engine.checkpoints.progress import Progress
-from engine.config.load import load_run
 from engine.config.schema import Augment, Run, Train
 from engine.data.arrays import ArrayReader
 from engine.data.loaders import ImageLoader
@@ -22,6 +21,7 @@ from engine.evaluation.evaluate import evaluate
 from engine.objectives.classification import create_loss
 from engine.objectives.copying import NO_AUGMENTATION
 from engine.reporting.console import format_values
+from engine.run.load import load_run
 from engine.runtime.distributed import World
 from engine.runtime.errors import ConfigError
 from engine.training.objective import weigh_classes

@@ -1,11 +1,11 @@
 """Weights of other models at the start of a run: fitting weights are loaded, and a table reports each."""
 
 import dataclasses
-import itertools
 import json
 import re
 import resource
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,8 +22,8 @@ from engine.checkpoints.files import load_checkpoint
 from engine.checkpoints.initial_weights import create_initial_model
 from engine.checkpoints.progress import Progress
 from engine.checkpoints.weight_sources import EXPECTED, Source, read_weights
-from engine.config.load import MISSING, load_run
 from engine.config.schema import Run
+from engine.run.load import MISSING, load_run
 from engine.runtime.distributed import World
 from engine.runtime.errors import UserError
 from engine.training.resume import Checkpoints
@@ -35,7 +35,8 @@ from tests.support.launcher import ROOT
 WORLD = World(torch.device("cpu"))
 SMALL = ("img_size=32", "patch_size=8", "embed_dim=24", "depth=2", "num_heads=2", "num_classes=5", "stem=linear")
 MODEL = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 2, "num_classes": 5}
-WITHOUT_CLASS_TOKEN = {"class_token": False, "global_pool": "avg", "fc_norm": False}
+AVERAGED = {"class_token": False, "global_pool": "avg", "fc_norm": False}
+PYRAMID = {"embed_dims": (8, 16, 20, 32), "depths": (1, 1, 1, 1), "num_classes": 3}
 
 
 def stock(**options) -> nn.Module:
@@ -72,12 +73,26 @@ def write(path: Path, state: dict) -> str:
     return str(path)
 
 
-def test_stock_weights_load_as_they_are_and_give_the_same_logits():
-    source, model = stock(), build(class_token=True)
+@pytest.mark.parametrize(
+    ("there", "here", "adapted"),
+    [
+        ({}, {}, []),
+        ({}, {"img_size": (48, 64)}, ["pos_embed (1, 17, 24) -> (1, 49, 24)"]),
+        ({}, {"img_size": 64, "patch_size": 16}, ["patch_embed.proj.weight (24, 3, 8, 8) -> (24, 3, 16, 16)"]),
+        ({}, {"in_chans": 1}, ["patch_embed.proj.weight (24, 3, 8, 8) -> (24, 1, 8, 8)"]),
+        ({"no_embed_class": True, "reg_tokens": 2}, {"reg_tokens": 2}, ["pos_embed (1, 16, 24) -> (1, 19, 24)"]),
+    ],
+    ids=["as they are", "image size", "patch size", "grey: the sum of the colours", "prefix without positions: DeiT-3"],
+)
+def test_stock_weights_give_the_logits_of_timm_which_resamples_them_too(there, here, adapted):
+    source, model = stock(**there), build(class_token=True, **here)
     outcome = fit(model, source.state_dict())
-    assert [kind for kind, names in outcome.items() if names] == ["loaded"]
-    images = torch.randn(2, 3, 32, 32)
-    torch.testing.assert_close(model(images), source(images), rtol=0, atol=1e-5)
+    assert {kind: names for kind, names in outcome.items() if names and kind != "loaded"} == (
+        {"adapted": adapted} if adapted else {}
+    )
+    source.set_input_size(here.get("img_size", 32), patch_size=here.get("patch_size", 8))
+    images = torch.randn(2, here.get("in_chans", 3), *model.patch_embed.img_size)
+    torch.testing.assert_close(model(images), source(images.expand(-1, 3, -1, -1)), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ATTENTION)
@@ -87,7 +102,7 @@ def test_shared_projections_load_into_every_mechanism(name):
     T2R's paper, for one, converts a trained transformer by new feature maps beside its projections. Others run on
     softmax weights as they are: Performer, SMYRF, clustered attention and more.
     """
-    source = stock(**WITHOUT_CLASS_TOKEN, img_size=112).state_dict()
+    source = stock(**AVERAGED, img_size=112).state_dict()
     model = build(name, img_size=112)
     own = {key: value.clone() for key, value in model.state_dict().items()}
     outcome = fit(model, source)
@@ -105,86 +120,43 @@ def test_shared_projections_load_into_every_mechanism(name):
     assert torch.equal(attn.proj.weight, source["blocks.1.attn.proj.weight"])
 
 
-def test_another_image_size_is_resampled_as_timm_does():
-    source, model = stock(), build(img_size=(48, 64), class_token=True)
-    outcome = fit(model, source.state_dict())
-    assert outcome["adapted"] == ["pos_embed (1, 17, 24) -> (1, 49, 24)"]
-    source.set_input_size((48, 64))
-    images = torch.randn(2, 3, 48, 64)
-    torch.testing.assert_close(model(images), source(images), rtol=0, atol=1e-5)
+CLASS, STUDENT = {"class_token": True}, {"class_token": True, "dist_token": True}
+DISTILLATION = ["dist_token", "head_dist.weight", "head_dist.bias"]
+WITHOUT_SECOND = [0, *range(2, 18)]
 
 
-def test_another_patch_size_is_resampled_as_timm_does():
-    source, model = stock(), build(img_size=64, patch_size=16, class_token=True)
-    outcome = fit(model, source.state_dict())
-    assert outcome["adapted"] == ["patch_embed.proj.weight (24, 3, 8, 8) -> (24, 3, 16, 16)"]
-    source.set_input_size(64, patch_size=16)
-    images = torch.randn(2, 3, 64, 64)
-    torch.testing.assert_close(model(images), source(images), rtol=0, atol=1e-5)
-
-
-def test_grey_images_get_the_sum_of_the_colours():
-    source, model = stock(), build(in_chans=1, class_token=True)
-    fit(model, source.state_dict())
-    image = torch.randn(1, 1, 32, 32)
-    torch.testing.assert_close(model(image), source(image.expand(-1, 3, -1, -1)), rtol=0, atol=1e-5)
-
-
-def test_other_classes_get_a_new_head():
-    model = build(num_classes=7, class_token=True)
-    head = model.head.weight.clone()
-    outcome = fit(model, stock().state_dict())
-    assert outcome["re-made"] == ["head.weight", "head.bias"]
-    assert outcome["dropped"] == []
-    assert torch.equal(model.head.weight, head)
-
-
-def test_without_the_class_token_its_position_goes_too():
-    source = stock().state_dict()
-    model = build()
-    outcome = fit(model, source)
-    assert (outcome["dropped"], outcome["fresh"]) == (["cls_token"], [])
-    assert torch.equal(model.pos_embed, source["pos_embed"][:, 1:])
-
-
-def test_a_class_token_that_the_source_lacks_is_fresh():
-    source = stock(**WITHOUT_CLASS_TOKEN).state_dict()
-    model = build(class_token=True, reg_tokens=2)
-    own = model.pos_embed[:, :3].clone()
-    assert fit(model, source)["fresh"] == ["cls_token", "reg_token"]
-    assert torch.equal(model.pos_embed, torch.cat([own, source["pos_embed"]], 1))
-
-
-def test_prefix_tokens_without_positions_as_in_deit_3():
-    source = stock(no_embed_class=True, reg_tokens=2)
-    model = build(class_token=True, reg_tokens=2)
-    fit(model, source.state_dict())
-    images = torch.randn(2, 3, 32, 32)
-    torch.testing.assert_close(model(images), source(images), rtol=0, atol=1e-5)
-
-
-def test_distilled_weights_lose_the_second_token_and_head():
+@pytest.mark.parametrize(
+    ("there", "here", "outcome", "rows", "source_rows"),
+    [
+        (CLASS, CLASS | {"num_classes": 7}, {"re-made": ["head.weight", "head.bias"]}, range(17), range(17)),
+        (CLASS, {}, {"dropped": ["cls_token"]}, range(16), range(1, 17)),
+        (AVERAGED, CLASS | {"reg_tokens": 2}, {"fresh": ["cls_token", "reg_token"]}, range(3, 19), range(16)),
+        (STUDENT, CLASS, {"dropped": DISTILLATION}, range(17), WITHOUT_SECOND),
+        (CLASS, STUDENT, {"fresh": DISTILLATION}, WITHOUT_SECOND, range(17)),
+        (STUDENT, STUDENT, {}, range(18), range(18)),
+        (
+            STUDENT,
+            STUDENT | {"num_classes": 7},
+            {"re-made": ["head.weight", "head.bias", "head_dist.weight", "head_dist.bias"]},
+            range(18),
+            range(18),
+        ),
+    ],
+)
+def test_prefix_tokens_and_heads_that_one_side_lacks(there, here, outcome, rows, source_rows):
+    """Positions of shared tokens are taken; what is fresh or re-made, and positions of other tokens, stay."""
     torch.manual_seed(0)
-    source = timm.create_model("deit_tiny_distilled_patch16_224", **MODEL).state_dict()
-    model = build(class_token=True)
-    assert fit(model, source)["dropped"] == ["dist_token", "head_dist.weight", "head_dist.bias"]
-    assert torch.equal(model.pos_embed, source["pos_embed"][:, [0, *range(2, 18)]])
-
-
-def test_a_distilled_student_of_plain_weights_and_of_distilled_ones():
-    torch.manual_seed(0)
-    plain, distilled = stock().state_dict(), timm.create_model("deit_tiny_distilled_patch16_224", **MODEL)
-    tokens = {"class_token": True, "dist_token": True}
-    model = build(**tokens)
-    outcome = fit(model, plain)
-    assert outcome["fresh"] == ["dist_token", "head_dist.weight", "head_dist.bias"]
-    assert outcome["re-made"] == outcome["dropped"] == []
-    assert torch.equal(model.pos_embed[:, [0, *range(2, 18)]], plain["pos_embed"])
-    outcome = fit(build(**tokens), distilled.state_dict())
-    assert [kind for kind, names in outcome.items() if names] == ["loaded"]
-    outcome = fit(build(**tokens, num_classes=7), distilled.state_dict())
-    assert outcome["re-made"] == ["head.weight", "head.bias", "head_dist.weight", "head_dist.bias"]
-    assert outcome["dropped"] == []
+    distilled = timm.create_model("deit_tiny_distilled_patch16_224", **MODEL)
+    source = (distilled if "dist_token" in there else stock(**there)).state_dict()
+    model = build(**here)
+    own = {name: value.clone() for name, value in model.state_dict().items()}
+    found = fit(model, source)
+    assert {kind: names for kind, names in found.items() if names and kind not in ("loaded", "adapted")} == outcome
+    assert all(torch.equal(model.state_dict()[name], own[name]) for name in found["fresh"] + found["re-made"])
+    assert torch.equal(model.pos_embed[:, rows], source["pos_embed"][:, source_rows])
+    others = [row for row in range(model.pos_embed.shape[1]) if row not in rows]
+    assert len(others) == len(own["pos_embed"][0]) - len(rows)
+    assert torch.equal(model.pos_embed[:, others], own["pos_embed"][:, others])
 
 
 def test_bias_tables_are_resampled_to_other_windows():
@@ -236,21 +208,15 @@ WINDOWS = {"window_size": 4, "layout": "1d"}
         (WINDOWS | {"causal": True}, WINDOWS | {"causal": True, "window_size": 2}, "adapted (1, 4, 2) -> (1, 2, 2)"),
         (WINDOWS | {"causal": True, "window_size": 7}, WINDOWS, "fresh (there it is of table 1d causal)"),
         (WINDOWS | {"window_size": 13}, {"window_size": 3}, "fresh (there it is of table 1d)"),
-        ({"position_bias": "t5"}, {}, "fresh (there it is of t5 2d)"),
-        ({"position_bias": "t5"}, {"position_bias": "t5"}, "loaded"),
+        (T5, {}, "fresh (there it is of t5 2d)"),
+        (T5, T5, "loaded"),
         (T5, T5 | {"window_size": 3}, "adapted (2, 16, 2) -> (2, 16, 2)"),
         (T5 | {"layout": "1d"}, T5 | {"layout": "1d", "overlap": 16}, "adapted (1, 16, 2) -> (1, 16, 2)"),
         (T5 | {"causal": True}, T5 | {"causal": True, "window_size": 2}, "adapted (1, 16, 2) -> (1, 16, 2)"),
         (T5 | {"causal": True}, T5 | {"layout": "1d"}, "fresh (there it is of t5 1d causal)"),
-        (
-            {"position_bias": "t5_released"},
-            {"position_bias": "t5_released", "window_size": 3},
-            "fresh (of another window, and t5_released 2d cannot be resampled)",
-        ),
-        (
-            {"position_bias": "table_released"},
-            {"position_bias": "table_released", "window_size": 3},
-            "fresh (of another window, and table_released 2d cannot be resampled)",
+        *(
+            (kind, kind | {"window_size": 3}, f"fresh (of another window, and {name} 2d cannot be resampled)")
+            for name, kind in [(name, {"position_bias": name}) for name in ("t5_released", "table_released")]
         ),
         ({"position_bias": "table_released"}, {"position_bias": "table_released"}, "loaded"),
         ({"position_bias": "none"}, {}, "fresh"),
@@ -276,11 +242,10 @@ def test_bias_tables_of_other_windows_and_kinds(there, here, becomes):
         assert kind != "fresh" or all(map(torch.equal, tables, before))
 
 
-@pytest.mark.parametrize("name", ["shifted_window", "neighborhood"])
-def test_bias_tables_of_mechanisms_on_grids_alone(name):
+@pytest.mark.parametrize(("name", "size"), [("shifted_window", "window_size"), ("neighborhood", "kernel_size")])
+def test_bias_tables_of_mechanisms_on_grids_alone(name, size):
     """Offsets on a grid have one meaning in all mechanisms."""
-    there = build({"name": name, "window_size" if name == "shifted_window" else "kernel_size": 3})
-    same = build({"name": name, "window_size" if name == "shifted_window" else "kernel_size": 3})
+    there, same = (build({"name": name, size: 3}) for _ in range(2))
     assert {kind for kind, names in fit(same, there.state_dict(), there).items() if names} == {"loaded"}
     windows = build({"name": "local", "window_size": 4})
     adapted = [f"blocks.{i}.attn.position_bias.table (1, 25, 2) -> (1, 49, 2)" for i in (0, 1)]
@@ -330,27 +295,25 @@ def test_a_table_of_one_axis_keeps_its_middle_and_its_ends():
     torch.testing.assert_close(new, 4 - new.flip(0))
 
 
-HEADS = (
-    r"^init\.weights=file: weights of a model with num_heads=%s, but model\.num_heads=%s: .*; set model\.num_heads=%s$"
+PVT = partial(create_model, "pvtv2_b0", attention="sra", **PYRAMID)
+
+
+@pytest.mark.parametrize(
+    ("make_source", "make", "there", "here"),
+    [
+        (build, build, 4, 2),
+        (stock, build, 4, 2),
+        (PVT, PVT, [1, 2, 5, 8], [2, 4, 10, 16]),
+        (partial(timm.create_model, "pvt_v2_b0", **PYRAMID), PVT, [1, 2, 5, 8], [2, 4, 10, 16]),
+    ],
 )
-
-
-@pytest.mark.parametrize("make", [build, stock])
-def test_another_number_of_heads_is_refused(make):
+def test_another_number_of_heads_is_refused(make_source, make, there, here):
     """The projections have the same shapes, but another number of heads."""
-    source = make(num_heads=4)
-    with pytest.raises(UserError, match=HEADS % (4, 2, 4)):
-        fit(build(), source.state_dict(), source)
-    fit(build(num_heads=4), source.state_dict(), source)
-
-
-def test_another_number_of_heads_in_a_stage_is_refused():
-    sizes = {"embed_dims": (8, 16, 20, 32), "depths": (1, 1, 1, 1), "num_classes": 3, "num_heads": (1, 2, 5, 8)}
-    here = create_model("pvtv2_b0", attention="sra", **{**sizes, "num_heads": (2, 4, 10, 16)})
-    for source in (create_model("pvtv2_b0", attention="sra", **sizes), timm.create_model("pvt_v2_b0", **sizes)):
-        heads = [re.escape(str(heads)) for heads in ([1, 2, 5, 8], [2, 4, 10, 16], [1, 2, 5, 8])]
-        with pytest.raises(UserError, match=HEADS % tuple(heads)):
-            fit(here, source.state_dict(), source)
+    source = make_source(num_heads=there)
+    says = f"init.weights=file: weights of a model with num_heads={there}, but model.num_heads={here}: "
+    with pytest.raises(UserError, match=f"^{re.escape(says)}.*; set model.num_heads={re.escape(str(there))}$"):
+        fit(make(num_heads=here), source.state_dict(), source)
+    fit(make(num_heads=there), source.state_dict(), source)
 
 
 def test_another_number_of_heads_than_a_checkpoint_states_is_refused_at_any_size():
@@ -382,10 +345,10 @@ def test_options_that_no_weight_shows_are_warned_of_or_refused(classes, tmp_path
 
 
 def test_the_relu_of_pvt_v2_li_is_compared_with_that_of_timm():
-    sizes = {"embed_dims": (8, 16, 20, 32), "depths": (1, 1, 1, 1), "num_classes": 3, "num_heads": (1, 2, 5, 8)}
-    source, ours = timm.create_model("pvt_v2_b0", **sizes, linear=True), {"attention": ["linear_sra"] * 4, **sizes}
+    source = timm.create_model("pvt_v2_b0", **PYRAMID, linear=True)
     for relu, others in ((False, {"mlp_relu": (True, False)}), (True, {})):
-        assert list_other_options(source, create_model("pvtv2_b0", mlp_relu=relu, **ours), True) == others
+        model = create_model("pvtv2_b0", mlp_relu=relu, attention=["linear_sra"] * 4, **PYRAMID)
+        assert list_other_options(source, model, True) == others
 
 
 def test_shared_samples_begin_anew_and_learned_ones_are_not_taken_for_random_ones(tmp_path, monkeypatch):
@@ -407,22 +370,17 @@ def test_shared_samples_begin_anew_and_learned_ones_are_not_taken_for_random_one
     assert fit(learnable, there.state_dict(), there)["drawn"] == []
 
 
-def test_heads_that_a_file_does_not_name_are_said_to_be_taken(tmp_path, capsys):
-    file = write(tmp_path / "vit.pth", stock().state_dict())
-    start(run_of(f"init.weights={file}"), tmp_path)
-    heads = "  heads    not known from this file; model.num_heads=2 is taken"
-    grid = "  grid     not known from this file; its position embeddings are taken for 4 x 4"
-    assert capsys.readouterr().out.splitlines()[-2:] == [heads, grid]
-
-
 @pytest.mark.parametrize(
-    ("side", "here", "taken"), [((16, 64), 32, "4 x 4"), ((16, 64), 48, "4 x 4"), (48, 32, "6 x 6")]
+    ("side", "here", "taken"), [(32, 32, "4 x 4"), ((16, 64), 32, "4 x 4"), ((16, 64), 48, "4 x 4"), (48, 32, "6 x 6")]
 )
-def test_a_grid_that_a_file_does_not_name_is_said_to_be_taken(side, here, taken, tmp_path, capsys):
-    """The model's where the number of positions is the same, and otherwise a square: 2 x 8 become 4 x 4."""
+def test_heads_and_a_grid_that_a_file_does_not_name_are_said_to_be_taken(side, here, taken, tmp_path, capsys):
+    """The model's grid where the number of positions is the same, and otherwise a square: 2 x 8 become 4 x 4."""
     file = write(tmp_path / "vit.pth", stock(img_size=side).state_dict())
     start(run_of(f"init.weights={file}", f"model.img_size={here}"), tmp_path)
-    assert f"position embeddings are taken for {taken}\n" in capsys.readouterr().out
+    assert capsys.readouterr().out.splitlines()[-2:] == [
+        "  heads    not known from this file; model.num_heads=2 is taken",
+        f"  grid     not known from this file; its position embeddings are taken for {taken}",
+    ]
 
 
 def test_parameters_in_a_file_are_weights(tmp_path):
@@ -458,10 +416,8 @@ def test_a_description_of_a_larger_model_than_its_weights_is_refused(change, tmp
 
 
 def test_a_pyramid_loads_by_the_names_of_timm_and_of_its_authors():
-    sizes = {"embed_dims": (8, 16, 20, 32), "depths": (1, 1, 1, 1), "num_classes": 3}
-    source = timm.create_model("pvt_v2_b0", **sizes).state_dict()
-    model = create_model("pvtv2_b0", attention="local", **{**sizes, "img_size": 224})
-    assert fit(model, source)["fresh"]
+    source = timm.create_model("pvt_v2_b0", **PYRAMID).state_dict()
+    assert fit(create_model("pvtv2_b0", attention="local", img_size=224, **PYRAMID), source)["fresh"]
     authors = {}
     for key, x in source.items():
         key = key.replace("dwconv", "dwconv.dwconv").replace("patch_embed", "patch_embed1")
@@ -470,103 +426,72 @@ def test_a_pyramid_loads_by_the_names_of_timm_and_of_its_authors():
         authors[key] = x
     assert "block4.0.mlp.dwconv.dwconv.weight" in authors
     for state in (source, authors):
-        outcome = fit(create_model("pvtv2_b0", attention="sra", **sizes), state)
-        assert [kind for kind, names in outcome.items() if names] == ["loaded"]
+        assert [kind for kind, names in fit(PVT(), state).items() if names] == ["loaded"]
+
+
+def refusal_of(model: nn.Module, state: dict[str, Tensor], source: nn.Module | None = None) -> str:
+    with pytest.raises(UserError) as caught:
+        fit(model, state, source)
+    assert str(caught.value).startswith("init.weights=file: ")
+    assert str(caught.value).isprintable()
+    return str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
         (lambda state: dict(list(state.items())[: len(state) // 2]), "missing: blocks.1.norm1.weight"),
-        (
-            lambda state: {name: x[..., :12] for name, x in state.items()},
-            "of another shape: blocks.0.norm1.weight (12,)",
-        ),
+        (lambda state: {name: x[..., :12] for name, x in state.items()}, "another shape: blocks.0.norm1.weight (12,)"),
         (lambda state: {f"layer4.{name}": x for name, x in state.items()}, "another architecture"),
         (lambda state: {name: torch.ones(()) for name in state}, "another architecture"),
-        (lambda state: state | {"blocks.0.ls1.gamma": torch.ones(24)}, "1 unexpected: blocks.0.ls1.gamma"),
-        (lambda state: state | {"norm.weight": torch.full((24,), torch.nan)}, "1 weights are not finite: norm.weight"),
-        (
-            lambda state: state | {"patch_embed.backbone.conv.weight": torch.ones(1)},
-            "1 unexpected: patch_embed.backbone.conv.weight",
-        ),
-        (lambda state: state | {"pos_embed": torch.zeros(1, 15, 24)}, "no square"),
-        (lambda state: state | {"patch_embed.proj.weight": torch.zeros(24, 192)}, "cannot be adapted"),
-        (lambda state: state | {"cls_token": torch.zeros(24)}, "cannot be adapted"),
-        (lambda state: state | {"blocks.0.attn.q.weight": torch.zeros(24, 24)}, "cannot be adapted"),
+        ({"blocks.0.ls1.gamma": torch.ones(24)}, "1 unexpected: blocks.0.ls1.gamma"),
+        ({"norm.weight": torch.full((24,), torch.nan)}, "1 weights are not finite: norm.weight"),
+        ({"patch_embed.backbone.conv.weight": torch.ones(1)}, "1 unexpected: patch_embed.backbone.conv.weight"),
+        ({"pos_embed": torch.zeros(1, 15, 24)}, "no square"),
+        ({"patch_embed.proj.weight": torch.zeros(24, 192)}, "cannot be adapted"),
+        ({"cls_token": torch.zeros(24)}, "cannot be adapted"),
+        ({"blocks.0.attn.q.weight": torch.zeros(24, 24)}, "cannot be adapted"),
     ],
 )
 def test_weights_that_do_not_fit_are_refused_in_one_line(change, says):
-    with pytest.raises(UserError) as caught:
-        fit(build(class_token=True), change(stock().state_dict()))
-    assert str(caught.value).startswith("init.weights=file: ")
-    assert says in str(caught.value)
-    assert str(caught.value).isprintable()
+    state = stock().state_dict()
+    assert says in refusal_of(build(class_token=True), state | change if isinstance(change, dict) else change(state))
+
+
+def on_meta(name: str) -> nn.Module:
+    with torch.device("meta"):
+        return timm.create_model(name)
+
+
+TWO, FOUR = "2 blocks of width 24", "1 + 1 + 1 + 1 blocks of width 8, 16, 20, 32"
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("source", "model", "says"),
     [
-        ("resnet18", "no blocks, but conv1.weight, bn1.weight, "),
-        ("convnext_atto", "2 + 2 + 6 + 2 blocks, where the model has 2 blocks of width 24 ("),
-        ("pvt_v2_b0", "2 + 2 + 2 + 2 blocks of width 32, 64, 160, 256, where "),
-        ("deit_small_patch16_224", "12 blocks of width 384, where the model has 2 blocks of width 24 ("),
-        ("xcit_nano_12_p16_224", "cannot be adapted to the model"),
+        (partial(on_meta, "resnet18"), build, "no blocks, but conv1.weight, bn1.weight, "),
+        (partial(on_meta, "convnext_atto"), build, f"2 + 2 + 6 + 2 blocks, where the model has {TWO} ("),
+        (partial(on_meta, "pvt_v2_b0"), build, "2 + 2 + 2 + 2 blocks of width 32, 64, 160, 256, where "),
+        (partial(on_meta, "deit_small_patch16_224"), build, f"12 blocks of width 384, where the model has {TWO} ("),
+        (partial(on_meta, "xcit_nano_12_p16_224"), build, "cannot be adapted to the model"),
+        (build, PVT, f"weights of another architecture: {TWO}, where the model has {FOUR} ("),
+        (PVT, build, f"weights of another architecture: {FOUR}, where the model has {TWO} ("),
     ],
 )
-def test_another_family_is_refused_in_one_line_that_says_what_it_is(name, says):
-    with torch.device("meta"):
-        source = timm.create_model(name)
-    remedy = "; choose the model (model.name, model.depth, ...) that the weights were made for"
-    with pytest.raises(UserError) as caught:
-        fit(build(), source.state_dict(), source)
-    message = str(caught.value)
+def test_another_family_is_refused_in_one_line_that_says_what_it_is(source, model, says):
+    source = source()
+    message = refusal_of(model(), source.state_dict(), source)
     assert says in message
-    assert message.endswith(remedy)
-    assert message.isprintable()
+    assert message.endswith("; choose the model (model.name, model.depth, ...) that the weights were made for")
     assert len(message) < 600
 
 
-def test_a_configuration_that_is_not_of_its_weights_is_refused():
+@pytest.mark.parametrize("options", [{"attention": "softmax"}, {"depth": 1}], ids=str)
+def test_a_configuration_that_is_not_of_its_weights_is_refused(options):
     """No program writes such a file."""
     local = {"name": "local", "window_size": 4}
-    source = build(local)
-    for other in (build("softmax"), build(local, depth=1)):
-        with pytest.raises(UserError, match="cannot be adapted to the model"):
-            fit(source, source.state_dict(), other)
-
-
-def test_one_family_of_ours_is_refused_by_the_other():
-    sizes = {"embed_dims": (8, 16, 20, 32), "depths": (1, 1, 1, 1), "num_classes": 3}
-    models = [build(), create_model("pvtv2_b0", attention="sra", **sizes)]
-    blocks = ["2 blocks of width 24", "1 + 1 + 1 + 1 blocks of width 8, 16, 20, 32"]
-    for (there, source), (here, model) in itertools.permutations(zip(blocks, models, strict=True)):
-        says = f"weights of another architecture: {there}, where the model has {here} ("
-        with pytest.raises(UserError, match=re.escape(says)):
-            fit(model, source.state_dict(), source)
-
-
-ANYTHING_OF_ANOTHER = {"epoch": 3, "args": Namespace(lr=0.1, opt="adamw")}
-
-
-@pytest.mark.parametrize(
-    ("name", "wrap"),
-    [
-        ("vit.safetensors", lambda state: state),
-        ("vit.pth", lambda state: state),
-        ("deit.pth", lambda state: {"model": state}),
-        (
-            "timm.pth.tar",
-            lambda state: {"state_dict": {}, "state_dict_ema": state, "arch": "vit", **ANYTHING_OF_ANOTHER},
-        ),
-        ("compiled.pth", lambda state: {"model": {f"_orig_mod.{key}": x for key, x in state.items()}}),
-    ],
-)
-def test_files_of_other_programs(name, wrap, tmp_path):
-    state = stock().state_dict()
-    read = read_weights(write(tmp_path / name, wrap(state))).state
-    assert read.keys() == state.keys()
-    assert all(torch.equal(read[key], state[key]) for key in state)
+    source, other = build(local), build(**{"attention": local} | options)
+    assert "cannot be adapted to the model" in refusal_of(source, source.state_dict(), other)
 
 
 def start(run: Run, output: Path, classes: list[str] | None = None) -> nn.Module:
@@ -692,6 +617,11 @@ def test_averaged_weights_come_first(tmp_path):
 
 
 SCRIPT, TIMM = "a checkpoint of another training script", "a checkpoint of timm's train.py"
+ARGS = Namespace(lr=0.1, opt="adamw")
+
+
+def with_prefix(prefix: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {prefix + name: x for name, x in state.items()}
 
 
 @pytest.mark.parametrize(
@@ -703,31 +633,38 @@ SCRIPT, TIMM = "a checkpoint of another training script", "a checkpoint of timm'
         ("x.pth", lambda state, other: {"model": other, "model_ema": state}, f"{SCRIPT}: its model_ema, not its model"),
         (
             "x.pth.tar",
-            lambda state, other: {"arch": "vit", "state_dict": other, "state_dict_ema": state},
+            lambda state, other: {"arch": "vit", "args": ARGS, "state_dict": other, "state_dict_ema": state},
             f"{TIMM}: its state_dict_ema, not its state_dict",
         ),
         (
             "x.pth",
-            lambda state, other: {"state_dict": {f"module.{name}": x for name, x in state.items()}},
+            lambda state, other: {"state_dict": with_prefix("module.", state)},
             f"{SCRIPT}: its state_dict; names without module.",
         ),
         (
             "x.pth",
-            lambda state, other: {f"_orig_mod.module.{name}": x for name, x in state.items()},
+            lambda state, other: with_prefix("_orig_mod.module.", state),
             "a state dict, weights alone; names without _orig_mod.module.",
         ),
         (
+            "x.pth",
+            lambda state, other: {"model": with_prefix("_orig_mod.", state)},
+            f"{SCRIPT}: its model; names without _orig_mod.",
+        ),
+        (
             "x.ckpt",
-            lambda state, other: {"state_dict": {f"model.{name}": x for name, x in state.items()}},
+            lambda state, other: {"state_dict": with_prefix("model.", state)},
             f"{SCRIPT}: its state_dict; names without model.",
         ),
     ],
 )
 def test_the_table_names_a_file_and_which_of_its_weights_were_taken(name, wrap, origin, tmp_path, capsys):
-    taken, other = stock(), build(class_token=True)
-    path = write(tmp_path / name, wrap(taken.state_dict(), other.state_dict()))
-    model = start(run_of("model.class_token=true", f"init.weights={path}"), tmp_path)
-    assert torch.equal(model.pos_embed, taken.pos_embed)
+    taken, other = stock().state_dict(), build(class_token=True).state_dict()
+    path = write(tmp_path / name, wrap(taken, other))
+    read = read_weights(path).state
+    assert read.keys() == taken.keys()
+    assert all(torch.equal(read[key], taken[key]) for key in taken)
+    start(run_of("model.class_token=true", f"init.weights={path}"), tmp_path)
     assert capsys.readouterr().out.splitlines()[:3] == [
         f"init.weights={path}",
         f"  source   {origin}",

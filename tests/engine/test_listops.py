@@ -9,7 +9,6 @@ import pytest
 import torch
 from PIL import Image
 
-from engine.config.load import load_run
 from engine.data.augment import ReadTokens
 from engine.data.idx import IdxReader
 from engine.data.images import BrokenImage
@@ -17,6 +16,7 @@ from engine.data.listops import NUMBERS, TOKENS, draw, main
 from engine.data.loaders import create_loaders
 from engine.evaluation.evaluate import evaluate
 from engine.objectives import choose_objective
+from engine.run.load import load_run
 from engine.runtime.distributed import World
 from engine.runtime.errors import ConfigError
 from models import create_model

@@ -9,7 +9,7 @@ import ablate
 from ablation.report import report_sweep, to_json
 from ablation.tables import tabulate
 from attention import ATTENTION
-from engine.config.load import load_run
+from engine.run.load import load_run
 from models import layer_contexts
 from models.costs import count_costs
 from tests.support.sweeps import read, refusal

@@ -14,7 +14,7 @@ from engine.checkpoints.export import export
 from engine.checkpoints.files import find_weights, load_checkpoint
 from engine.checkpoints.model_card import CITED, MEASURE
 from engine.checkpoints.progress import Progress
-from engine.config.load import parse_run
+from engine.run.load import parse_run
 from models import MODELS, create_model
 
 METRICS = {

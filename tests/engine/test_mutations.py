@@ -16,8 +16,8 @@ import pytest
 import yaml
 
 from attention import AttentionFactory
-from engine.config.load import dump_run, load_run
 from engine.config.schema import Run
+from engine.run.load import dump_run, load_run
 from engine.runtime.errors import ConfigError
 from models import parse_model
 

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 import train
 import validate
-from engine.config.load import load_run
 from engine.data.splits import open_split
 from engine.objectives import OBJECTIVES, choose_objective
 from engine.objectives.masked_images import MaskedImages
 from engine.objectives.objective import Measure, Objective, Run
+from engine.run.load import load_run
 from engine.runtime.distributed import World, init_distributed
 from engine.training.objective import create_objective
 from models import create_model

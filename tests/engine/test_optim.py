@@ -13,8 +13,8 @@ from torch import nn
 
 from attention.options import OptionError
 from engine.checkpoints.progress import Progress
-from engine.config.load import load_run
 from engine.config.schema import Optim, Run, Schedule
+from engine.run.load import load_run
 from engine.runtime.distributed import World, seed_everything
 from engine.runtime.errors import UserError
 from engine.training.differences import list_differences

@@ -16,7 +16,6 @@ from timm.data import RealLabelsImagenet
 
 from attention import OptionError
 from engine.checkpoints.adapt import build_models
-from engine.config.load import dump_run, load_run
 from engine.data.arrays import DigitsReader
 from engine.data.augment import create_transform
 from engine.data.images import BrokenImage
@@ -26,6 +25,7 @@ from engine.evaluation.label_matching import ClassSubset, match_classes, read_re
 from engine.evaluation.predictions import PredictionTable
 from engine.reporting import outputs
 from engine.reporting.plots import in_style
+from engine.run.load import dump_run, load_run
 from engine.runtime.errors import UserError
 from engine.runtime.files import check_output, write_file
 from models import create_model

@@ -9,8 +9,8 @@ import torch
 import yaml
 
 import train
-from engine.config.load import parse_run
 from engine.config.schema import Run
+from engine.run.load import parse_run
 from engine.runtime.distributed import World, autocast
 from engine.runtime.memory import saved_bytes
 from engine.training.plan import estimate_memory

@@ -25,8 +25,8 @@ from attention.registry import KEYS_OF_ENTRIES
 from attention.window_options import windows_on
 from engine.checkpoints.files import save_checkpoint
 from engine.checkpoints.progress import Progress
-from engine.config.load import dump_run, load_run, parse_run
 from engine.evaluation.inference import load
+from engine.run.load import dump_run, load_run, parse_run
 from engine.runtime.arguments import ArgumentParser
 from engine.runtime.errors import ConfigError
 from engine.runtime.provenance import provenance

@@ -18,10 +18,10 @@ import validate
 from engine.checkpoints.export import export_checkpoint
 from engine.checkpoints.files import load_checkpoint, save_checkpoint
 from engine.checkpoints.progress import Progress
-from engine.config.load import dump_run, load_run
 from engine.data.arrays import DigitsReader
 from engine.data.images import decode
 from engine.evaluation.inference import load
+from engine.run.load import dump_run, load_run
 from models import create_model
 
 ROOT = Path(__file__).parents[2]

@@ -12,7 +12,7 @@ from engine.checkpoints import convert
 from engine.checkpoints.files import load_checkpoint, save_checkpoint
 from engine.checkpoints.preference import prefer
 from engine.checkpoints.weight_sources import read_weights
-from engine.config.load import parse_run
+from engine.run.load import parse_run
 from engine.training.objective import read_teacher
 from tests.engine.test_predict import make_checkpoint
 

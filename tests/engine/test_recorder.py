@@ -35,7 +35,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from attention.options import OptionError
 from engine.checkpoints.progress import Progress, Resumption
-from engine.config.checks import check_profile
 from engine.config.schema import Data, Report, Run, Schedule, Train
 from engine.data.loaders import create_val_loader
 from engine.evaluation.evaluate import evaluate
@@ -43,6 +42,7 @@ from engine.evaluation.predictions import PredictionTable
 from engine.reporting.charts import Charts
 from engine.reporting.metrics import TOTALS, read_records
 from engine.reporting.recorder import Recorder
+from engine.run.checks import check_profile
 from engine.runtime.distributed import World
 from engine.runtime.errors import UserError
 from engine.runtime.files import append_whole

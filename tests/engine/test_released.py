@@ -22,9 +22,9 @@ from engine.checkpoints.format import ForeignObject
 from engine.checkpoints.released import from_released_file
 from engine.checkpoints.weight_sources import read_weights
 from engine.checkpoints.weights import build_model
-from engine.config.load import MissingOptions, parse_run
 from engine.config.schema import Data
 from engine.config.yaml_files import read_config
+from engine.run.load import MissingOptions, parse_run
 from engine.runtime.errors import UserError
 from models import create_model, parse_model, resolve_attention
 from models.convert import from_released

@@ -10,12 +10,12 @@ from attention import ATTENTION, OptionError
 from engine.checkpoints.adapt import fit_weights
 from engine.checkpoints.progress import Progress
 from engine.checkpoints.weight_sources import read_weights
-from engine.config.load import load_run
 from engine.config.schema import Run
 from engine.data.loaders import create_loaders
 from engine.evaluation.evaluate import evaluate
 from engine.evaluation.inference import load
 from engine.objectives.masked_images import MaskedImages, masked_l1
+from engine.run.load import load_run
 from engine.runtime.distributed import World, seed_everything
 from engine.runtime.errors import ConfigError, UserError
 from engine.training.objective import create_objective, read_teacher

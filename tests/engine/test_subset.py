@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from attention.options import OptionError
-from engine.config.checks import check_run
-from engine.config.load import dump_run, load_run, parse_run
 from engine.config.schema import Data, Run, Train
 from engine.data.identity import digest_files
 from engine.data.loaders import create_loaders
 from engine.data.splits import classes_of, open_split, report_split
 from engine.data.subset import choose_images
+from engine.run.checks import check_run
+from engine.run.load import dump_run, load_run, parse_run
 from engine.runtime.distributed import World
 from engine.runtime.errors import ConfigError
 

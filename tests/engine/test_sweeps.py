@@ -26,7 +26,7 @@ from ablation.settings import in_order, short_names
 from ablation.sweep import read_ablation
 from ablation.tables import tabulate
 from ablation.worker import ErrorLines, describe_status
-from engine.config.load import dump_run
+from engine.run.load import dump_run
 from engine.runtime.processes import run_to_end
 from tests.support.sweeps import read, refusal
 

@@ -19,8 +19,8 @@ import train
 import validate
 from engine.checkpoints.identify import Kind
 from engine.checkpoints.initial_weights import create_initial_model
-from engine.config.load import load_run
 from engine.config.schema import Run
+from engine.run.load import load_run
 from engine.runtime.distributed import World, autocast
 from engine.runtime.memory import peak_bytes
 from engine.training.objective import create_objective

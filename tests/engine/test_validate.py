@@ -19,7 +19,6 @@ import validate
 from engine.checkpoints import convert
 from engine.checkpoints.files import find_checkpoint, load_checkpoint, save_checkpoint
 from engine.checkpoints.preference import prefer
-from engine.config.load import parse_run
 from engine.data.arrays import DigitsReader
 from engine.data.identity import identify_split
 from engine.data.idx import write_idx
@@ -28,6 +27,7 @@ from engine.data.loaders import create_val_loader
 from engine.data.splits import open_split
 from engine.evaluation.evaluate import evaluate
 from engine.evaluation.inference import load
+from engine.run.load import parse_run
 from engine.runtime.distributed import World
 
 ROOT = Path(__file__).parents[2]

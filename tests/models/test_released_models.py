@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from engine.config.load import load_run
+from engine.run.load import load_run
 from models import create_model
 from models.convert import from_released
 

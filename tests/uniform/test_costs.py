@@ -21,8 +21,8 @@ import benchmark
 from attention import ATTENTION, AttentionFactory, LayerContext, kernels
 from attention.__main__ import layer_costs, read_docstring
 from attention.base import Attention, Cost
-from engine.config.load import load_run
 from engine.config.papers import read_papers
+from engine.run.load import load_run
 from models import resolve_attention
 from models.costs import Costs, costs_of, count_costs
 from tests.support.cases import HEAD_DIM, HEADS, Case

@@ -25,9 +25,9 @@ from attention import ATTENTION
 from attention.options import OptionError, UnknownOptionError, parse_options, to_yaml
 from attention.plugins import FLAG, load_plugin, plugin_of
 from attention.registry import UnknownMechanism
-from engine.config.checks import check_run
 from engine.config.schema import Run
 from engine.config.yaml_files import Keys, Tree, override, parse_yaml, read_config
+from engine.run.checks import check_run
 from engine.runtime.errors import ConfigError
 from models import MODELS, create_model, parse_model, resolve_attention, split_name
 from models.assignment import Place, assign, split_place

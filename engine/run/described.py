@@ -13,9 +13,9 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 from attention.options import to_yaml
-from engine.config.load import is_overridden, parse_run, plain
 from engine.config.schema import Run
 from engine.config.yaml_files import Tree, override
+from engine.run.load import is_overridden, parse_run, plain
 from engine.runtime.errors import ConfigError, UserError
 from engine.runtime.text import one_line
 

@@ -1,6 +1,6 @@
 """Regenerates the files of a clone that follow from the registry and the options of the code.
 
-    python -m engine.config.generate
+    python -m engine.reporting.generate
 
 They are the pages of docs/options/ except that of `attention`, and the parts of other pages between
 ``<!-- generated: NAME -->`` and ``<!-- end -->``. Plugins are left out.
@@ -17,11 +17,12 @@ from attention import ATTENTION
 from attention.__main__ import config, markdown, row
 from engine.config.option_pages import index, page, sections
 from engine.config.papers import read_papers
+from engine.reporting.result_tables import TABLES
 from engine.runtime.errors import UserError, refuse_bad_input
 from engine.runtime.files import write_file
 
 ROOT = Path(__file__).parents[2]
-COMMAND = "python -m engine.config.generate"
+COMMAND = "python -m engine.reporting.generate"
 WIDTH = 120
 
 
@@ -107,6 +108,7 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
         "causal mechanisms": causal,
     },
     "docs/options.md": {"sections": index},
+    **TABLES,
 }
 """Page -> its generated parts: name -> function that returns the text."""
 

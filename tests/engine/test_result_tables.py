@@ -1,0 +1,84 @@
+"""The functions that make the tables of result pages; tests/test_readme.py compares the pages with what they make."""
+
+import pytest
+
+from engine.reporting import result_tables
+from engine.reporting.result_tables import (
+    averages,
+    best_first,
+    difference,
+    equal_macs,
+    less_one,
+    means,
+    over_seeds,
+    read,
+    series,
+    table,
+    texts,
+    without_and_with,
+)
+
+FILE = """attention,start,train.seed,top1,loss
+softmax,a,0,80,0.5
+softmax,a,1,82,0.7
+eva,a,0,81,0.1
+eva,a,1,83,0.3
+lara,a,1,70,
+softmax,b,0,80,
+softmax,b,1,90,
+"""
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch):
+    (tmp_path / "results.csv").write_text(FILE)
+    monkeypatch.setattr(result_tables, "DATA", tmp_path)
+    return "results.csv"
+
+
+def test_values_by_seed(file):
+    assert series(file, start="a") == {"softmax": {"0": 80, "1": 82}, "eva": {"0": 81, "1": 83}, "lara": {"1": 70}}
+    assert series(file, "loss", start="a")["eva"] == {"0": 0.1, "1": 0.3}
+    assert "lara" not in series(file, "loss")
+    assert best_first(series(file, start="a")) == ["eva", "softmax", "lara"]
+    assert texts(file, "loss", ".2f", start="a", attention="softmax") == {"softmax": "0.70"}
+
+
+def test_cells(file):
+    found = series(file, start="a")
+    assert means(found) == {"softmax": "81.00 ± 1.41", "eva": "82.00 ± 1.41", "lara": "70.00"}
+    assert averages(found, ".0f") == {"softmax": "81", "eva": "82", "lara": "70"}
+    assert less_one(found, "softmax") == {"eva": "+1.00 ± 0.00", "lara": "-12.00 (one run)"}
+    assert difference({"0": 1, "1": 5, "2": 9}, {"0": 2, "1": 3}) == (0.5, pytest.approx(4.5**0.5), 2, 0)
+    assert table({"a": {"x": "1"}, "b": {"y": "2"}}, ["y", "x"]) == (
+        "|  | a | b |\n| --- | --- | --- |\n| `y` |  | 2 |\n| `x` | 1 |  |"
+    )
+
+
+def test_tables(file):
+    lines = without_and_with(file, "start", ("a", "b"), ("a (%)", "b (%)")).splitlines()
+    assert lines[0] == "|  | a (%) | b (%) | difference |"
+    assert lines[2] == "| `softmax` | 81.00 ± 1.41 | 85.00 ± 7.07 | +4.00 ± 5.66 (noise) |"
+    assert lines[3] == "| `eva` | 82.00 ± 1.41 |  |  |"
+    assert over_seeds(file, "loss (x 2)", "loss", lambda x: 2 * x).splitlines()[3] == (
+        "| `eva` | 82.00 ± 1.41 | 81.00, 83.00 | -3.00 ± 5.66 (noise) | 0.40 ± 0.28 |"
+    )
+
+
+def test_errors_by_the_number_of_tokens_are_those_of_the_reference():
+    """RA's error at 49 samples is that of the other table of the same model: within 3 %, four of its deviations."""
+    by_tokens = read("error_tokens.csv", attention="ra", budget="49")
+    errors = [
+        [float(row["error"]) for row in rows]
+        for rows in (read("bias.csv", attention="ra"), [row for row in by_tokens if row["tokens"] == "196"])
+    ]
+    assert sum(errors[1]) / sum(errors[0]) == pytest.approx(1, abs=0.03)
+    macs = {row["tokens"]: int(row["macs"]) for row in by_tokens}  # of three layers of 48 channels
+    assert macs == {str(n): 3 * (4 * n * 48**2 + (49 + 2) * n**2 * 48) for n in (196, 576, 784)}
+
+
+@pytest.mark.parametrize("tokens", ["196", "784"])
+def test_runs_at_equal_macs_have_three_seeds_each(tokens):
+    found = equal_macs(tokens)
+    assert len(found) == 16
+    assert all(sorted(runs) == ["0", "1", "2"] for runs in found.values())
