@@ -22,9 +22,8 @@ from typing import Any
 
 from engine.checkpoints.adapt import build_models
 from engine.checkpoints.export import check_target, export
-from engine.checkpoints.files import Weights, find_weights, parse_weights
+from engine.checkpoints.files import Weights, find_weights, parse_weights, prefer
 from engine.checkpoints.origin import is_made_here
-from engine.checkpoints.preference import prefer
 from engine.checkpoints.weights import check_predicts_classes
 from engine.config.schema import Data, Run
 from engine.data.identity import check_held_out, identify_split

@@ -21,12 +21,11 @@ import torch
 from timm.layers import to_2tuple
 
 from engine.checkpoints.export import check_target, export
-from engine.checkpoints.files import Weights, parse_weights
+from engine.checkpoints.files import Weights, choose_weights, parse_weights
 from engine.checkpoints.identify import FOREIGN, Found, Kind, identify
 from engine.checkpoints.initial_weights import load_initial_weights
 from engine.checkpoints.local_dir import preprocessing_of
 from engine.checkpoints.origin import is_made_here
-from engine.checkpoints.preference import choose_weights
 from engine.checkpoints.progress import Progress
 from engine.checkpoints.weight_sources import read_timm_arguments
 from engine.config.schema import Init, Run

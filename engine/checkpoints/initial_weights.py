@@ -8,15 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from engine.checkpoints.adapt import (
-    HEAD,
-    fit_weights,
-    list_heads,
-    list_other_options,
-    merge_layers,
-    summarize,
-    table,
-)
+from engine.checkpoints.adapt import HEAD, fit_weights, list_heads, list_other_options, merge_layers, summarize, table
 from engine.checkpoints.identify import list_checkpoints
 from engine.checkpoints.weight_sources import describe_order, describe_unnamed, read_weights
 from engine.config.schema import Run

@@ -12,11 +12,10 @@ from timm.utils.misc import natural_key
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from engine.checkpoints.files import WEIGHTS
+from engine.checkpoints.files import WEIGHTS, choose_weights
 from engine.checkpoints.format import check_plain
 from engine.checkpoints.identify import CONFIG, FOREIGN, TIMM, Found, Kind, damaged, identify
 from engine.checkpoints.local_dir import read_description, read_label_names
-from engine.checkpoints.preference import choose_weights
 from engine.checkpoints.released import Arguments, Unsupported
 from engine.config.schema import Run
 from engine.run.described import parse_described

@@ -207,12 +207,7 @@ def create_loaders(run: Run, world: World, *, img_size: Size, num_classes: int) 
 
 
 def create_val_loader(
-    run: Run,
-    world: World,
-    *,
-    img_size: Size,
-    batch_size: int | None = None,
-    skip_broken: bool = False,
+    run: Run, world: World, *, img_size: Size, batch_size: int | None = None, skip_broken: bool = False
 ) -> Loader:
     """Validation loader alone; over all ranks every image comes once.
 
