@@ -14,6 +14,7 @@ import torch
 import yaml
 from torch import nn
 
+from ablation.settings import short_names
 from ablation.sweep import read_ablation
 from attention import ATTENTION, AttentionFactory
 from engine.checkpoints.initial_weights import create_initial_model
@@ -23,6 +24,7 @@ from engine.run.load import load_run
 from engine.runtime.distributed import World
 from engine.training.optim import create_optimizer
 from models import create_model
+from tests.support.partition import chosen
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 BASES = [CONFIGS / "deit.yaml", CONFIGS / "pvtv2.yaml", CONFIGS / "lra.yaml"]
@@ -50,6 +52,12 @@ ROWS = read_papers()
 load = functools.cache(load_run)
 
 
+def some(paths: list[Path]) -> list[Any]:
+    """Parameters of a test; the default suite has the mechanisms of the papers, hybrids, and data of every format."""
+    ours = "eva", "lara", "softmax", "hybrid_eva_softmax", "quickstart", "deit_tiny_p8_eva", "pvtv2_b1_eva_tune"
+    return chosen(paths, lambda path: path.stem in ours and path.parent.name not in ("deit_small_p8", "deit_small_p16"))
+
+
 def stages(run: Run) -> list[dict[str, Any]]:
     """Options of the attention of every stage; one for all where the model has no stages."""
     return run.attention if isinstance(run.attention, list) else [run.attention]
@@ -71,7 +79,7 @@ def test_a_file_opens_with_its_command_and_the_expected_result(path):
     assert "# Expected top-1: " in header(path)
 
 
-@pytest.mark.parametrize("path", RUNS, ids=name)
+@pytest.mark.parametrize("path", some(RUNS), ids=name)
 def test_a_configuration_is_read_and_its_model_built(path):
     run = load(path)
     if path in IMAGENET:
@@ -96,7 +104,7 @@ def test_a_configuration_is_read_and_its_model_built(path):
         assert names[3:] in ([], ["focused_linear" if mechanism == "focused_linear" else "softmax"])  # FLatten's LLLL
 
 
-@pytest.mark.parametrize("path", [path for path in RUNS if path.parent.name in DATA] + TRANSFER, ids=name)
+@pytest.mark.parametrize("path", some([path for path in RUNS if path.parent.name in DATA] + TRANSFER), ids=name)
 def test_the_overrides_a_configuration_opens_with_are_valid(path):
     commands = re.findall(r"train\.py configs/\S+ (.*?)--output", re.sub(r"\\\n#", "", header(path)))
     assert commands
@@ -151,7 +159,7 @@ def test_the_ablation_of_the_local_term_has_every_one_by_default_without_and_wit
     assert (given[0], given.count(("softmax", True)), len(given)) == (("softmax", None), 1, len(set(given)))
 
 
-@pytest.mark.parametrize("path", IMAGENET, ids=name)
+@pytest.mark.parametrize("path", some(IMAGENET), ids=name)
 def test_the_recipe_is_that_of_the_papers(path):
     run = load(path)
     pvt = path.parent.name.startswith("pvtv2")
@@ -269,9 +277,17 @@ def test_every_stage_has_its_file():
     assert [path.with_stem(f"{path.stem}_tune") for path in ALIGN] == sorted({*TRANSFER} - {*ALIGN})
 
 
-@pytest.mark.parametrize("path", ABLATIONS, ids=name)
+@pytest.mark.parametrize(
+    "path",
+    chosen(ABLATIONS, lambda path: path.stem in ("eva_table6", "lara_table2", "equal_macs", "quickstart_pvt")),
+    ids=name,
+)
 def test_an_ablation_is_read_and_all_its_runs_checked(path, tmp_path):
     ablation, settings, left_out = read_ablation(path, [], tmp_path / "output", ["python"])
+    names = short_names(settings)
+    assert len(set(names)) == len(settings)
+    assert not any(sign in name for name in names for sign in "{}")
+    assert max(map(len, names)) <= 60
     assert ablation.caption
     assert not left_out
     assert all(setting.matched is None or setting.matched.is_equal for setting in settings)

@@ -142,6 +142,7 @@ def rows(output: Path) -> list[dict[str, str]]:
     return read_csv(output / "table.csv")
 
 
+@pytest.mark.complete
 def test_runs_are_trained_tabulated_and_skipped_once_finished(config, launcher, pictures, capfd):
     output, log = config.parent / "out", config.parent / "log"
     announce(config, "train.seed=3")
@@ -178,7 +179,7 @@ def test_averaged_weights_have_a_column_of_their_own(config, launcher):
     assert [(row["top-1 (%)"], row["EMA top-1 (%)"]) for row in rows(config.parent / "out")] == [("97.50", "98.50")] * 2
 
 
-@pytest.mark.parametrize("trace", ["metrics.jsonl", "step_4.pt"])
+@pytest.mark.parametrize("trace", ["metrics.jsonl", pytest.param("step_4.pt", marks=pytest.mark.complete)])
 def test_runs_made_with_other_options_are_refused_before_any_run(config, launcher, capsys, trace):
     """By overrides, or an edited base: the results stay, and no other row is trained as theirs is not."""
     output, log = config.parent / "out", config.parent / "log"
@@ -251,6 +252,7 @@ def test_a_finished_run_may_be_asked_for_otherwise(config, launcher):
     assert [row["top-1 (%)"] for row in rows(output)] == ["97.50"]
 
 
+@pytest.mark.complete
 def test_a_run_that_was_changed_within_is_marked(config, launcher):
     """Its result belongs to no setting alone."""
     output = config.parent / "out"
@@ -267,6 +269,7 @@ def test_a_run_that_was_changed_within_is_marked(config, launcher):
     assert f"\n{NAMES[1]} changed options during training: {text}.\n" in (output / "table.md").read_text()
 
 
+@pytest.mark.complete
 def test_a_run_finished_on_other_data_is_refused(config, capsys):
     """One rule for the same data: that of train.py, which the checkpoint of the finished run answers."""
     rng, roots = np.random.default_rng(0), [config.parent / name for name in ("first", "second", "moved")]
@@ -540,6 +543,7 @@ def test_a_disk_that_is_full_ends_a_sweep_in_one_line(config, launcher, capsys, 
     assert "97.50" in shown.out
 
 
+@pytest.mark.complete
 def test_a_failed_run_is_reported_and_the_others_go_on(config, launcher, pictures, capfd):
     output = config.parent / "out"
     (config.parent / "fail").touch()
@@ -749,6 +753,7 @@ def test_an_absent_launcher_is_refused(config, capsys):
     assert capsys.readouterr().err == "error: --launcher: 'torchrum' is not a command here\n"
 
 
+@pytest.mark.complete
 def test_a_run_is_trained_for_real(config):
     output = config.parent / "out"
     config.write_text("base: base.yaml\nruns:\n  - {}\n")
@@ -853,6 +858,7 @@ def test_what_is_the_same_in_all_rows_goes_to_the_caption(config):
     assert "attention.position_bias" in tabulate(settings).programs
 
 
+@pytest.mark.complete
 def test_a_papers_table_is_a_list_of_configurations_with_the_papers_figures(tmp_path):
     path = Path(ablate.__file__).parent / "configs/ablation/eva_table2.yaml"
     ablation, settings, _ = read_ablation(path, [], tmp_path, ["python"])
@@ -865,6 +871,7 @@ def test_a_papers_table_is_a_list_of_configurations_with_the_papers_figures(tmp_
     assert note in report_sweep(ablation.caption, settings[:2])
 
 
+@pytest.mark.complete
 def test_a_row_may_give_the_papers_time_and_memory(tmp_path):
     """EVA Table 6 prints both."""
     path = Path(ablate.__file__).parent / "configs/ablation/eva_table6.yaml"
@@ -962,6 +969,7 @@ def test_two_axes_of_numbers_make_a_heat_map(config):
     assert draw_heat_map("Windows", settings[::2]) is None  # one axis
 
 
+@pytest.mark.complete
 def test_a_figure_that_a_sweep_has_no_longer_is_removed(config):
     settings = grid_of_numbers(config)
     claim(config.parent, RESULTS, FIGURES)
@@ -971,6 +979,7 @@ def test_a_figure_that_a_sweep_has_no_longer_is_removed(config):
     assert {path.name for path in config.parent.glob("*.png")} == set(FIGURES) - {"heat_map.png"}
 
 
+@pytest.mark.complete
 def test_the_settings_that_no_other_beats_are_named(config):
     """By step time: the third takes none; the fourth and fifth take 0.1 s and 0.2 s more for one percent each."""
     settings = grid_of_numbers(config)
@@ -999,6 +1008,7 @@ def assert_apart(found: Sequence[Bbox]) -> None:
     assert not [pair for pair in combinations(found, 2) if Bbox.intersection(*pair)]
 
 
+@pytest.mark.complete
 def test_names_in_a_figure_of_costs_are_apart_though_points_are_near(config):
     config.write_text("base: base.yaml\ngrid:\n  attention.window_size: [1, 2, 4]\n  train.seed: [1, 2, 3, 4]\n")
     _, settings, _ = read_ablation(config, [], config.parent, ["python"])
@@ -1146,18 +1156,6 @@ def test_at_most_one_in_twenty_rows_without_effect_seems_to_have_one(seeds, devi
     rows = [[{seed: {"top1": x / 5, "images": 500} for seed, x in enumerate(row)} for row in n] for n in right.tolist()]
     found = [measure(pair, "top1")[1].difference for pair in zip(*rows, strict=True)]
     assert sum(not difference.is_noise for difference in found) <= 0.05 * 1000 + 4 * math.sqrt(1000 * 0.05 * 0.95)
-
-
-SWEEPS = Path(ablate.__file__).parent / "configs/ablation"
-
-
-@pytest.mark.parametrize("sweep", sorted(path.stem for path in SWEEPS.glob("*.yaml")))
-def test_short_names_tell_the_settings_of_every_sweep_apart(sweep, tmp_path):
-    _, settings, _ = read_ablation(SWEEPS / f"{sweep}.yaml", [], tmp_path, ["python"])
-    names = short_names(settings)
-    assert len(set(names)) == len(settings)
-    assert not any(sign in name for name in names for sign in "{}")
-    assert max(map(len, names)) <= 60
 
 
 @pytest.mark.parametrize(

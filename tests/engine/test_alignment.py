@@ -157,6 +157,7 @@ def test_the_teacher_sees_every_batch_once_without_gradients(tmp_path: Path):
     assert loss.requires_grad
 
 
+@pytest.mark.complete
 def test_the_blocks_of_the_teacher_are_compiled(tmp_path: Path):
     """With the hooks in it, one graph serves all blocks."""
     leave_teacher(tmp_path)
@@ -180,12 +181,15 @@ def test_weights_alone_are_those_of_the_published_attention(name: str, tmp_path:
     run = load_run(ROOT / "configs/quickstart.yaml", [*options, "attention={name: linear}", *weights])
     stock = create_model(attention="sra" if pyramid else "softmax", **run.model).eval()
     torch.save({"model": stock.state_dict()}, tmp_path / "weights.pth")
-    objective = objective_of(run, build(run))
+    model = build(run)
+    objective = objective_of(run, model)
     images = torch.randn(2, 3, *[run.model["img_size"]] * 2)
     assert torch.equal(objective.teacher(images), stock(images))
     count = len(attention_layers(stock))
     assert objective.fitted.layers == [*range(count - 2 if pyramid else count)]  # of the last stage both are softmax
-    assert "attention, alpha 1\ndistill.type=attention fits layers 0, 1, 2" in capsys.readouterr().out
+    trained, printed = [x.numel() for x in model.parameters() if x.requires_grad], capsys.readouterr().out
+    assert "attention, alpha 1\ndistill.type=attention fits layers 0, 1, 2" in printed
+    assert f": {len(trained)} parameters ({sum(trained):,} numbers) are trained, " in printed
 
 
 @pytest.mark.parametrize("name", ["deit_tiny_patch16_224", "pvt_v2_b0"])
@@ -280,6 +284,7 @@ def test_options_that_contradict_are_refused(overrides: list[str], says: str):
     assert says in str(caught.value)
 
 
+@pytest.mark.complete
 def test_a_run_lowers_the_error_of_every_layer_and_logs_it(tmp_path: Path, capsys):
     """All weights but those of the fitted layers stay as they were."""
     model = leave_teacher(tmp_path / "teacher")

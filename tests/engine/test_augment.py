@@ -64,6 +64,7 @@ def augment_all(image, monkeypatch, num_images: int) -> str:
     return f"{num_images} images augmented with Pillow {PIL.__version__}, {sum(blacks)} of them posterized to black"
 
 
+@pytest.mark.complete
 def test_5000_augmented_images_pass(image, monkeypatch, figure):
     figure("A1", augment_all(image, monkeypatch, 5000))
 

@@ -86,6 +86,7 @@ def test_a_file_of_class_names_may_have_either(tmp_path):
         assert classes_of(images) == ["éléphant", "zèbre"]
 
 
+@pytest.mark.complete
 def test_a_run_resumes_starts_another_teaches_and_is_validated_with_either(tmp_path, capsys):
     roots = [tmp_path / form for form in ("NFC", "NFD")]
     for root in roots:

@@ -62,6 +62,7 @@ def test_a_pyramid_is_written_out_as_one_mechanism_per_stage(tmp_path):
     assert run.model["num_heads"] == [2, 4, 10, 16]
 
 
+@pytest.mark.complete
 def test_sizes_that_fit_small_grids_are_written_out(tmp_path):
     path = write(tmp_path, VALID)
     refused = refusal(path, "attention=eva", "model.name=pvtv2_b0", "model.img_size=[64, 96]")
@@ -632,6 +633,7 @@ def test_text_is_written_as_text(tmp_path, text):
     assert read_yaml(write(tmp_path, dump_yaml(values))).values == values
 
 
+@pytest.mark.complete
 def test_bad_input_ends_a_script_with_status_2_one_line_and_no_traceback(tmp_path):
     names = "from engine.run.load import load_run\nfrom engine.runtime.errors import refuse_bad_input"
     code = f"{names}\nimport sys\nwith refuse_bad_input(): load_run(sys.argv[1])"

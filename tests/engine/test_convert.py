@@ -123,6 +123,7 @@ def by_timm(tmp_path_factory):
     return model, str(path), shlex.split(command)
 
 
+@pytest.mark.complete
 def test_the_commands_on_the_page_fit_each_other(by_timm, tmp_path):
     model, path, command = by_timm
     convert([path, str(tmp_path / "eva.safetensors"), *command])

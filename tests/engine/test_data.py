@@ -73,6 +73,7 @@ def image_root(tmp_path_factory):
     return root
 
 
+@pytest.mark.complete
 def test_vertical_flips_turn_images_upside_down():
     upright, flipped = (read_epoch(make_run(dataclasses.replace(UNCHANGED, vflip=p)), epoch=0) for p in (0.0, 1.0))
     assert torch.equal(flipped, upright.flip(-2))
@@ -265,6 +266,7 @@ def test_a_resumed_epoch_is_bit_identical(workers, monkeypatch):
     assert torch.equal(torch.cat([images for images, _ in loader]), second[32:])
 
 
+@pytest.mark.complete
 def test_repeated_views_differ_between_ranks():
     run = make_run(dataclasses.replace(Augment(), repeats=2))
     views = [read_epoch(run, 0, World(CPU.device, rank, 2)) for rank in range(2)]
@@ -274,6 +276,7 @@ def test_repeated_views_differ_between_ranks():
     assert same.float().mean() < 0.1
 
 
+@pytest.mark.complete
 def test_random_erasing_acts():
     erased = read_epoch(make_run(dataclasses.replace(UNCHANGED, reprob=1.0, remode="const")), 0)
     whole = read_epoch(make_run(), 0)
@@ -340,6 +343,7 @@ class OnCuda(World):
     on_cuda = True
 
 
+@pytest.mark.complete
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument:UserWarning")  # there is nothing to pin it for without CUDA
 def test_prefetched_batches_equal_plain_ones():
     prefetching = OnCuda(torch.device("cuda:0" if torch.cuda.is_available() else "cpu"))

@@ -150,6 +150,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return base / "run"
 
 
+@pytest.mark.complete
 def test_a_run_directory_of_this_machine_chooses_its_images(directory: Path, tmp_path: Path, capsys):
     """Under another name too. A copy of it does not, nor does its checkpoint alone."""
     moved = directory.with_name("moved")

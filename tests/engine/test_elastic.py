@@ -153,6 +153,7 @@ def images_of_epochs(log: Path, num_ranks: int) -> tuple[dict[int, Counter], dic
     return epochs, ranks
 
 
+@pytest.mark.quick
 def test_fewer_and_more_ranks_go_on_by_themselves(fork_server: ForkServer, tmp_path: Path):
     """Two ranks are killed in their sixth update, one goes on for two updates, and three train to the end."""
     config, output, log = tmp_path / "run.yaml", tmp_path / "run", tmp_path / "log"

@@ -128,6 +128,7 @@ def assert_exact(results, expected):
     assert max(r["loss"] for r in results) - min(r["loss"] for r in results) < 1e-9
 
 
+@pytest.mark.complete
 def test_one_process_counts_every_image_once(root, expected):
     assert_exact(evaluate_digits(root, CPU), expected)
 
@@ -232,6 +233,7 @@ class Overflowing(Linear):
         return logits
 
 
+@pytest.mark.complete
 def test_logits_that_are_not_finite_are_wrong():
     """In top-1 and top-5, in every class, in the predictions and the confusion matrix; their loss is no number."""
     run = Run(model={}, attention="softmax", data=Data(dataset="digits", workers=0))

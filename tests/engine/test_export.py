@@ -170,6 +170,7 @@ def test_timm_refuses_wrong_attention_by_name(tmp_path):
         timm.create_model(f"local-dir:{tmp_path}", pretrained=True)
 
 
+@pytest.mark.complete
 def test_graphs_take_any_number_of_images(tmp_path, monkeypatch):
     """Also as on the page, with the transform and the class names of the run."""
     onnxruntime = pytest.importorskip("onnxruntime")

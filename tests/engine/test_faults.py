@@ -28,11 +28,12 @@ from engine.checkpoints.files import find_checkpoint, list_checkpoints, load_che
 from engine.checkpoints.progress import Progress
 from engine.config.schema import Data, Train
 from engine.data.augment import PairMixup
+from engine.data.sampler import EpochSampler
 from engine.reporting.runs import summarise
 from engine.runtime.distributed import World
 from engine.runtime.signals import SIGNALS, SignalHandler
 from engine.training.exchange import UpdateExchange
-from engine.training.nonfinite import FiniteGuard
+from engine.training.nonfinite import FiniteGuard, dump_step
 from models import create_model
 from tests.engine.test_resume import RUN, STEPS, Runs, light_and_full, outcome, records
 from tests.support.launcher import ROOT, Fault, ForkServer, Job, use_few_images
@@ -157,6 +158,7 @@ def torchrun(directory: Path, faults: dict[int, list[Fault]], *flags: str, optio
         process.wait()
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize(
     ("name", "flags"),
     [
@@ -631,6 +633,22 @@ def test_a_skipped_update_restores_buffers_that_a_forward_pass_replaces():
     assert not guard.check([math.nan], 1.0, 0)
     assert any(name.endswith("num_passes") for name in before)
     assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+
+
+@pytest.mark.parametrize("updates_ago", [0, 1])
+def test_the_record_of_an_update_lists_its_images(updates_ago: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The progress is that of a run which reads the third batch, or has made its update already."""
+    world = World(torch.device("cpu"))
+    sampler = EpochSampler(50, 8, world, seed=3)
+    images = SimpleNamespace(filename=lambda index: f"{index}.png")
+    checkpoints = SimpleNamespace(world=world, directory=tmp_path, write=lambda *arguments: None)
+    progress = Progress(step=2 + updates_ago, images=16 + 8 * updates_ago)
+    monkeypatch.setattr("engine.training.nonfinite.images_of", lambda loader: images)
+    dump_step(checkpoints, SimpleNamespace(sampler=sampler), None, progress, "why", updates_ago)
+    expected = [index for index, *_ in sampler][16:24]
+    found = json.loads((tmp_path / "failed_step_2.json").read_text())
+    assert (found["step"], found["reason"], found["processes"]) == (2, "why", 1)
+    assert found["images"] == [[index, f"{index}.png"] for index in expected]
 
 
 @pytest.mark.parametrize("late", [False, True])

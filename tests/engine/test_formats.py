@@ -399,7 +399,7 @@ def write_index(root, workers: int = 1) -> None:
     prepare.main([str(root), "--dataset", "wds", "--index", "--splits", "train", "--workers", str(workers)])
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.complete)])
 def test_an_index_opens_the_same_data_set_without_reading_a_shard(tmp_path, capsys, monkeypatch, workers):
     """Names, order, classes, other files and identity."""
     write_wds(tmp_path)

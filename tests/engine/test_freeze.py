@@ -144,6 +144,7 @@ def test_statistics_of_a_part_of_the_batch_are_said(options: dict, ranks: int, p
     assert line.startswith(expected) if images else line == ""
 
 
+@pytest.mark.complete
 def test_a_run_trains_the_rest(tmp_path: Path):
     """Weights and averaged weights, under every switch that looks at gradients or at layers."""
     frozen = "[patch_embed, blocks.0, pos_embed]"

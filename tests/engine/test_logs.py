@@ -18,7 +18,11 @@ from tests.engine.test_recorder import RUN
 from tests.engine.test_train import start
 
 TEXT = (Path(__file__).parents[2] / "docs" / "logs.md").read_text()
-DOCUMENTED = dict(re.findall(r"^\| `([\w/]+)` \| ([\w, ]+) \|.*\|.*\|$", TEXT, re.MULTILINE))
+DOCUMENTED = {
+    name: kinds
+    for names, kinds in re.findall(r"^\| (`[\w/`, ]+`) \| ([\w, ]+) \|.*\|.*\|$", TEXT, re.MULTILINE)
+    for name in re.findall(r"[\w/]+", names)
+}
 KINDS = re.findall(r"^\| `(\w+)` \|", TEXT[TEXT.index("## Records") : TEXT.index("## Fields")], re.MULTILINE)
 OVERRIDES = ("train.ema_decay=0.5", "train.freeze=[pos_embed]")
 

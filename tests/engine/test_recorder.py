@@ -50,6 +50,7 @@ from engine.runtime.peaks import peak_tflops
 from engine.runtime.provenance import gpu_software, provenance
 from engine.runtime.terminal import ConsoleLog, progress_bar
 from tests.support.launcher import use_few_images
+from tests.support.partition import chosen
 from train import Trainer
 
 CPU = torch.device("cpu")
@@ -517,12 +518,15 @@ def made(records: list[dict]) -> list[tuple]:
 
 @pytest.mark.parametrize(
     ("where", "how"),
-    [
-        *((f"os.{name}", "before") for name in ("open", "fsync", "replace")),
-        *(("os.write", how) for how in ("part", "uncut", "rest")),
-        ("os.close", "after"),
-        ("io.open", "before"),
-    ],
+    chosen(
+        [
+            *((f"os.{name}", "before") for name in ("open", "fsync", "replace")),
+            *(("os.write", how) for how in ("part", "uncut", "rest")),
+            ("os.close", "after"),
+            ("io.open", "before"),
+        ],
+        lambda where, how: how == "uncut",
+    ),
 )
 def test_records_are_whole_whichever_call_fails(where: str, how: str, tmp_path: Path, monkeypatch, capsys):
     """Every call of the system fails once: for records, events, the console's log, the table, the configuration.

@@ -328,19 +328,21 @@ def test_a_shard_of_wrong_bytes_is_broken_images(server, shards, tmp_path):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_store_that_is_gone_ends_the_run_in_a_line(server, shards, tmp_path, workers):
+def test_a_store_that_is_gone_ends_the_run_in_a_line(server, shards, tmp_path, workers, monkeypatch):
+    """The store has 2 s; loader workers have a minute, because they may take seconds to start."""
+    monkeypatch.setattr("engine.data.mds.STORE_SHARE", 1 / 30)
     server.faults = {shard_of(shards, 2): "500"}
     began = time.monotonic()
     with pytest.raises(DataError) as caught:
-        read_epoch(options_at(server, tmp_path, workers=workers, timeout_minutes=0.03))
-    assert time.monotonic() - began < 10
+        read_epoch(options_at(server, tmp_path, workers=workers))
+    assert time.monotonic() - began < 30
     assert "\n" not in str(caught.value)
-    assert str(caught.value).startswith(f"{server.url}/train/{shard_of(shards, 2)}: not to be had within 1 s (")
+    assert str(caught.value).startswith(f"{server.url}/train/{shard_of(shards, 2)}: not to be had within 2 s (")
     assert "500" in str(caught.value)
     server.shutdown()
     server.server_close()
-    with pytest.raises(UserError, match=r"index.json: not to be had within 1 s \((Client|no answer)"):
-        open_split(options_at(server, tmp_path, timeout_minutes=0.03), "train_split")
+    with pytest.raises(UserError, match=r"index.json: not to be had within 2 s \((Client|no answer)"):
+        open_split(options_at(server, tmp_path), "train_split")
 
 
 def test_what_is_not_there_is_refused_at_the_first_answer(server, tmp_path):
@@ -478,7 +480,7 @@ def test_an_error_of_this_machine_ends_the_run_and_is_no_broken_image(server, tm
 
 
 def test_a_lock_that_another_process_holds_is_not_waited_for_without_end(server, shards, tmp_path):
-    images = open_split(options_at(server, tmp_path, timeout_minutes=0.02), "train_split")
+    images = open_split(options_at(server, tmp_path, timeout_minutes=0.05), "train_split")
     (folder,) = tmp_path.glob("*/shards")
     for path in (folder / f".{shard_of(shards, 0)}.part", tmp_path / ".room"):
         with path.open("ab") as file, ends_within(20):
@@ -649,7 +651,7 @@ def test_a_killed_run_on_a_store_ends_in_the_same_bits(server, tmp_path, ranks, 
 def test_a_run_whose_store_is_gone_or_locked_says_so_and_goes_on_later(server, shards, tmp_path):
     fork = ForkServer()
     try:
-        runs = Runs(fork, tmp_path / "runs", overrides_at(server, tmp_path / "cache", workers=2, timeout_minutes=0.05))
+        runs = Runs(fork, tmp_path / "runs", overrides_at(server, tmp_path / "cache", workers=2, timeout_minutes=0.1))
         for path in shards_in(tmp_path / "cache"):
             path.unlink()
         names = [shard.file.name for shard in MdsReader(str(shards / "train")).shards]
@@ -658,7 +660,7 @@ def test_a_run_whose_store_is_gone_or_locked_says_so_and_goes_on_later(server, s
         assert statuses == [1]
         lines = [line for line in job.text.splitlines() if line.startswith("error: ")]
         assert len(lines) == 1
-        assert "not to be had within 2 s (FileNotFoundError" in lines[0]
+        assert "not to be had within 5 s (FileNotFoundError" in lines[0]
         assert "Traceback" not in job.text
         server.faults = {}
         assert runs.launch(output=output)[0] == [0]

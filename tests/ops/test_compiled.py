@@ -57,6 +57,7 @@ DEFAULT = (
 )
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize(
     ("capability", "case", "dtype", "d"),
     [pytest.param(*row, marks=[] if row in DEFAULT else pytest.mark.stress) for row in ROWS],

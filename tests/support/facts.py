@@ -74,6 +74,10 @@ def stated(constant: str) -> dict[str, Any]:
 CASES: list[Case] = [case for _, case in rows("CASES")]
 
 
+ORDINARY = [facts.CASES[0] for facts in FACTS.values()]
+"""The first case of every mechanism."""
+
+
 def light(cases: list[Case], *also: str) -> list[Any]:
     """Parameters of a test: the first of every mechanism's cases, and those with an option in `also`; others run in the
     stress suite.

@@ -22,3 +22,15 @@ def chosen(values: Iterable[Any], choose: Callable[..., bool]) -> list[Any]:
             value = pytest.param(*value.values, id=value.id, marks=[*value.marks, pytest.mark.complete])
         parameters.append(value)
     return parameters
+
+
+ONE_OF_A_KIND = (
+    *("softmax", "sra", "local", "shifted_window", "eva", "lara", "performer", "ra", "scatterbrain", "eva_clustered"),
+    *("reformer", "nystrom", "neighborhood", "abc", "bilevel_routing", "hilo", "xca", "convolution"),
+)
+"""Mechanisms that stand for all by their way to compute."""
+
+
+def one_of_a_kind(names: Iterable[str]) -> list[Any]:
+    """Parameters of a test of every mechanism; the default suite has one of each kind."""
+    return chosen(names, lambda name: name in ONE_OF_A_KIND)

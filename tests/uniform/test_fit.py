@@ -15,6 +15,7 @@ from attention.parts.groups import bin_counts
 from tests.support.cases import HEAD_DIM, HEADS, B, Case
 from tests.support.facts import CASES, FACTS, light
 from tests.support.outside import OUTSIDE
+from tests.support.partition import chosen
 
 SMALL: list[Grid] = [(1, 1), (2, 1), (1, 9), (2, 2), (3, 5), (6, 6), (7, 5), (8, 9)]
 """Grids from 1x1 to 9x9: a row, a column, squares, and sides that are prime."""
@@ -22,6 +23,10 @@ SMALL: list[Grid] = [(1, 1), (2, 1), (1, 9), (2, 2), (3, 5), (6, 6), (7, 5), (8,
 WITH_FIT = [name for name in ATTENTION if hasattr(ATTENTION[name].Config, "fit")]
 FITTED = [*(Case(name, (28, 28)) for name in WITH_FIT), *(case for case in CASES if case.name in WITH_FIT)]
 every_case = pytest.mark.parametrize("case", light(FITTED, "partition", "mu", "num_summary", "num_global", "reduction"))
+
+every_grid = pytest.mark.parametrize(
+    "grid", chosen(map(pytest.param, SMALL), lambda grid: grid in ((1, 1), (3, 5), (7, 5))), ids=str
+)
 
 NOTHING_FITS = {"complement": "a window leaves only 0 tokens outside it", "pool_size": "a token less itself is zero"}
 """Word of the options or the message -> why no size fits the smallest grids."""
@@ -68,7 +73,7 @@ def test_mechanisms_have_the_option_if_a_grid_can_be_too_small(name):
     assert bool(refused) == (name in WITH_FIT) or name in OUTSIDE, "give it the option, fit_option()"
 
 
-@pytest.mark.parametrize("grid", SMALL, ids=str)
+@every_grid
 @every_case
 def test_the_largest_sizes_are_taken_that_the_grid_allows(case, grid):
     """The layer is the one that is built with these sizes; with any that is larger, up to the given ones, none is."""
@@ -115,7 +120,7 @@ def learns_its_groups(case: Case) -> bool:
     return case.name == "agent" or case.options.get("mu") == "trainable"
 
 
-@pytest.mark.parametrize("grid", SMALL, ids=str)
+@every_grid
 @every_case
 def test_counts_fit_other_grids_than_at_construction(case, grid):
     """Windows and filters stay as they are, and are padded; numbers of groups become the largest that fit."""
