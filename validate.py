@@ -50,9 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="options in place of the checkpoint's")
     parser.add_argument("--weights", type=parse_weights, help="plain or ema: the kind of weights (each that is kept)")
     parser.add_argument("--select", choices=("best", "last"), default="best", help="which of a run directory (best)")
-    parser.add_argument(
-        "--batch-size", type=Count(), help="images per process and step (128, fewer where they are large)"
-    )
+    parser.add_argument("--batch-size", type=Count(), help="images per process and step (128, fewer if they are large)")
     parser.add_argument("--skip-broken", action="store_true", help="leave out and count images that cannot be read")
     parser.add_argument(
         "--export",

@@ -103,10 +103,8 @@ class Store:
                 except UserError:
                     raise
                 except Exception as error:  # the library of a protocol may raise anything
-                    reason, asked = (
-                        "no answer" if isinstance(error, TimeoutError) else describe_error(error),
-                        _asked(error),
-                    )
+                    reason = "no answer" if isinstance(error, TimeoutError) else describe_error(error)
+                    asked = _asked(error)
                     if opening and _is_refused(error):
                         raise UserError(f"{one_line(url)}: {reason}; see data.root and the name of the split") from None
                 pause = max(pause, asked)
