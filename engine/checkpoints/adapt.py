@@ -1,4 +1,4 @@
-"""Fits the weights of another model to a model: resamples, leaves out, and tells what became of each."""
+"""Fits the weights of another model to a model: resamples some, leaves out some, and reports the outcome of each."""
 
 import dataclasses
 import re

@@ -143,7 +143,7 @@ def prefer(metrics: Mapping[Weights, Mapping[str, Any]]) -> tuple[Weights, str]:
     proportions. A loss has no such bound: plain weights are better only where theirs alone is finite.
 
     Args:
-        metrics: kind -> `top1` (percent), `images` and `loss`, as far as they were measured.
+        metrics: kind -> `top1` (percent), `images` and `loss`; those that were measured.
     """
     if len(metrics) < 2:
         return next(iter(metrics)), ""

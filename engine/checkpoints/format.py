@@ -58,7 +58,7 @@ BY_CODE = {ord(x.code): x for x in pickletools.opcodes if OPERATIONS.fullmatch(x
 
 SMALL_KEYS = re.compile("BINUNICODE|BININT[12]")
 NUMBERS_AS_KEYS = re.compile("BININT|LONG1|BINFLOAT|NONE|NEWTRUE|NEWFALSE")
-"""Operations whose objects may be keys of a mapping. The hash of a text is secret, and those of others are not."""
+"""Operations whose objects may be keys of a mapping. The hashes of numbers, unlike those of texts, are predictable."""
 
 STORAGES = {
     **{"DoubleStorage": torch.float64, "FloatStorage": torch.float32, "HalfStorage": torch.float16},
@@ -152,7 +152,7 @@ def _operations(structure: bytes) -> Iterator[tuple[pickletools.OpcodeInfo, Any]
 def _check_operations(structure: bytes) -> None:
     """Checks that a pickle takes no more time or memory than its size allows; raises an error of any kind if it does.
 
-    Follows the unpickler's stack, with the name of the operation that makes an object in the place of the object.
+    Follows the unpickler's stack, with the name of the operation that makes an object instead of the object.
     """
     stack: list[str] = []
     memo: dict[int, str] = {}

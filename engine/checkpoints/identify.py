@@ -155,11 +155,11 @@ def _kind_of(content: Content) -> Kind:
 
 
 def damaged(path: Path, error: Exception) -> UserError:
-    """The refusal of a file whose reading failed with `error`."""
+    """Returns the refusal of a file whose reading failed with `error`."""
     return UserError(f"{path}: damaged, or no checkpoint that can be loaded safely ({describe_error(error)})")
 
 
 def list_checkpoints(directory: Path) -> list[Path]:
-    """The checkpoints of the run in `directory`, newest first."""
+    """Returns the checkpoints of the run in `directory`, newest first."""
     found = [(match, path) for path in directory.glob("step_*.pt") if (match := CHECKPOINT_NAME.fullmatch(path.name))]
     return [path for _, path in sorted(found, key=lambda entry: (int(entry[0][1]), entry[0][2] or ""), reverse=True)]

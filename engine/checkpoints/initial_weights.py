@@ -1,4 +1,4 @@
-"""Initial weights of a run: weights of another model as far as they fit, and a table of their outcome."""
+"""Initial weights of a run: those weights of another model that fit, and a table of the outcome."""
 
 import json
 import sys

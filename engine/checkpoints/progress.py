@@ -58,7 +58,7 @@ class Progress:
         self.ema_ranking = [] if averaged is None else rank_epoch(self.ema_ranking, epoch, sign * averaged, keep)
 
     def unranked(self) -> dict[str, float]:
-        """Returns the metrics by which the last evaluation has no rank, because they are no scores, see `is_score`."""
+        """Returns the metrics that cannot rank the last evaluation, see `is_score`."""
         name = self.ranked_by or default_ranking(self.metrics)
         found = {key: self.metrics[key] for key in (name, f"ema_{name}") if key in self.metrics}
         return {key: value for key, value in found.items() if not is_score(value)}

@@ -48,9 +48,9 @@ class Source(NamedTuple):
 
     Attributes:
         state: name -> weight. model: their model if it is known; it may be on the meta device.
-        images: `mean` and `std` by which its images were normalised, as far as they are known.
+        images: `mean` and `std` by which its images were normalised; those that are known.
         classes: names in the order of its classifier; None: not known.
-        origin: what the weights were read from, and which of its weights they are, in words.
+        origin: source of the weights, and which of its weights were taken, in words.
         num_heads: of its blocks, with several stages a list, where the source states it and `model` is None.
     """
 
@@ -137,7 +137,7 @@ def _bounded_by(directory: Path) -> Iterator[None]:
 
 
 def describe_unnamed(classes: Sequence[str]) -> str:
-    """Returns in words that the `classes` of the data are those of a classifier whose names are not known."""
+    """Returns a note that a classifier without class names is taken for that of the data's `classes`."""
     return f"not known from this file; the {len(classes)} of its classifier are taken for the data's, in order"
 
 

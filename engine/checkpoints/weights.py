@@ -1,4 +1,4 @@
-"""Loading weights into a model: they are checked to fit before anything is allocated or loaded."""
+"""Loads weights into a model after a check, without any allocation, that they fit."""
 
 import re
 from collections.abc import Mapping

@@ -37,7 +37,7 @@ CACHED = 2**19
 class Drawn:
     """A cropped image (C, H, W), uint8, and the steps to be done to it: names of `OPERATIONS` and their arguments.
 
-    timm's geometric operations take it in the place of a Pillow image: they call `transform` and `rotate`.
+    timm's geometric operations take it instead of a Pillow image: they call `transform` and `rotate`.
     """
 
     image: Tensor
@@ -71,7 +71,7 @@ class Drawn:
 
 
 def tabulate(function: Callable[..., Image.Image], drawn: Drawn, *arguments: float, **options: Any) -> Drawn:
-    """Adds timm's `function`, which maps every level on its own: its arguments are what it makes of the 256 levels."""
+    """Adds timm's `function`, which maps every level on its own, as a table of its results for all 256 levels."""
     levels = function(LEVELS, *arguments, **options)
     return drawn.add("table", *np.asarray(levels).ravel().tolist())
 

@@ -54,7 +54,7 @@ ALONG = np.linspace(0, 1, 65)
 """Positions along a chord, as fractions of it."""
 
 WAVES = np.stack([np.sin(k * np.pi * ALONG) / k**1.5 for k in (1, 2, 3)])
-"""Deviations from a chord, of which each curve has a random mixture."""
+"""Deviations from a chord. Each curve has a random mixture of them."""
 
 
 @end_at_interrupt()

@@ -45,7 +45,7 @@ def check_held_out(data: Data, checkpoint: Mapping[str, Any], identity: Mapping[
     Returns:
         A warning, where the checkpoint does not know its images; else "".
     Raises:
-        UserError: they are others, and may have been trained on.
+        UserError: they differ; the model may have been trained on some of them.
     """
     there, held_out_by = checkpoint.get("val_files"), data.held_out_by
     if not held_out_by or there == identity["val_files"]:
@@ -63,7 +63,7 @@ def digest_files(images: Images) -> str:
     """SHA-256 of the class index and the name (relative to the split, in NFC) of every image in order."""
     digest, names, labels = hashlib.sha256(), iter(images.reader.filenames()), images.reader.labels
     changes = [0, *(np.flatnonzero(np.diff(labels)) + 1).tolist(), len(labels)]
-    for begin, end in pairwise(changes):  # classes rather than images, of which there may be a million
+    for begin, end in pairwise(changes):  # by class: there may be a million images
         label = f"{labels[begin]} "
         text = label + f"\0{label}".join(islice(names, end - begin)) + "\0"
         digest.update(to_nfc(text).encode(errors="surrogateescape"))

@@ -75,14 +75,14 @@ class ImageLoader(RestartingLoader):
 
 
 def _collate(samples: list[tuple | BrokenImage], stack: Callable) -> tuple[Any, list[int], list[str]]:
-    """The batch of the intact samples, None if there are none, and their places; a line of each broken one."""
+    """Returns the batch of the intact samples (None: there are none), their places, and a line for each broken one."""
     places = [place for place, sample in enumerate(samples) if not isinstance(sample, BrokenImage)]
     batch = stack([samples[place] for place in places]) if places else None
     return batch, places, [str(sample) for sample in samples if isinstance(sample, BrokenImage)]
 
 
 class ErasingLoader(PrefetchLoader):
-    """timm's prefetcher of training images, whose random erasing depends on a place, as `engine.data.sampler` says.
+    """timm's prefetcher of training images, whose random erasing depends on a position, see `engine.data.sampler`.
 
     A batch is erased ahead, when the random state is that of another update.
     """
@@ -119,19 +119,19 @@ def count_broken(loader: Loader, limit: float, world: World) -> int:
 
 
 def indices_read(loader: Loader) -> list[int]:
-    """The indices of the images that the last evaluation by this rank's `loader` has yielded, in their order."""
+    """Returns the indices of the images that the last evaluation by this rank's `loader` has yielded, in order."""
     order = list(loader.sampler)
     return [order[position] for position in _image_loader(loader).positions]
 
 
 def check_broken(broken: int, limit: float) -> None:
-    """Refuses more than `limit` broken images in an epoch, over all ranks. BrokenImage: they are more."""
+    """Raises BrokenImage for more than `limit` broken images in an epoch, over all ranks."""
     if broken > limit:
         raise BrokenImage(f"{broken} images of this epoch are broken, more than data.max_broken = {limit}; {VERIFY}")
 
 
 def has_lost_workers(loader: Loader) -> bool:
-    """Whether so many workers of `loader` were killed that a run should save and end."""
+    """Returns whether a run should save and end because workers of `loader` were killed too often."""
     return _image_loader(loader).has_lost_workers
 
 
@@ -231,7 +231,7 @@ def choose_batch_size(img_size: Size) -> int:
 
 
 def _share(dataset: Images, world: World) -> range:
-    """The indices that this rank evaluates. Unlike in timm's OrderedDistributedSampler, none is repeated as padding."""
+    """Returns the indices that this rank evaluates. timm's OrderedDistributedSampler repeats some as padding."""
     return range(world.rank, len(dataset), world.size)
 
 

@@ -27,14 +27,14 @@ KIND = "cache of shards"
 """Kind of the folders that a cache claims."""
 
 SHARDS, ROOM = "shards", ".room"
-"""Names of the folder of shards in a cache, and of the file whose lock allows to count those of all caches."""
+"""Names of the folder of shards in a cache, and of the file whose lock is held to count the shards of all caches."""
 
 
 class Cache:
     """Shards of a store, and a file about them, that lie on a disk of this node, for all processes of the node.
 
     Args:
-        root: folder of all caches, whose shards together take at most `limit` bytes. key: name of this cache in it.
+        root: folder of all caches; their shards take at most `limit` bytes. key: name of this cache in it.
         shards: names of all shards. kept: name of the file about them.
     Raises:
         UserError: a folder of that name holds files that no cache has made. DataError: the disk fails.

@@ -48,7 +48,7 @@ READERS: dict[str, tuple[Callable[[str], SplitReader], Sequence[str]]] = {
 """data.dataset -> reader of a split, and the endings of its file after the split's name ("": it is a folder)."""
 
 IS_THERE = {"folder": Path.is_dir, "mds": is_split, "wds": lambda path: any(path.parent.glob(path.name))}
-"""data.dataset -> whether a split is there, for those whose splits are no single files."""
+"""data.dataset -> function that tells whether a split is there, for data sets whose splits are not single files."""
 
 
 @dataclass(eq=False)
@@ -210,7 +210,7 @@ def classes_of(dataset: Images) -> list[str]:
 
 
 def count_classes(dataset: Images, option: str) -> np.ndarray:
-    """Number of images of every class, (classes,) int64, none of which is 0.
+    """Returns the number of images of every class, (classes,) int64.
 
     Raises:
         OptionError: a class has no image, so that what `option` asks for is impossible.

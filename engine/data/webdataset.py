@@ -1,7 +1,7 @@
 """WebDataset shards: tar files of samples NAME.jpg (or another image) and NAME.cls, read by position.
 
-The places of the samples come from the headers of the shards, all of which are read at the start, or from an index of
-them (`python -m engine.data.prepare ROOT --dataset wds --index`). Both give the same images in the same order.
+The places of the samples come from the headers of all shards, which are read at the start, or from an index of them
+(`python -m engine.data.prepare ROOT --dataset wds --index`). Both give the same images in the same order.
 """
 
 import json

@@ -57,7 +57,7 @@ class RestartingLoader(DataLoader):
         patience: time (s) within which the workers must send a batch.
     Attributes:
         num_deaths: number of times that workers were killed in the current pass, or else in the last one.
-        stop_requested: asked while a batch is waited for; if true, it has `STOP_AFTER` seconds. None: waits go on.
+        stop_requested: called during a wait for a batch; once it is true, the wait ends after `STOP_AFTER` seconds.
     Raises:
         WorkersStuck: no batch came in time. The workers are killed.
     """
@@ -191,7 +191,7 @@ class Flag:
 
 
 def with_flags() -> Any:
-    """Returns a context of processes whose events are flags. Linux forks them, so that they import nothing anew."""
+    """Returns a multiprocessing context whose events are flags. On Linux it forks, so that workers import nothing."""
     context: Any = copy.copy(multiprocessing.get_context("fork" if sys.platform == "linux" else None))
     context.Event = Flag
     return context
