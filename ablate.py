@@ -21,11 +21,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ablation.cases import Case, check_data, check_options, failure_mark, last_failure
+from ablation.estimate import estimate_sweep
 from ablation.identity import SWEEP_FILE, check_sweep, is_extended, store_sweep
-from ablation.progress import Progress, estimate_sweep
+from ablation.progress import Progress
 from ablation.report import FIGURES, TABLES, report_sweep, write_figures, write_tables
 from ablation.schema import Ablation
-from ablation.settings import Setting, in_order, select_only
+from ablation.selection import select_only
+from ablation.settings import Setting, in_order
 from ablation.sweep import count_ranks, read_ablation
 from ablation.worker import is_busy, run_jobs, train_all
 from attention.plugins import as_arguments

@@ -25,13 +25,12 @@ import torch
 from tqdm import tqdm
 
 from attention import kernels
-from bench.arguments import device_name, every_mechanism, image_size, positive, token_grid
+from bench.arguments import check_arguments, device_name, every_mechanism, image_size, positive, token_grid
 from bench.choice import BUDGETS, format_choices, parse_budgets
 from bench.comparison import BATCH_TOKENS, compare, plan
 from bench.costs import CONFIGS, print_costs, print_costs_by_size, print_costs_of_others
 from bench.figures import draw_figures
 from bench.results import MEMORY, NOISE, format_results, write_tables
-from bench.runtimes import RUNTIMES
 from bench.workload import DTYPES, EXECUTIONS, MODES
 from engine.config.papers import PaperRow, read_others, read_papers
 from engine.runtime.arguments import PROCESSES, ArgumentParser, Count
@@ -46,6 +45,7 @@ from engine.runtime.signals import end_at_interrupt
 def main(arguments: Sequence[str] | None = None) -> None:
     args = parse_arguments(arguments)
     with refuse_bad_input():
+        check_arguments(args)
         if args.macs:
             print_costs([PaperRow(config=os.path.relpath(path, CONFIGS)) for path in args.configs] or read_papers())
             if not args.configs:
@@ -77,62 +77,41 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     epilog = f"{MEMORY} {NOISE}".replace("%", "%%")
     parser = ArgumentParser(description="Compare mechanisms and models side by side.", epilog=epilog)
-    add, many = parser.add_argument, {"nargs": "+", "default": []}
+    add, many, entries = parser.add_argument, {"nargs": "+"}, {"nargs": "+", "default": []}
     layers, models = "NAME[@PATH][:OPTION=VALUE,...]", "NAME:ATTENTION[@PATH][:OPTION=VALUE,...]"
+    batch = f"as many as have {BATCH_TOKENS['cpu']} tokens, on a GPU {BATCH_TOKENS['cuda']}"
+    modes = "forward: with a graph, as in training; train: forward, backward and AdamW; inference: without a graph"
+    executions = "compiled: for each shape; cuda-graph: eager kernels, launched at once"
+    executions += "; onnx, onnx-int8, aot (AOTInductor): exported models, in inference"
+    budgets = "; ".join(f"{key}: {meaning}" for key, meaning in BUDGETS.items())
     add("configs", nargs="*", help="with --macs: YAML files; none: the papers' rows and all mechanisms")
     add("--macs", action="store_true", help="parameters and multiply-accumulates beside the papers' figures")
-    add("--attention", **many, metavar=layers, help="single layers, or all; PATH: fast paths, as train.kernels")
+    add("--attention", **entries, metavar=layers, help="single layers, or all; PATH: fast paths, as train.kernels")
     add("--core", action="store_true", help="layers without their projections: from q, k, v to attended values")
-    add("--models", **many, metavar="MODEL", help=f"{models}, timm:NAME[:OPTION=VALUE,...], or a YAML file")
+    add("--models", **entries, metavar="MODEL", help=f"{models}, timm:NAME[:OPTION=VALUE,...], or a YAML file")
     on_path = "compare each layer with itself on this path, not with softmax"
     add("--against", choices=get_args(kernels.Path), help=on_path)
-    add("--baseline", **many, metavar="ENTRY", help="default: softmax, and the first model")
+    add("--baseline", **entries, metavar="ENTRY", help="default: softmax, and the first model")
+    add("--tokens", **many, type=token_grid, default=[(28, 28)], metavar="N|HxW", help="tokens of a layer")
     pixels = "images of models, in pixels; default: 224"
-    add("--tokens", nargs="+", type=token_grid, default=[(28, 28)], metavar="N|HxW", help="tokens of a layer")
-    add("--image-sizes", nargs="+", type=image_size, metavar="SIDE|HxW", help=pixels)
+    add("--image-sizes", **many, type=image_size, default=[(224, 224)], metavar="SIDE|HxW", help=pixels)
     add("--dim", type=positive, default=192, help="channels of a layer")
     add("--num-heads", type=positive, default=3, help="heads of a layer")
-    default = f"as many as have {BATCH_TOKENS['cpu']} tokens, on a GPU {BATCH_TOKENS['cuda']}"
-    add("--batch-size", type=positive, help=f"images; default: {default}")
-    modes = "forward: with a graph, as in training; train: forward, backward and AdamW; inference: without a graph"
-    add(
-        "--modes",
-        nargs="+",
-        choices=MODES,
-        default=["forward", "forward+backward"],
-        help=f"{modes}; default: the first two",
-    )
-    add("--dtypes", nargs="+", choices=DTYPES, default=["fp32"], help="half precision uses autocast")
-    exports = "onnx, onnx-int8, aot (AOTInductor): exported models, in inference"
-    executions = f"compiled: for each shape; cuda-graph: eager kernels, launched at once; {exports}"
-    add("--execution", nargs="+", choices=EXECUTIONS, default=["eager"], help=executions)
+    add("--batch-size", type=positive, help=f"images; default: {batch}")
+    first = ["forward", "forward+backward"]
+    add("--modes", **many, choices=MODES, default=first, help=f"{modes}; default: the first two")
+    add("--dtypes", **many, choices=DTYPES, default=["fp32"], help="half precision uses autocast")
+    add("--execution", **many, choices=EXECUTIONS, default=["eager"], help=executions)
     add("--rounds", type=Count(2), default=10, help="measurements of each; default: %(default)s")
     add("--device", type=device_name, choices=("auto", "cuda", "cpu"), default="auto")
     processor = "CPU time of the process instead of wall time, for a busy machine; needs one thread"
     add("--processor-time", action="store_true", help=processor)
-    add("--threads", type=PROCESSES, help="CPU threads; default: PyTorch's choice")
+    add("--threads", type=PROCESSES, default=torch.get_num_threads(), help="CPU threads; default: PyTorch's choice")
     add("--output", type=Path, help="directory for table.md, results.csv, results.json and figures")
-    budgets = "; ".join(f"{key}: {meaning}" for key, meaning in BUDGETS.items())
-    choice = "layers within these limits, sorted by stored quality"
-    add("--budget", **many, metavar="KEY=LIMIT", help=f"{choice}; {budgets}")
+    choice = f"layers within these limits, sorted by stored quality; {budgets}"
+    add("--budget", **entries, metavar="KEY=LIMIT", help=choice)
     args = parser.parse_args(arguments)
     args.attention = every_mechanism(args.attention)
-    if not (args.macs or args.attention or args.models):
-        parser.error("give --attention, --models or --macs")
-    args.threads, args.image_sizes = args.threads or torch.get_num_threads(), args.image_sizes or [(224, 224)]
-    if args.configs and not args.macs:
-        parser.error(f"{args.configs[0]}: configurations go with --macs, or after --models")
-    if args.core and not args.attention:
-        parser.error("--core: give --attention")
-    if args.against and (args.models or args.baseline or not args.attention):
-        parser.error("--against: give --attention, and neither --models nor --baseline")
-    if args.budget and (args.models or args.baseline or args.core or args.against or not args.attention):
-        parser.error("--budget: give --attention, without --models, --core, --against and --baseline")
-    if args.processor_time and (args.threads > 1 or args.device == "cuda"):
-        parser.error("--processor-time: give --threads 1, and --device cpu")
-    unfit = args.attention or args.modes != ["inference"] or args.dtypes != ["fp32"] or args.device != "cpu"
-    if unfit and (exported := [name for name in args.execution if name in RUNTIMES]):
-        parser.error(f"--execution {exported[0]}: takes --models, --modes inference and --device cpu, in fp32")
     return args
 
 

@@ -5,7 +5,8 @@ Each module uses those above it:
 - `schema`: the options of the file, and how its keys name options of train.py. `identity`: the file in the output.
 - `match`: sizes of mechanisms at equal multiply-accumulates.
 - `cases`: a run, its command and its result. `settings`: a row of the table, which has a run for each seed or fold.
+- `names`: short names of settings. `selection`: settings by the values of their options.
 - `sweep`: file -> settings, all checked.
-- `progress` and `worker`: train the runs.
+- `estimate`, `progress` and `worker`: train the runs.
 - `tables`, `figures` and `report`: settings -> files.
 """

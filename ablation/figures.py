@@ -10,7 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
-from ablation.settings import Setting, has_replicates, name_change, replicate_of, short_names, varied_options
+from ablation.names import name_change, short_names
+from ablation.settings import Setting, has_replicates, replicate_of, varied_options
 from ablation.tables import MEASURED_COSTS, Measured, means_if_apart, measure, tells_apart
 from engine.reporting.metrics import find_records
 from engine.reporting.plots import (

@@ -120,7 +120,7 @@ def solve(match: Match, run: Run) -> Matched:
 def softmax_macs(contexts: Sequence[LayerContext]) -> float:
     """Returns the multiply-accumulates of a layer of softmax attention beyond its projections: the mean over layers."""
     config = AttentionFactory.from_options("softmax").config
-    return fmean(ATTENTION["softmax"].cost(context, config).macs for context in contexts)
+    return fmean(ATTENTION["softmax"].layer_cost(context, config).macs for context in contexts)
 
 
 def to_override(attention: Any, name: str, value: int) -> str:

@@ -10,7 +10,8 @@ from typing import NamedTuple
 import yaml
 
 from ablation.figures import draw_curves, draw_heat_map, draw_pareto, draw_results
-from ablation.settings import Setting, changed_options, short_names
+from ablation.names import short_names
+from ablation.settings import Setting, changed_options
 from ablation.tables import Table, list_notes, list_runs, tabulate, tabulate_match
 from engine.reporting.plots import encode
 from engine.reporting.tables import markdown_table

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 from ablation.cases import Case
 from ablation.match import Matched, OutOfReach, parse_match, solve
 from ablation.schema import LIMIT, OF_ROWS, Ablation, list_replicates, to_overrides, to_text
-from ablation.settings import Setting, put_first
+from ablation.selection import put_first
+from ablation.settings import Setting
 from attention.options import OptionError, nearest, parse_options, to_yaml
 from attention.plugins import as_arguments, load_plugin
 from engine.config.papers import PaperRow, read_papers
@@ -28,9 +29,6 @@ CONFIGS = Path(__file__).parents[1] / "configs"
 
 MAX_BYTES = 255
 """Longest name of a directory in nearly every file system, in bytes."""
-
-PaperRows = Mapping[tuple[Path, tuple[str, ...]], PaperRow]
-"""Configuration and overrides -> row of a paper's table."""
 
 PAPER_FIELDS = "top1", "parameters", "macs", "step_ms", "memory_gb"
 """Fields of a `PaperRow` that a row of a sweep may give itself."""
@@ -65,10 +63,8 @@ def read_ablation(
         raise ConfigError(f"{path}: the configuration of one run; give it to train.py, or name it as base of a sweep")
     with tree.locating():
         ablation = parse_ablation(tree)
-        paper_rows = find_paper_rows(ablation.paper)
-        planner = Planner(ablation, path.parent, overrides, output, launcher, paper_rows)
+        planner = Planner(ablation, overrides, output, launcher)
         rows = list_rows(ablation, path.parent)
-
     settings: dict[str, Setting] = {}
     left_out = []
     for row in rows:
@@ -153,7 +149,7 @@ def check_effect(overrides: Sequence[str], rows: Sequence[Row], path: Path) -> N
             raise ConfigError(f"override {text!r}: every run of {path} sets {by} itself; change it there")
 
 
-def find_paper_rows(source: str | None) -> PaperRows:
+def find_paper_rows(source: str | None) -> dict[tuple[Path, tuple[str, ...]], PaperRow]:
     """Returns configuration and overrides -> row of the paper's table `source`; empty for null.
 
     Raises:
@@ -171,25 +167,17 @@ class Planner:
     """Makes settings of the rows of `ablation`.
 
     Args:
-        folder: directory of the ablation file. overrides: options of every run. output: directory of the runs.
-        launcher: command that starts train.py. paper_rows: those of the table that the ablation names.
+        overrides: options of every run. output: directory of the runs. launcher: command that starts train.py.
     Attributes:
-        replicates: the runs of every setting. match: the target of the sizes that are solved, or None.
+        paper_rows: rows of the paper's table. match: target of the sizes that are solved, or None. replicates: runs of
+            every setting. world_size: ranks of each.
     Raises:
-        OptionError: seeds, folds or a match that cannot be.
+        OptionError: a paper, match, seeds or folds that cannot be.
     """
 
-    def __init__(
-        self,
-        ablation: Ablation,
-        folder: Path,
-        overrides: Sequence[str],
-        output: Path,
-        launcher: Sequence[str],
-        paper_rows: PaperRows,
-    ):
-        self.ablation, self.folder, self.overrides, self.output = ablation, folder, (*overrides,), output
-        self.launcher, self.paper_rows = launcher, paper_rows
+    def __init__(self, ablation: Ablation, overrides: Sequence[str], output: Path, launcher: Sequence[str]):
+        self.ablation, self.overrides, self.output, self.launcher = ablation, (*overrides,), output, launcher
+        self.paper_rows = find_paper_rows(ablation.paper)
         self.match = None if ablation.match is None else parse_match(ablation.match)
         self.replicates = list_replicates(ablation)
         self.world_size = count_ranks(launcher)
@@ -235,27 +223,19 @@ class Planner:
 
     def _load(self, row: Row) -> tuple[Matched | None, Run]:
         """Returns the size that is solved for the row, None if there is none, and its run."""
-        given, match = (*self.overrides, *to_overrides(row.options)), row.options.get("match", True)
+        given, match = [*self.overrides, *to_overrides(row.options)], row.options.get("match", True)
         if "match" in row.options and (match is not False or not self.match):
             problem = "acts in a sweep with match only" if match is False else "expected false, or no match"
             raise ConfigError(f"match: {problem}, got {match!r}; leave it out")
-        matched = self._solve_size(row.base, given) if match and self.match else None
-        overrides = (*given, *([matched.override] if matched else []))
-        return matched, load_run(row.base, overrides, world_size=self.world_size)
-
-    def _solve_size(self, base: Path, overrides: tuple[str, ...]) -> Matched:
-        """Solves the size of the mechanism of the configuration `base` with `overrides`.
-
-        Raises:
-            OutOfReach: see `solve`. ConfigError: the overrides give the size, or something cannot be honoured.
-        """
-        assert self.match is not None
-        run = load_unbuilt(base, overrides)
-        with as_config_error():
-            matched = solve(self.match, run)
-        if is_overridden(key := f"attention.{matched.option}", overrides):
-            raise ConfigError(f"{key} is given, and match solves it; leave it out, or write match: false beside it")
-        return matched
+        matched = None
+        if match and self.match:
+            run = load_unbuilt(row.base, given)
+            with as_config_error():
+                matched = solve(self.match, run)
+            if is_overridden(key := f"attention.{matched.option}", given):
+                raise ConfigError(f"{key} is given, and match solves it; leave it out, or write match: false beside it")
+            given.append(matched.override)
+        return matched, load_run(row.base, given, world_size=self.world_size)
 
     def _paper(self, row: Row) -> PaperRow | None:
         """Returns the figures of a paper: those that the row gives itself, or those of its configuration."""

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 from ablation.cases import Case
 from ablation.match import TOLERANCE
-from ablation.settings import Setting, accuracies, has_replicates, held_options, in_order, replicate_of, short_names
+from ablation.names import short_names
+from ablation.settings import Setting, accuracies, has_replicates, held_options, in_order, replicate_of
 from engine.checkpoints.progress import is_score
 from engine.reporting.tables import Spread, plus_minus, spread, verdict
 

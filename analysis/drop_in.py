@@ -78,7 +78,7 @@ def leave_out_dropout(layer: Attention) -> None:
         if isinstance(part, nn.Dropout):
             part.eval()
     config = layer.config
-    if not getattr(config, "attn_drop", 0.0):
+    if not config.attn_drop:
         return
 
     def train(mode: bool = True) -> nn.Module:

@@ -65,8 +65,13 @@ def implied_matrix(attn: Attention, projected: tuple[Tensor, ...], grid: Grid) -
     assert v.dtype == torch.float64, "a float32 sum over values cannot tell a matrix from what is nearly one"
 
     def attended(values: Tensor) -> Tensor:
-        with torch.random.fork_rng():  # every call begins with the same noise
-            return attn.attend_with_prefix((*projected[:place], values, *projected[place + 1 :]), grid, None)
+        local_term, attn.local_term = attn.local_term, None
+        try:
+            with torch.random.fork_rng():  # every call begins with the same noise
+                # the base's method attends without further scales
+                return Attention.attend_all(attn, (*projected[:place], values, *projected[place + 1 :]), grid)
+        finally:
+            attn.local_term = local_term
 
     def differ(a: Tensor, b: Tensor) -> bool:
         return not bool((a - b).abs().max() <= TOLERANCE * max(a.abs().max(), b.abs().max()))

@@ -6,11 +6,9 @@ y = attn(x, (28, 28))                                   # (B, 784, 192) -> (B, 7
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from importlib import import_module
 from typing import Any
 
 from .base import Attention, LayerContext
-from .fitting import fitted
 from .ops import kernels
 from .option_tables import OptionInfo, describe
 from .options import OptionError, parse_options
@@ -27,16 +25,7 @@ NAMES = """
     slab inline shifted_window neighborhood hilo bilevel_routing agent rala mlla polaformer identity mean pooling
     convolution
 """
-
-
-def _mechanism(name: str) -> type[Attention]:
-    """The class of a mechanism: `SparseTransformer` of the file mechanisms/sparse_transformer.py."""
-    title = "".join(word.capitalize() for word in name.split("_"))
-    return getattr(import_module(f".mechanisms.{name}", __name__), title)
-
-
-for _name in NAMES.split():
-    register(_mechanism(_name))
+ATTENTION.update(dict.fromkeys(NAMES.split(), Attention))
 
 __all__ = [
     "ATTENTION",
@@ -84,7 +73,7 @@ class AttentionFactory:
             OptionError: options that the context's dimensions cannot honour.
         """
         mechanism, where = ATTENTION[self.name], LayerContext(**context)
-        return mechanism(where, fitted(mechanism, where, self.config))
+        return mechanism(where, mechanism.fitted(where, self.config))
 
 
 def create_attention(

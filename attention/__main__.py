@@ -85,7 +85,7 @@ def layer_costs(name: str, grid: Grid) -> list[Cost]:
     """Distinct costs of DeiT-Tiny's layers with mechanism `name` at its defaults; one unless layers differ in kind."""
     options = AttentionFactory.from_options(name).config
     layers = (LayerContext(dim=192, num_heads=3, grid=grid, layer=layer, depth=12) for layer in range(12))
-    return list(dict.fromkeys(ATTENTION[name].cost(context, options) for context in layers))
+    return list(dict.fromkeys(ATTENTION[name].layer_cost(context, options) for context in layers))
 
 
 def config(name: str) -> str:

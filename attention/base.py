@@ -12,6 +12,7 @@ op returns attended values (B, h, N, d), in float32 at least if it has the decor
 tokens are plain, N counts them too.
 """
 
+import dataclasses
 import inspect
 import re
 import sys
@@ -25,13 +26,12 @@ from torch import Tensor, nn
 
 from .inputs import check_inputs
 from .ops import kernels
-from .ops.memory import by_parts
 from .options import OptionError, check_fields
 from .parts.geometry import Grid, merge_heads, split_heads, split_prefix
 from .parts.linear import init_linear
 from .parts.local_term import LocalTerm
 from .parts.masking import stand_in
-from .parts.transforms import in_graph, softmax_attention, transformed
+from .parts.transforms import softmax_attention
 
 PrefixTokens = Literal["refused", "plain", "exact"]
 
@@ -105,8 +105,8 @@ class Attention(nn.Module):
     tokens by softmax; `attend` gets queries of the grid and keys of all P + N tokens, every token of the grid attends
     to the prefix tokens, and windows, landmarks and positions cover the grid alone.
     """
-    key_mask_refusal: ClassVar[str | None] = "it does not declare what it does with masked tokens"
-    """Why the mechanism refuses a key mask; None for a mechanism whose `attend` takes the argument key_mask."""
+    key_mask_refusal: ClassVar[str] = "it does not declare what it does with masked tokens"
+    """The reason that `refuses_key_mask` gives for a mechanism whose `attend` has no argument key_mask."""
     num_projections: ClassVar[int] = 3
     """Number of C x C outputs of `qkv`: 3 for queries, keys and values, 2 if keys are queries, 1 for values alone."""
     size_option: ClassVar[str | None] = None
@@ -119,29 +119,28 @@ class Attention(nn.Module):
     """True if all heads share the filters of the local term; otherwise every channel has its own filter."""
 
     def __init_subclass__(cls) -> None:
-        if "key_mask" in inspect.signature(cls.attend).parameters:
-            cls.key_mask_refusal = None
         cls.__doc__ = cls.__doc__ or getattr(sys.modules.get(cls.__module__), "__doc__", None)  # the file's docstring
 
     def __init__(self, context: LayerContext, config: Any):
         super().__init__()
         self.config = config
         self.label = f"attention({self.name()})"  # made here: torch 2.11 would guard compiled graphs by the cache of re
+        self.refusal = self.refuses_key_mask(config)  # here too: compiled graphs have no signatures
         self.num_heads = context.num_heads
         self.head_dim = context.dim // context.num_heads
         self.num_prefix_tokens = context.num_prefix_tokens
         if context.num_prefix_tokens and self.prefix_tokens == "refused":
             problem = f" = {context.num_prefix_tokens}: {self.name()} does not declare what it does with prefix tokens"
             raise OptionError("num_prefix_tokens", f"{problem}; use a model without a class token and registers")
-        if context.num_prefix_tokens and getattr(config, "causal", False):
+        if context.num_prefix_tokens and config.causal:
             self.refuse("causal", True, "prefix tokens attend to every token; use a model without them")
-        if getattr(config, "local", False) and getattr(config, "causal", False):
+        if config.local and config.causal:
             self.refuse("local", True, "its convolution takes values of later tokens; with causal set local: false")
         self.qkv = nn.Linear(context.dim, self.num_projections * context.dim, bias=context.qkv_bias)
         self.proj = nn.Linear(context.dim, context.dim)
         self.proj_drop = nn.Dropout(context.proj_drop)
         width = self.head_dim if self.local_by_head else context.dim
-        has_local_term = getattr(config, "local", False) and self.local_size > 0
+        has_local_term = config.local and self.local_size > 0
         self.local_term = LocalTerm(width, self.local_size) if has_local_term else None
         self.gate: nn.Module | None = None  # maps the layer's input to factors of the input of `proj`
         for linear in (self.qkv, self.proj):
@@ -152,23 +151,42 @@ class Attention(nn.Module):
         """The mechanism's name: the name of the class in snake case, sparse_transformer for `SparseTransformer`."""
         return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", cls.__name__).lower()
 
-    @property
     def ignores_order(self) -> bool:
         """True if a token's output depends on the set of tokens and not on their positions, so that tokens may be left
         out of the input; the grid is then (1, N)."""
-        places = getattr(self.config, "causal", False) or getattr(self.config, "local", False)
-        return self.prefix_tokens == "plain" and not places
+        return self.prefix_tokens == "plain" and not self.config.causal and not self.config.local
 
     @classmethod
     def refuse(cls, name: str, value: Any, problem: str, fitting: Any = None) -> NoReturn:
-        """Raises the OptionError for option `name` of this mechanism; for `fitting` see there."""
+        """Raises the OptionError for option `name` of this mechanism; `fitting` is an attribute of the error."""
         raise OptionError(f"attention({cls.name()}).{name}", f" = {value}: {problem}", fitting)
+
+    @classmethod
+    def fitted(cls, context: LayerContext, config: Any) -> Any:
+        """The options of a layer: `config`, or with the option `fit` the largest sizes that the context's grid allows.
+
+        Each size that the constructor refuses becomes the value that its error names. Draws no random numbers.
+
+        Raises:
+            OptionError: the constructor refuses another option.
+        """
+        by_itself, sizes = dataclasses.replace(context, shared={}), dict[str, Any]()
+        while config.fit:
+            try:
+                with torch.device("meta"):
+                    cls(by_itself, dataclasses.replace(config, fit=False, **sizes))
+                break
+            except OptionError as error:
+                if error.fitting is None:
+                    raise
+                sizes[error.key.rpartition(".")[2]] = error.fitting
+        return dataclasses.replace(config, **sizes)
 
     def refuse_above(self, context: LayerContext, *names: str, side: int = 0) -> None:
         """Raises the OptionError for options larger than the number of tokens of the grid, or than its longest side."""
         (H, W), what = context.grid, "larger than" if side else "more than the tokens of"
         for name in names:
-            if (value := getattr(self.config, name, 0)) > (most := side or context.num_tokens):
+            if (value := getattr(self.config, name)) > (most := side or context.num_tokens):
                 self.refuse(name, value, f"{what} the {H}x{W} grid; at most {most}", most)
 
     @classmethod
@@ -176,14 +194,26 @@ class Attention(nn.Module):
         """Exact cost of a layer beyond its four C x C projections (4 C^2 + 4 C parameters, 4 N C^2 MACs).
 
         Counts the multiply-accumulates of matrix products and convolutions, padding included, for one image in
-        evaluation. Does not count prefix tokens.
+        evaluation. Does not count prefix tokens, nor the local term of this class.
         """
         raise NotImplementedError(f"{cls.__name__} does not define cost")
 
     @classmethod
+    def local_cost(cls, context: LayerContext, config: Any) -> Cost:
+        """Cost of the local term that this class adds if the option `local` is true."""
+        width, taps = context.head_dim if cls.local_by_head else context.dim, cls.local_size**2
+        has_term = config.local and taps > 0
+        return Cost(width * (taps + 1), taps * context.num_tokens * context.dim) if has_term else Cost(0, 0)
+
+    @classmethod
+    def layer_cost(cls, context: LayerContext, config: Any) -> Cost:
+        """`cost` and `local_cost` together: all that a layer costs beyond its four C x C projections."""
+        return Cost(*map(sum, zip(cls.cost(context, config), cls.local_cost(context, config), strict=True)))
+
+    @classmethod
     def refuses_key_mask(cls, config: Any) -> str | None:
-        """Returns why a layer with these options refuses a key mask; None if it takes one."""
-        return cls.key_mask_refusal
+        """The reason why a layer with these options refuses a key mask; None if it takes one."""
+        return None if "key_mask" in inspect.signature(cls.attend).parameters else cls.key_mask_refusal
 
     def refuse_unused(self, neutral: Mapping[str, Any], why: str) -> None:
         """Raises the OptionError for the first option that does not have its `neutral` value."""
@@ -194,7 +224,7 @@ class Attention(nn.Module):
     @property
     def attn_drop(self) -> float:
         """Dropout rate of attention weights in the present mode; 0 where the mechanism has no such option."""
-        return getattr(self.config, "attn_drop", 0.0) if self.training else 0.0
+        return self.config.attn_drop if self.training else 0.0
 
     def project(self, x: Tensor, grid: Grid) -> tuple[Any, ...]:
         """Projects x (B, P + N, C) to queries, keys, values, each (B, h, P + N, d), and further inputs of `attend`.
@@ -207,8 +237,8 @@ class Attention(nn.Module):
         """Maps queries (B, h, N, d), keys and values (B, h, P + N, d) and the grid to attended values (B, h, N, d).
 
         A mechanism whose `project` returns other tensors than q, k and v takes those instead. If prefix tokens are
-        plain, there are queries of all P + N tokens. A mechanism without `key_mask_refusal` also takes key_mask, None
-        or (B, P + N) bool, true for tokens that count; at least one token of every image counts. Masked keys have
+        plain, there are queries of all P + N tokens. A mechanism that takes key masks also has key_mask, None or
+        (B, P + N) bool, true for tokens that count; at least one token of every image counts. Masked keys have
         weights of exactly zero, masked queries do not influence other outputs, and outputs of masked queries are never
         read. Masked tokens hold the values that `stand_in` gives them.
         """
@@ -232,26 +262,28 @@ class Attention(nn.Module):
         P = self.num_prefix_tokens
         grid = check_inputs(self.label, x, grid, P, self.num_heads * self.head_dim)
         if key_mask is None:
-            return self.output(self.attend_on_path(self.project(x, grid), grid), x)
+            return self.output(kernels.by_path(self.attend_all, self.project(x, grid), grid), x)
         self.check_key_mask(key_mask, (x.shape[0], grid[0] * grid[1]))
         counts = F.pad(key_mask, (P, 0), value=True)
         x = stand_in(x, counts)
         # If no token of an image counts, its zeros attend to each other.
-        y = self.attend_on_path(self.project(x, grid), grid, counts | ~counts.any(1, keepdim=True))
+        key_mask = counts | ~counts.any(1, keepdim=True)
+        y = kernels.by_path(self.attend_all, self.project(x, grid), grid, key_mask)
         return self.output(y, x).masked_fill(~counts[..., None], 0)
 
-    def attend_on_path(self, projected: tuple[Any, ...], grid: Grid, key_mask: Tensor | None = None) -> Tensor:
-        """`attend_all`; with the path "lean" by parts of the batch, but not in graphs and transforms of torch.func."""
-        if kernels.path() != "lean" or in_graph() or transformed():
-            return self.attend_all(projected, grid, key_mask)
-        return by_parts(lambda *part: self.attend_all(part[:-1], grid, part[-1]), *projected, key_mask)
-
     def attend_all(self, projected: tuple[Any, ...], grid: Grid, key_mask: Tensor | None = None) -> Tensor:
-        """Attended values (B, h, P + N, d) of all P + N tokens, local term included.
+        """Attended values (B, h, P + N, d) of all P + N tokens: `attend`, exact prefix tokens and the local term.
 
-        projected: the output of `project`. key_mask: see `attend`.
+        projected: queries, keys and values, or whatever else `project` returns. key_mask: see `attend`.
         """
-        y = self.attend_with_prefix(projected, grid, key_mask)
+        (q, *others), mask = projected, [] if key_mask is None else [key_mask]
+        if self.num_prefix_tokens == 0 or self.prefix_tokens == "plain":
+            y = self.attend(q, *others, grid, *mask)
+        else:
+            q_prefix, q = split_prefix(q, grid[0] * grid[1])
+            attn_mask = None if key_mask is None else key_mask[:, None, None]
+            y_prefix = softmax_attention(q_prefix, *others[:2], attn_mask, self.attn_drop)
+            y = torch.cat([y_prefix, self.attend(q, *others, grid, *mask)], 2)
         if self.local_term is None:
             return y
         values = self.local_values(projected[0 if self.num_projections == 1 else 2], grid)
@@ -261,17 +293,6 @@ class Attention(nn.Module):
         """The values (B, h, P + N, d) that the local term convolves, from those of `project`."""
         return values
 
-    def attend_with_prefix(self, projected: tuple[Any, ...], grid: Grid, key_mask: Tensor | None) -> Tensor:
-        """`attend_all` without the local term: calls `attend`, and computes exact prefix tokens by softmax."""
-        (q, *others), mask = projected, [] if key_mask is None else [key_mask]
-        if self.num_prefix_tokens == 0 or self.prefix_tokens == "plain":
-            return self.attend(q, *others, grid, *mask)
-        q_prefix, q = split_prefix(q, grid[0] * grid[1])
-        attn_mask = None if key_mask is None else key_mask[:, None, None]
-        k, v = others[:2]
-        y_prefix = softmax_attention(q_prefix, k, v, attn_mask, self.attn_drop)
-        return torch.cat([y_prefix, self.attend(q, *others, grid, *mask)], 2)
-
     def output(self, y: Tensor, x: Tensor) -> Tensor:
         """The layer's output (B, P + N, C) from attended values y (B, h, P + N, d) and the layer's input x."""
         y = merge_heads(y)
@@ -279,8 +300,8 @@ class Attention(nn.Module):
 
     def check_key_mask(self, key_mask: Tensor, shape: tuple[int, int]) -> None:
         """Raises the ValueError for a mask that the mechanism does not take, or that is not bool of `shape` (B, N)."""
-        if refusal := self.refuses_key_mask(self.config):
-            raise ValueError(f"{self.label}: takes no key_mask: {refusal}")
+        if self.refusal:
+            raise ValueError(f"{self.label}: takes no key_mask: {self.refusal}")
         if key_mask.dtype != torch.bool or key_mask.shape != shape:
             raise ValueError(
                 f"{self.label}: got a key_mask of {key_mask.dtype} {tuple(key_mask.shape)}; give torch.bool"
@@ -288,7 +309,7 @@ class Attention(nn.Module):
             )
 
     def restart(self) -> None:
-        """Forgets earlier training passes, where the mechanism counts them: they were those of another training."""
+        """Forgets the training passes that the mechanism has counted, for a training that begins anew."""
 
     def extra_repr(self) -> str:
         return f"{self.config}"

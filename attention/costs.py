@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .base import Attention, Cost, LayerContext
+from .base import Cost, LayerContext
 from .parts.chunks import chunk_size, num_chunked
 from .parts.geometry import Windows
 from .parts.position import BiasKind, PositionBias
@@ -22,14 +22,6 @@ def projections(context: LayerContext, count: int) -> Cost:
 def total(*costs: Cost) -> Cost:
     """The sum of costs."""
     return Cost(sum(cost.parameters for cost in costs), sum(cost.macs for cost in costs))
-
-
-def local_cost(mechanism: type[Attention], context: LayerContext, config: Any) -> Cost:
-    """Cost of the convolution of values that `Attention` adds if the option `local` is true."""
-    if not config.local:
-        return Cost(0, 0)
-    width, taps = context.head_dim if mechanism.local_by_head else context.dim, mechanism.local_size**2
-    return Cost(width * (taps + 1), taps * context.num_tokens * context.dim)
 
 
 def linear_attention_macs(
@@ -61,7 +53,7 @@ def mix_features_macs(context: LayerContext, num_features: int, causal: bool = F
 
 def num_padded(windows: Windows) -> int:
     """Number of queries of all windows, padding included, g w; N if windows attend to no token of the grid."""
-    return math.prod(windows.grid) if windows.is_empty else windows.count * windows.num_queries
+    return math.prod(windows.grid) if windows.is_empty else windows.num_windows * windows.num_queries
 
 
 def window_macs(windows: Windows, dim: int) -> int:

@@ -34,7 +34,17 @@ class UnknownOptionError(OptionError, TypeError):
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 class Options:
-    """Base of a mechanism's or a model's `Config`: makes its subclasses frozen dataclasses of keyword arguments."""
+    """Base of a mechanism's or a model's `Config`: makes its subclasses frozen dataclasses of keyword arguments.
+
+    The values below hold for a mechanism without the option; only a subclass that declares one has the option.
+    """
+
+    attn_drop: float = 0.0
+    causal: bool = False
+    fit: bool = False
+    local: bool = False
+    overlap: int = 0
+    released: bool = False
 
     def __init_subclass__(cls) -> None:
         dataclasses.dataclass(frozen=True, kw_only=True)(cls)
@@ -78,8 +88,13 @@ def local_option(default: bool = False) -> Any:
     return option(default, "add a depthwise convolution of the values over the grid")
 
 
+def attn_drop_option() -> Any:
+    """The field `attn_drop`, see `Attention.attn_drop`."""
+    return option(0.0, "dropout rate of the attention weights", low=0, high=1)
+
+
 def fit_option() -> Any:
-    """The field `fit` of a mechanism whose sizes a small grid may not allow; see `attention.fitting`."""
+    """The field `fit` of a mechanism whose sizes a small grid may not allow; see `Attention.fitted`."""
     return option(False, "reduce sizes that are too large for the grid to the largest that fit")
 
 

@@ -1,13 +1,29 @@
 """The registry of mechanisms: name -> class. `register` adds one; attention/plugins.py imports those from outside."""
 
 import dataclasses
+from collections import UserDict
+from importlib import import_module
 from typing import Any, TypeVar
 
 from .base import Attention
 from .options import OptionError, Options, nearest
 
-ATTENTION: dict[str, type[Attention]] = {}
-"""Name of a mechanism -> its class."""
+
+class Mechanisms(UserDict[str, type[Attention]]):
+    """Name of a mechanism -> its class. Imports a mechanism of this package when its class is needed.
+
+    Until then `Attention` is in its place. The file `sparse_transformer.py` has the class `SparseTransformer`.
+    """
+
+    def __getitem__(self, name: str) -> type[Attention]:
+        if self.data[name] is Attention:
+            title = "".join(word.capitalize() for word in name.split("_"))
+            self.data[name] = checked(getattr(import_module(f".mechanisms.{name}", __package__), title))
+        return self.data[name]
+
+
+ATTENTION = Mechanisms()
+"""All mechanisms: those of this package, and those that were registered."""
 
 KEYS_OF_ENTRIES = ("name", "stage", "blocks")
 """Keys of a configuration that stand beside the options of a mechanism: its name, and where a network has it."""
@@ -37,16 +53,21 @@ def register(cls: Mechanism) -> Mechanism:
         TypeError: the class lacks a part of a mechanism; the message names the part to write.
         ValueError: another class has the name.
     """
-    if not (isinstance(cls, type) and issubclass(cls, Attention)):
-        raise TypeError(f"register: {cls!r} is no mechanism; write `class RowAttention(attention.Attention): ...`")
-    if problem := _config_problem(cls) or _method_problem(cls):
-        raise TypeError(f"register: {cls.__qualname__} {problem}")
-    name = cls.name()
+    name = checked(cls).name()
     known = ATTENTION.get(name)
     if known is not None and (is_built_in(known) or _place(known) != _place(cls)):
         problem = f"would be the mechanism {name!r}, but {_place(known)} has that name; rename the class"
         raise ValueError(f"register: {_place(cls)} {problem}")
     ATTENTION[name] = cls
+    return cls
+
+
+def checked(cls: Mechanism) -> Mechanism:
+    """Returns the class; raises the TypeError of `register` if it is no complete mechanism."""
+    if not (isinstance(cls, type) and issubclass(cls, Attention)):
+        raise TypeError(f"register: {cls!r} is no mechanism; write `class RowAttention(attention.Attention): ...`")
+    if problem := _config_problem(cls) or _method_problem(cls):
+        raise TypeError(f"register: {cls.__qualname__} {problem}")
     return cls
 
 

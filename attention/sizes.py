@@ -9,15 +9,14 @@ from typing import Any, NamedTuple
 import torch
 
 from .base import Attention, LayerContext
-from .fitting import fitted
 from .options import OptionError
 
 LIMIT = 2**20
 """Largest size that is tried of an option without an upper limit."""
 
 REACH = 32
-"""How many sizes on both sides of the place where the cost passes the target are compared: costs rise in steps, and
-padding makes them fall in places."""
+"""Number of sizes compared on each side of the one where the cost passes the target. Costs rise in steps, and padding
+makes them fall in places."""
 
 
 class NoSize(OptionError):
@@ -63,12 +62,12 @@ def solve_size(mechanism: type[Attention], contexts: Sequence[LayerContext], con
         try:
             for context in contexts:
                 by_itself = dataclasses.replace(context, shared={})
-                found = fitted(mechanism, by_itself, asked)
+                found = mechanism.fitted(by_itself, asked)
                 if getattr(found, option) != value:  # the option `fit` has lowered it
                     raise OptionError(option, f" = {value} does not fit", getattr(found, option))
                 with torch.device("meta"):
                     mechanism(by_itself, found)
-                total += mechanism.cost(context, found).macs
+                total += mechanism.layer_cost(context, found).macs
         except OptionError as error:
             return error
         return total / len(contexts)

@@ -14,7 +14,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "layout": {
         "default": None,
         "meaning": "square windows of the grid, or blocks of the raster order; null: 2d, with causal 1d",
-        "chosen": lambda c: "1d" if getattr(c, "causal", False) else "2d",
+        "chosen": lambda c: "1d" if c.causal else "2d",
     },
     "overlap": {
         "default": 0,
@@ -24,9 +24,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "position_bias": {
         "default": None,
         "meaning": "relative position bias inside the window; null: table, as released table_released",
-        "chosen": lambda c: (
-            "table_released" if getattr(c, "released", False) and not getattr(c, "causal", False) else "table"
-        ),
+        "chosen": lambda c: "table_released" if c.released and not c.causal else "table",
     },
     "causal": {"default": False, "meaning": "tokens attend to no later token, in raster order; needs layout 1d"},
 }
@@ -54,14 +52,14 @@ def windows_on(config: Any, grid: Grid, key_mask: Tensor | None = None) -> Windo
 
     key_mask: (B, P + N) bool, true for tokens that count.
     """
-    side, overlap = config.window_size, getattr(config, "overlap", 0)
+    side, overlap = config.window_size, config.overlap
     sides = (side, side), (overlap, overlap)
     if side == 0:
         sides = (0, 0), (0, 0)
     elif layout_of(config) == "1d":
         sides = (1, side), (0, overlap)
     key_mask = of_grid(key_mask, grid[0] * grid[1])
-    return Windows(raster(grid, layout_of(config)), *sides, getattr(config, "causal", False), key_mask)
+    return Windows(raster(grid, layout_of(config)), *sides, config.causal, key_mask)
 
 
 def position_bias(attn: Attention, context: LayerContext) -> PositionBias:
@@ -72,7 +70,7 @@ def position_bias(attn: Attention, context: LayerContext) -> PositionBias:
     """
     config = attn.config
     refuse_windows(attn, context)
-    if getattr(config, "causal", False) and config.position_bias not in ("none", *CAUSAL_INDEX):
+    if config.causal and config.position_bias not in ("none", *CAUSAL_INDEX):
         attn.refuse("position_bias", config.position_bias, f"not with causal; one of none, {', '.join(CAUSAL_INDEX)}")
     kind: BiasKind = config.position_bias if config.window_size else "none"
     return PositionBias(kind, attn.num_heads, attn.head_dim, windows_on(config, context.grid))
@@ -86,5 +84,5 @@ def refuse_windows(attn: Attention, context: LayerContext) -> None:
     """
     config = attn.config
     attn.refuse_above(context, "window_size", "overlap", side=max(raster(context.grid, layout_of(config))))
-    if getattr(config, "causal", False) and config.layout != "1d":
+    if config.causal and config.layout != "1d":
         attn.refuse("layout", config.layout, NOT_RASTER)

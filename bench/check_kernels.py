@@ -7,7 +7,7 @@ benchmark.py times layers and models.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
 from typing import Any
@@ -22,6 +22,7 @@ from attention.ops.triton_tokens import INTERPRETED
 from bench.kernel_cases import CASES, Case, errors, example, excess
 from bench.results import NOISE, quartile_columns, quartiles_text
 from bench.timing import Call, Quartiles, Times, count_launches, time_rounds
+from engine.reporting.tables import markdown_table
 from engine.runtime.arguments import ArgumentParser
 from engine.runtime.memory import saved_bytes
 from engine.runtime.provenance import device_name
@@ -102,17 +103,6 @@ def timings(case: Case, device: torch.device, bytes_per_second: float) -> list[d
     return [row | {name: f"{count / 2**20:.1f}" for name, count in saved.items()} for row in rows]
 
 
-def table(device: torch.device) -> Iterator[str]:
-    """Yields the lines of the table of times, and the meaning of ~."""
-    bytes_per_second = bandwidth(device)
-    for number, row in enumerate(row for case in TIMED for row in timings(case, device, bytes_per_second)):
-        if not number:
-            yield f"|{'|'.join(row)}|"
-            yield f"|{'---|' * len(row)}"
-        yield f"|{'|'.join(map(str, row.values()))}|"
-    yield f"\n{NOISE}"
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     ArgumentParser(prog="python -m bench.check_kernels", description=__doc__.partition(":")[0]).parse_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -125,9 +115,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         failed |= off
         print("OFF" if off else "ok ", case, "|", ", ".join(f"{name} {pair[0]:.1e}" for name, pair in found.items()))
     if device.type == "cuda":
-        print(f"\n{device_name(device)}, torch {torch.__version__}, triton {version('triton')}, bf16, 3 heads")
-        for line in table(device):
-            print(line, flush=True)
+        print(
+            f"\n{device_name(device)}, torch {torch.__version__}, triton {version('triton')}, bf16, 3 heads", flush=True
+        )
+        bytes_per_second = bandwidth(device)
+        rows = [row for case in TIMED for row in timings(case, device, bytes_per_second)]
+        print(markdown_table(list(rows[0]), [list(map(str, row.values())) for row in rows]), f"\n{NOISE}", sep="\n")
     sys.exit(failed)
 
 

@@ -86,7 +86,7 @@ def plan(args: argparse.Namespace, device: torch.device) -> list[Comparison]:
         default = names[0] if kind == "model" or args.against else "softmax"
         baseline = next((name for name in args.baseline if name in names), default)
         for size in sizes:
-            costs = [subject.check(size) for subject in subjects]
+            costs = [subject.costs(size) for subject in subjects]
             batch = args.batch_size or max(1, BATCH_TOKENS[device.type] * patch // math.prod(size))
             comparisons += [
                 Comparison(kind, subjects, baseline, costs, size, batch, *setting)

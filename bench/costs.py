@@ -27,7 +27,7 @@ def stated_costs(model: str) -> dict[str, Costs]:
 
     def of_layers(name: str) -> Costs:
         mechanism, options = ATTENTION[name], AttentionFactory.from_options(name).config
-        costs = (mechanism.cost(LayerContext(layer=layer, **sizes), options) for layer in range(config.depth))
+        costs = (mechanism.layer_cost(LayerContext(layer=layer, **sizes), options) for layer in range(config.depth))
         return Costs(*map(sum, zip(*costs, strict=True)))
 
     counted = count_costs({"name": model, "img_size": config.img_size}, "softmax")
@@ -71,7 +71,7 @@ def print_costs_of_others(rows: Sequence[OtherRow]) -> None:
 @functools.cache
 def costs_of_timm(model: str) -> Costs:
     """Returns the costs of a model of timm for an image of 224 pixels. The cache serves rows of the same model."""
-    return whole_model(f"timm:{model}").check((224, 224))
+    return whole_model(f"timm:{model}").costs((224, 224))
 
 
 @functools.cache

@@ -129,7 +129,7 @@ def example(case: Case, device: torch.device) -> tuple[list[Tensor | None], dict
     if case.log_count or case.leave_one_out:
         logits = (landmark + 1.0).log()[None, None] * case.log_count
     if case.leave_one_out:
-        window = torch.arange(windows.count, device=device)[:, None, None]
+        window = torch.arange(windows.num_windows, device=device)[:, None, None]
         logits = logits.masked_fill(window % c == landmark, -torch.inf)
     return [q[:, :, P:], k, v, bias, keys, values, logits], {"windows": windows}
 

@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         subjects = [attention_layer(name, args.dim, args.num_heads, "torch") for name in names]
         for size in args.tokens:
             for subject in subjects:
-                subject.check(size)
+                subject.costs(size)
     rows = []
     for size in args.tokens:
         for subject in tqdm(subjects, unit="layer", disable=None):

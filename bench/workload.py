@@ -71,7 +71,7 @@ class Subject:
         if problem:
             raise ConfigError(f"{self.name!r}, path {self.path}: {problem}; use the path auto")
 
-    def check(self, size: Grid) -> Costs:
+    def costs(self, size: Grid) -> Costs:
         """Counts the costs for one image in evaluation, on the meta device.
 
         Raises:
@@ -146,7 +146,7 @@ class Core(nn.Module):
 
     def forward(self, *arguments: Any) -> Tensor:
         *projected, grid = arguments
-        return self.layer.attend_on_path(tuple(projected), grid)
+        return kernels.by_path(self.layer.attend_all, tuple(projected), grid)
 
 
 def attention_core(text: str, dim: int, num_heads: int, layer: int | None = None) -> Subject:

@@ -213,7 +213,7 @@ class Deit(Backbone):
         if not rate:
             return
         for attn in attention_layers(self):
-            if not attn.ignores_order:
+            if not attn.ignores_order():
                 problem = f" = {rate}: attention({attn.name()}) needs the whole grid; set it to 0, or use softmax"
                 raise OptionError("model.patch_drop_rate", problem)
         check_grids(self, (1, max(1, int(self.patch_embed.num_patches * (1 - rate)))))

@@ -3,7 +3,11 @@
 import dataclasses
 import inspect
 import re
+import subprocess
+import sys
 import typing
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +22,7 @@ from models import MODELS
 
 FACTORY = {"name"}
 """Keywords of `create_attention` that are neither of the context nor of a mechanism."""
+ROOT = Path(__file__).parents[1]
 
 
 def test_the_signature_has_every_field_of_the_context():
@@ -150,3 +155,22 @@ def test_the_remedy_for_an_image_is_right(P):
     y = attn(x, grid)  # a list, as LayerContext takes one
     assert torch.equal(y, attn(x, image.shape[2:]))
     assert torch.equal(y[:, P + 5 * 9 + 7], attn(x, (8, 9))[:, P:].mT.unflatten(2, (8, 9))[:, :, 5, 7])
+
+
+def test_mechanisms_are_imported_when_they_are_asked_for():
+    """A run imports those of its model, and Triton's kernels where a GPU or the path asks for them."""
+    lines = [
+        "import sys, train",
+        "from attention import ATTENTION, kernels, options_of",
+        "loaded = lambda: [name for name in sys.modules if '.mechanisms.' in name or '.triton_' in name]",
+        "assert 'eva' in ATTENTION and len(list(ATTENTION)) > 40 and not loaded()",
+        "options_of('softmax')",
+        "assert loaded() == ['attention.mechanisms.softmax']",
+        "context = kernels.use('triton')",
+        "context.__enter__()",
+        "options_of('local')",  # its op is imported last, and brings its kernel
+        "assert [*kernels._triton] == ['joint_softmax']",
+    ]
+    lines = lines if find_spec("triton") else lines[:6]
+    run = subprocess.run([sys.executable, "-c", "\n".join(lines)], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr

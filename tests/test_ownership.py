@@ -220,6 +220,7 @@ def test_all_strange_files_are_named_at_once(tmp_path: Path):
     )
 
 
+@pytest.mark.complete
 def test_a_checkpoint_that_was_put_there_by_hand_is_not_rotated(tmp_path: Path, capsys: pytest.CaptureFixture):
     run_training(tmp_path / "one", "schedule.epochs=1")
     other = tmp_path / "two"
@@ -308,6 +309,7 @@ def hold_elsewhere(path: Path, code: str) -> subprocess.Popen:
     return process
 
 
+@pytest.mark.complete
 def test_the_wait_for_a_lock_ends(tmp_path: Path):
     path = tmp_path / "lock"
     holder = hold_elsewhere(path, "with hold_lock(Path(sys.argv[1]), True): print(flush=True); time.sleep(600)")

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 PROGRAM = """
 import importlib.util
@@ -39,6 +41,7 @@ assert not {name for name in namespaces if name.startswith("attention")}
 """
 
 
+@pytest.mark.complete
 def test_a_copy_under_another_name_works_beside_strangers(tmp_path):
     package = tmp_path / "their_package"
     for name in ("eva_attention", "second_attention"):

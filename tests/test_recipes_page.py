@@ -47,6 +47,7 @@ def test_low_rank_terms_are_trained_and_merged():
     assert not any("lora_" in name for name in names["merged"].state_dict())
 
 
+@pytest.mark.complete
 def test_parameters_are_sharded_by_two_processes(tmp_path):
     code = find("Sharded parameters") + (
         "\nfrom pathlib import Path\n"
@@ -89,6 +90,7 @@ def test_attribution_of_pixels():
     assert run("Attribution")["attribution"].shape == (1, 3, 224, 224)
 
 
+@pytest.mark.complete
 def test_gradients_are_those_without_checkpointing():
     code = find("Less memory")
     grads = []

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..base import Attention, Cost, LayerContext
-from ..costs import local_cost, mix_features_macs, total
+from ..costs import mix_features_macs
 from ..ops.random_features.causal import running_logits, running_mass, running_mix
 from ..options import Options, causal_option, local_option, option
 from ..parts.features import upcast
@@ -82,7 +82,7 @@ class Abc(Attention):
     def cost(cls, context: LayerContext, config: Config) -> Cost:
         N, C, slots = context.num_tokens, context.dim, context.num_heads * config.num_landmarks
         writing_and_reading = 2 * mix_features_macs(context, config.num_landmarks, config.causal)
-        return total(Cost((C + 1) * slots, N * slots * C + writing_and_reading), local_cost(cls, context, config))
+        return Cost((C + 1) * slots, N * slots * C + writing_and_reading)
 
     def attend(
         self,

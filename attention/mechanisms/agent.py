@@ -25,13 +25,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..base import Attention, Cost, LayerContext
-from ..costs import local_cost, total
-from ..options import Options, fit_option, local_option, option, released_option
+from ..costs import total
+from ..options import Options, attn_drop_option, fit_option, local_option, option, released_option
 from ..parts.geometry import Grid, split_prefix
 from ..parts.groups import Groups, group_mean, pools_option, segments
 from ..parts.position import PositionTable
 from ..parts.transforms import softmax_attention
-from .sra import add_reduction, project_shrunk, reduction_cost, shrunk, stretched
+from .sra import add_reduction, project_shrunk, reduction_cost, reduction_option, shrunk, stretched
 
 
 def agent(
@@ -50,7 +50,7 @@ def agent(
 def agent_reference(q, k, v, b_1, b_2, *, grid, bins, attn_drop=0.0):
     """`agent` from its two matrices of weights."""
     tokens, scale = q[:, :, q.shape[2] - grid[0] * grid[1] :], q.shape[-1] ** -0.5
-    members = [index[valid] for index, valid in zip(bins.index[0], bins.valid[0], strict=True)]
+    members = [index[valid] for index, valid in zip(bins.members[0], bins.valid[0], strict=True)]
     a = torch.stack([tokens[:, :, own].mean(2) for own in members], 2)
     of_agents, of_tokens = (scale * a @ k.mT + b_1).softmax(-1), (scale * q @ a.mT + b_2).softmax(-1)
     return F.dropout(of_tokens, attn_drop) @ (F.dropout(of_agents, attn_drop) @ v)
@@ -58,7 +58,6 @@ def agent_reference(q, k, v, b_1, b_2, *, grid, bins, attn_drop=0.0):
 
 class Agent(Attention):
     prefix_tokens = "plain"
-    ignores_order = False  # agents belong to bins, biases to positions
     key_mask_refusal = "its agents average every token of their bins"
     local_size = 3
     local_by_head = False
@@ -68,13 +67,11 @@ class Agent(Attention):
 
     class Config(Options):
         num_landmarks: int = option(49, "agents c, the mean queries of as many bins of the grid", low=1)
-        reduction: int | None = option(
-            None, "side ratio R by which keys and values are shrunk, as by sra; null: 1", low=1, chosen=lambda c: 1
-        )
+        reduction: int | None = reduction_option()
         released: bool = released_option()
         released_pools: bool | None = pools_option()
         local: bool = local_option(True)
-        attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
+        attn_drop: float = attn_drop_option()
         fit: bool = fit_option()
 
     def __init__(self, context: LayerContext, config: Any):
@@ -108,12 +105,15 @@ class Agent(Attention):
         bias = bias if self.prefix_bias is None else torch.cat([self.prefix_bias, bias], 1)
         return bias.unflatten(0, (2, self.num_heads, -1))
 
+    def ignores_order(self) -> bool:
+        return False  # agents belong to bins, biases to positions
+
     @classmethod
     def cost(cls, context: LayerContext, config: Any) -> Cost:
         (H, W), P, c = context.grid, context.num_prefix_tokens, config.num_landmarks
         M = math.prod(shrunk(context.grid, config.reduction))
         own = Cost(2 * context.num_heads * c * (49 + H + W + P), 2 * (context.num_tokens + M) * c * context.dim)
-        return total(own, reduction_cost(context, config.reduction), local_cost(cls, context, config))
+        return total(own, reduction_cost(context, config.reduction))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         b_1, b_2 = self.biases(grid)

@@ -14,9 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
-from ..costs import local_cost, total
 from ..ops.joint_softmax.op import mix, prefix_term
-from ..options import Options, fit_option, local_option, option
+from ..options import Options, attn_drop_option, fit_option, local_option, option
 from ..parts.features import product
 from ..parts.geometry import Grid, Windows, raster, split_prefix
 from ..parts.sampling import counter_uniform
@@ -99,11 +98,11 @@ class Bigbird(Attention):
     class Config(Options):
         block_size: int = option(16, "tokens b of a block in raster order; side of a square block in 2d", low=1)
         layout: Literal["1d", "2d"] = option("1d", "blocks of the raster order, or square tiles of the grid")
-        num_window: int = option(3, "neighbouring blocks w, itself among them: odd", low=1, high=63)
-        num_global: int = option(2, "global blocks g, first and last in turns", low=0)
-        num_random: int = option(3, "random blocks r of each query block; fewer where fewer are left", low=0, high=64)
+        num_window: int = option(3, "neighbouring blocks w, the query's own included; odd", low=1, high=63)
+        num_global: int = option(2, "global blocks g, taken in turns from the start and the end", low=0)
+        num_random: int = option(3, "random blocks r of each query block; fewer where fewer remain", low=0, high=64)
         local: bool = local_option()
-        attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
+        attn_drop: float = attn_drop_option()
         fit: bool = fit_option()
 
         def windows(self, grid: Grid) -> Windows:
@@ -120,18 +119,15 @@ class Bigbird(Attention):
 
     def blocks(self, windows: Windows) -> Tensor:
         """The layer's pattern on this grid (h, n, m): the same in training and evaluation, and after reloading."""
-        shape = (self.num_heads, windows.count, self.config.num_random)
+        shape = (self.num_heads, windows.num_windows, self.config.num_random)
         return choose_blocks(self.config.num_window, self.config.num_global, counter_uniform(self.pattern_seed, shape))
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:
         windows, N, C = config.windows(context.grid), context.num_tokens, context.dim
-        b, num_global = windows.num_queries, min(config.num_global, windows.count)
+        b, num_global = windows.num_queries, min(config.num_global, windows.num_windows)
         attended = config.num_window + num_global + config.num_random  # unused entries are computed too
-        return total(
-            Cost(0, 2 * windows.count * b * attended * b * C + 2 * num_global * b * N * C),
-            local_cost(cls, context, config),
-        )
+        return Cost(0, 2 * windows.num_windows * b * attended * b * C + 2 * num_global * b * N * C)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         windows, num_global = self.config.windows(grid), self.config.num_global

@@ -16,9 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
-from ..costs import local_cost, total
 from ..ops.joint_softmax.op import gathered_logits, mix, prefix_term
-from ..options import Options, local_option, option, released_option
+from ..options import Options, attn_drop_option, local_option, option, released_option
 from ..parts.features import full_precision
 from ..parts.geometry import Grid, Windows, gather_tokens, split_prefix
 from ..parts.masking import of_grid
@@ -72,16 +71,19 @@ class BilevelRouting(Attention):
     size_option = "topk"
 
     class Config(Options):
-        num_regions: int = option(7, "regions S along both sides, or fewer of ceil(H / S) x ceil(W / S) tokens", low=1)
-        topk: int = option(4, "regions k that each attends to; on a grid of fewer, all", low=1)
+        num_regions: int = option(
+            7, "regions S along each side; fewer where regions of ceil(H / S) x ceil(W / S) tokens fill it", low=1
+        )
+        topk: int = option(4, "regions k that each region attends to; all of them on a grid that has fewer", low=1)
         released: bool = released_option()
         scale: Literal["head_dim", "dim"] | None = option(
             None,
-            "channels whose square root divides the logits: of a head, or of all; null: head_dim, as released dim",
+            "channels whose square root divides the logits: those of a head, or of all heads; null: head_dim, as "
+            "released dim",
             chosen=lambda c: "dim" if c.released else "head_dim",
         )
         local: bool = local_option(True)
-        attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
+        attn_drop: float = attn_drop_option()
 
         def regions(self, grid: Grid, key_mask: Tensor | None = None) -> Windows:
             return Windows(grid, (-(-grid[0] // self.num_regions), -(-grid[1] // self.num_regions)), key_mask=key_mask)
@@ -93,9 +95,9 @@ class BilevelRouting(Attention):
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:
-        g, w = (regions := config.regions(context.grid)).count, regions.num_queries
+        g, w = (regions := config.regions(context.grid)).num_windows, regions.num_queries
         macs = (2 * g * w * w * min(config.topk, g) + g * g) * context.dim
-        return total(Cost(0, macs), local_cost(cls, context, config))
+        return Cost(0, macs)
 
     def project(self, x: Tensor, grid: Grid) -> tuple[Tensor, ...]:
         q, *others = super().project(x, grid)

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
-from ..costs import local_cost, total
 from ..options import Options, fit_option, local_option, option
 from ..parts.features import full_precision, scale
 from ..parts.geometry import Grid, gather_tokens
@@ -102,7 +101,6 @@ def hamming_clusters(bits: Tensor, num_clusters: int, num_iterations: int) -> Te
 
 class Clustered(Attention):
     prefix_tokens = "plain"
-    ignores_order = False  # clusters start at positions
     key_mask_refusal = "its clusters are those of all queries"
     size_option = "num_clusters"
     eval_planes: Tensor
@@ -120,12 +118,14 @@ class Clustered(Attention):
         self.refuse_above(context, "num_clusters", "num_top_keys")
         self.register_buffer("eval_planes", torch.randn(self.num_heads, config.num_bits, self.head_dim + 1))
 
+    def ignores_order(self) -> bool:
+        return False  # clusters start at positions
+
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:
         N, C = context.num_tokens, context.dim
         attention = 2 * N * (config.num_clusters + min(config.num_top_keys, N)) * C
-        own = Cost(0, N * config.num_bits * C + attention)  # the first term is the hash
-        return total(own, local_cost(cls, context, config))
+        return Cost(0, N * config.num_bits * C + attention)  # the first term is the hash
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         planes, config = redrawn(self.training, self.eval_planes, q), self.config

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from ..base import Attention, Cost, LayerContext
-from ..costs import local_cost, num_padded, total, window_cost
+from ..costs import num_padded, window_cost
 from ..ops.joint_softmax.op import attended_in_window, joint_softmax, mix_reference
-from ..options import Options, fit_option, local_option, option
+from ..options import Options, attn_drop_option, fit_option, local_option, option
 from ..parts.features import product
 from ..parts.geometry import Grid, Layout, Windows, split_prefix
 from ..parts.linear import init_linear
@@ -87,13 +87,14 @@ class Combiner(Attention):
         window_size: int = option(7, "side of a span in tokens; its length where layout is 1d", low=1)
         layout: Layout | None = window_option("layout")
         summary: Literal["deepsets", "relu", "identity"] = option(
-            "deepsets", "what is pooled: ReLU(U x), one U for queries and one for keys of all heads; ReLU(x); x"
+            "deepsets",
+            "pooled features: deepsets: ReLU(U x), with one U for queries and one for keys; relu: ReLU(x); identity: x",
         )
-        pool: Literal["max", "mean"] = option("max", "how a span's tokens are pooled")
+        pool: Literal["max", "mean"] = option("max", "pooling of a span's tokens")
         position_bias: BiasKind | None = window_option("position_bias")
         causal: bool = window_option("causal")
         local: bool = local_option()
-        attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
+        attn_drop: float = attn_drop_option()
         fit: bool = fit_option()
 
     def __init__(self, context: LayerContext, config: Config):
@@ -121,11 +122,8 @@ class Combiner(Attention):
         N, C, d, queries = context.num_tokens, context.dim, context.head_dim, num_padded(windows)
         transforms = 2 if config.summary == "deepsets" else 0
         summaries = 2 * queries * C + transforms * N * d * C  # values of summaries; ReLU(U x)
-        attention = 2 * queries * windows.count * C
-        return total(
-            Cost(window.parameters + transforms * d * d, window.macs + summaries + attention),
-            local_cost(cls, context, config),
-        )
+        attention = 2 * queries * windows.num_windows * C
+        return Cost(window.parameters + transforms * d * d, window.macs + summaries + attention)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         windows, keys = windows_on(self.config, grid, key_mask), split_prefix(k, q.shape[2])[1]

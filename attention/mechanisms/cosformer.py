@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
-from ..costs import linear_attention_macs, local_cost, total
+from ..costs import linear_attention_macs
 from ..ops.random_features.op import linear_attention, weighted_values_reference
 from ..options import Options, local_option, option
 from ..parts.features import full_precision
@@ -88,10 +88,7 @@ class Cosformer(Attention):
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:
         axes = sum(side > 1 for side in raster(context.grid, config.layout))
-        return total(
-            Cost(0, linear_attention_macs(context, context.head_dim * 2**axes, config.causal)),
-            local_cost(cls, context, config),
-        )
+        return Cost(0, linear_attention_macs(context, context.head_dim * 2**axes, config.causal))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         grid, causal = raster(grid, self.config.layout), self.config.causal

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
-from ..costs import linear_attention_macs, local_cost, total
+from ..costs import linear_attention_macs
 from ..ops.random_features.op import linear_attention
 from ..options import Options, local_option, option
 from ..parts.features import full_precision
@@ -57,9 +57,7 @@ class Dpfp(Attention):
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:
-        return total(
-            Cost(0, linear_attention_macs(context, 2 * config.nu * context.head_dim)), local_cost(cls, context, config)
-        )
+        return Cost(0, linear_attention_macs(context, 2 * config.nu * context.head_dim))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         return dpfp(q, k, v, nu=self.config.nu, key_mask=key_mask).to(v.dtype)

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from ..base import Attention, Cost, LayerContext
-from ..costs import local_cost, total
 from ..ops.random_features.op import linear_attention
 from ..options import Options, local_option, option
 from ..parts.features import full_precision
@@ -68,8 +67,7 @@ class Efficient(Attention):
     def cost(cls, context: LayerContext, config: Config) -> Cost:
         N, C, width = context.num_tokens, context.dim, key_width(context, config)
         left_out = 2 * (C - width)  # rows of the joint projection
-        own = Cost(-left_out * (C + context.qkv_bias), 2 * N * width // context.num_heads * C - left_out * N * C)
-        return total(own, local_cost(cls, context, config))
+        return Cost(-left_out * (C + context.qkv_bias), 2 * N * width // context.num_heads * C - left_out * N * C)
 
     def project(self, x: Tensor, grid: Grid) -> tuple[Tensor, ...]:
         """(B, P + N, C) -> queries and keys (B, h, P + N, C_k / h), values (B, h, P + N, d)."""

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
-from ..costs import group_cost, local_cost, num_padded, total, window_cost
+from ..costs import group_cost, num_padded, total, window_cost
 from ..ops.group_values.landmarks import Landmarks, Mean, Pool, Transform, landmark_option
 from ..ops.group_values.op import Visibility, attended_summaries, group_logits, group_prior, group_values
 from ..ops.joint_softmax.op import attended_in_window, joint_softmax, mix_reference
@@ -91,7 +91,9 @@ class Eva(Attention):
         overlap: int = window_option("overlap")
         position_bias: BiasKind | None = window_option("position_bias")
         partition: Literal["all", "all_1d", "complement", "mask"] = option(
-            "all", "2-D bins of all tokens; raster chunks of all; raster chunks of all but E; bins without E's members"
+            "all",
+            "groups: all: 2-D bins of all tokens; all_1d: raster chunks of them; complement: raster chunks of the"
+            " tokens outside E; mask: 2-D bins without E's members",
         )
         landmark_transform: Transform = landmark_option("landmark_transform")
         pool: Pool = landmark_option("pool")
@@ -109,7 +111,7 @@ class Eva(Attention):
         causal: bool = window_option("causal")
         visibility: Visibility | None = option(
             None,
-            "groups a causal query attends to: those before its window (paper); those before itself (released)",
+            "groups that a causal query attends to: paper: those before its window; released: those before itself",
             chosen=lambda c: "released" if c.released and c.causal else "paper",
         )
         attn_drop: float = option(0.0, "dropout rate of the joint softmax weights", low=0, high=1)
@@ -148,11 +150,11 @@ class Eva(Attention):
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:
-        own = total(window_cost(context, config), local_cost(cls, context, config))
+        own = window_cost(context, config)
         if not config.num_landmarks:
             return own
         groups, windows = cls.groups(config, context.grid, torch.device("meta")), windows_on(config, context.grid)
-        return total(own, group_cost(context, config, groups.index.shape, num_padded(windows)))
+        return total(own, group_cost(context, config, groups.members.shape, num_padded(windows)))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         config, bias = self.config, self.position_bias()

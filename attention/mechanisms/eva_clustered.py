@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
-from ..costs import group_cost, local_cost, num_padded, total, window_cost
+from ..costs import group_cost, num_padded, total, window_cost
 from ..ops.group_values.landmarks import Landmarks, Mean, Transform, landmark_option
 from ..ops.joint_softmax.op import attended_in_window, joint_softmax, mix_reference
 from ..ops.kernels import first_order, with_fast_path
@@ -158,7 +158,7 @@ class EvaClustered(Attention):
         hash_macs = context.num_tokens * config.num_bits * context.dim
         queries = num_padded(windows_on(config, context.grid))
         groups = group_cost(context, config, (1, config.num_landmarks, 0), queries)
-        return total(window_cost(context, config), groups, Cost(0, hash_macs), local_cost(cls, context, config))
+        return total(window_cost(context, config), groups, Cost(0, hash_macs))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         config, k_grid = self.config, split_prefix(k, q.shape[2])[1]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
-from ..costs import group_cost, local_cost, num_padded, total, window_macs
+from ..costs import group_cost, num_padded, total, window_macs
 from ..ops.group_values.landmarks import Landmarks, Mean, Pool, Transform, landmark_option
 from ..options import Options, fit_option, local_option, option, released_option
 from ..parts.features import full_precision
@@ -79,7 +79,9 @@ class EvaLsh(Attention):
         cluster_size: int = option(49, "tokens of a cluster E", low=1)
         num_landmarks: int = option(49, "number of groups C", low=1)
         released: bool = released_option()
-        partition: Literal["all", "mask"] = option("all", "chunks of the order of all keys; these without E's members")
+        partition: Literal["all", "mask"] = option(
+            "all", "groups: all: chunks of the sorted keys; mask: these without E's members"
+        )
         landmark_transform: Transform = landmark_option("landmark_transform")
         pool: Pool = landmark_option("pool")
         num_samples: int = landmark_option("num_samples")
@@ -110,11 +112,7 @@ class EvaLsh(Attention):
         N, C, h = context.num_tokens, context.dim, context.num_heads
         windows, groups = cls.clusters_and_groups(config, context.grid, torch.device("meta"))
         clusters = Cost(0, 2 * N * (C + 2 * h) + window_macs(windows, C))  # the first term is the hash
-        return total(
-            clusters,
-            group_cost(context, config, groups.index.shape, num_padded(windows)),
-            local_cost(cls, context, config),
-        )
+        return total(clusters, group_cost(context, config, groups.members.shape, num_padded(windows)))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         config, k_grid = self.config, split_prefix(k, q.shape[2])[1]

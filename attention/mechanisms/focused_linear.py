@@ -24,14 +24,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..base import Attention, Cost, LayerContext
-from ..costs import local_cost, total
+from ..costs import total
 from ..ops.random_features.maps import focused, of_both
 from ..ops.random_features.op import linear_attention, weighted_values_reference
 from ..options import Options, fit_option, local_option, option
 from ..parts.features import full_precision
 from ..parts.geometry import Grid, split_prefix
 from ..parts.position import KeyPositions
-from .sra import add_reduction, project_shrunk, reduction_cost, shrunk, stretched
+from .sra import add_reduction, project_shrunk, reduction_cost, reduction_option, shrunk, stretched
 
 
 @full_precision
@@ -61,18 +61,16 @@ def focused_linear_reference(q, k, v, scale, *, power):
 
 class FocusedLinear(Attention):
     prefix_tokens = "plain"
-    ignores_order = False  # keys depend on their positions
     reduction: int
     sr: nn.Module | None
 
     class Config(Options):
         power: float = option(3.0, "exponent p of the features", low=1)
-        reduction: int | None = option(
-            None, "side ratio R by which keys and values are shrunk, as by sra; null: 1", low=1, chosen=lambda c: 1
-        )
+        reduction: int | None = reduction_option()
         stretch: Literal["image", "raster"] = option(
             "image",
-            "values of the local term on the grid again: bilinear, or linear along the raster order (released code);"
+            "interpolation of shrunk values for the local term: image: bilinear; raster: linear along the raster "
+            "order (released code);"
             " acts with reduction above 1 and local",
         )
         local: bool = local_option(True)
@@ -87,12 +85,15 @@ class FocusedLinear(Attention):
         self.key_positions = KeyPositions(context.dim, shrunk(context.grid, config.reduction))
         self.feature_scale = nn.Parameter(torch.zeros(context.dim))
 
+    def ignores_order(self) -> bool:
+        return False  # keys depend on their positions
+
     @classmethod
     def cost(cls, context: LayerContext, config: Any) -> Cost:
         (h, d), N, C = (context.num_heads, context.head_dim), context.num_tokens, context.dim
         M = math.prod(shrunk(context.grid, config.reduction))
         own = Cost(M * C + C, M * d * C + N * d * (C + h))  # sums over keys; means and normalisers of queries
-        return total(own, reduction_cost(context, config.reduction), local_cost(cls, context, config))
+        return total(own, reduction_cost(context, config.reduction))
 
     @classmethod
     def refuses_key_mask(cls, config: Any) -> str | None:

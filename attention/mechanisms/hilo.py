@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
-from ..costs import local_cost, total, window_macs
+from ..costs import window_macs
 from ..ops.joint_softmax.op import attended_in_window, joint_softmax, mix_reference
-from ..options import Options, fit_option, local_option, option
+from ..options import Options, attn_drop_option, fit_option, local_option, option
 from ..parts.geometry import Grid, Windows, split_prefix
 from ..parts.masking import of_grid
 from .softmax import softmax
@@ -57,9 +57,11 @@ class Hilo(Attention):
 
     class Config(Options):
         window_size: int = option(2, "side w in tokens of windows and pools; 1: all heads attend to all tokens", low=1)
-        alpha: float = option(0.9, "part of the heads that attend to pools, rounded down to whole heads", low=0, high=1)
+        alpha: float = option(
+            0.9, "share of the heads that attend to pools, rounded down to whole heads", low=0, high=1
+        )
         local: bool = local_option()
-        attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
+        attn_drop: float = attn_drop_option()
         fit: bool = fit_option()
 
         def num_high(self, num_heads: int) -> int:
@@ -74,10 +76,7 @@ class Hilo(Attention):
     def cost(cls, context: LayerContext, config: Config) -> Cost:
         windows = Windows(context.grid, (config.window_size, config.window_size))
         high = config.num_high(context.num_heads) * context.head_dim
-        return total(
-            Cost(0, window_macs(windows, high) + 2 * context.num_tokens * windows.count * (context.dim - high)),
-            local_cost(cls, context, config),
-        )
+        return Cost(0, window_macs(windows, high) + 2 * context.num_tokens * windows.num_windows * (context.dim - high))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         side, num_high = self.config.window_size, self.config.num_high(self.num_heads)

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
-from ..costs import local_cost, total
 from ..ops.random_features.op import linear_attention
 from ..options import Options, local_option
 from ..parts.features import full_precision
@@ -46,7 +45,7 @@ class Hydra(Attention):
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:
-        return total(Cost(0, 2 * context.num_tokens * context.dim), local_cost(cls, context, config))
+        return Cost(0, 2 * context.num_tokens * context.dim)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         return hydra(q, k, v, key_mask=key_mask).to(v.dtype)

@@ -29,11 +29,13 @@ def identity_reference(v):
 
 
 class Identity(Attention):
-    ignores_order = True
     num_projections = 1
 
     class Config(Options):
         pass
+
+    def ignores_order(self) -> bool:
+        return True
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..base import Attention, Cost, LayerContext
-from ..costs import landmark_cost, local_cost, total
+from ..costs import landmark_cost, total
 from ..ops.group_values.op import group_mean
 from ..ops.kernels import with_fast_path
 from ..ops.random_features import fused, proposals
@@ -119,7 +119,8 @@ class Lara(Attention):
         num_landmarks: int = option(49, "segments of the grid, one proposal each (single: samples)", low=1)
         landmark_transform: Literal["light", "dense", "none"] | None = option(
             None,
-            "Linear and LayerNorm of segment means: for all heads (DeiT), over all channels (PVT), none; null: as fits",
+            "Linear and LayerNorm of segment means: light: shared by the heads (DeiT); dense: over all channels "
+            "(PVT); null: light; with proposal single: none",
             chosen=lambda c: "none" if c.proposal == "single" else "light",
         )
         proposal: Literal["mixture", "attended_keys", "pool", "pool_mixed", "single"] = option(
@@ -132,7 +133,9 @@ class Lara(Attention):
         )
         beta: float = option(2.0, "coefficient of the query-specific term; acts with weighting decoupled", low=0)
         samples_per_proposal: Literal[1, 2] = option(1, "training samples of each proposal; 2 double the released beta")
-        features: Features = option("positive", "xi(x, omega), or with xi(x, -omega) also, and even proposals")
+        features: Features = option(
+            "positive", "positive: xi(x, omega); hyperbolic: also xi(x, -omega), with proposals symmetric about 0"
+        )
         antithetic: bool = option(False, "two samples per proposal mirror each other about their mean")
         released: bool = released_option()
         noise: Noise | None = noise_option()
@@ -179,7 +182,7 @@ class Lara(Attention):
     def cost(cls, context: LayerContext, config: Any) -> Cost:
         N, C, h, c = context.num_tokens, context.dim, context.num_heads, config.num_landmarks
         halves = 2 if config.features == "hyperbolic" else 1
-        own = total(Cost(0, (2 + 2 * halves) * N * c * C), local_cost(cls, context, config))  # features; sums, means
+        own = Cost(0, (2 + 2 * halves) * N * c * C)  # features; sums, means
         if config.proposal == "single":
             return total(own, Cost(0, (N + halves * c) * C))  # the proposal's weights of keys, its density at c samples
         width = {"light": context.head_dim, "dense": C, "none": 0}[config.landmark_transform]
@@ -194,7 +197,7 @@ class Lara(Attention):
             q_bar = masked_mean(q, mask)[:, :, None]
         else:
             segments, k_grid = self.segments(grid, q.device).masked(mask), split_prefix(k, q.shape[2])[1]
-            filled = None if mask is None else segments.count()[:, 0, 0] > 0
+            filled = None if mask is None else segments.num_members()[:, 0, 0] > 0
             q_bar = self.landmark_q(group_mean(q, segments).flatten(2, 3))
             if config.proposal in proposals.POOLED:
                 k_bar = self.landmark_k(group_mean(k_grid, segments).flatten(2, 3))

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
-from ..costs import linear_attention_macs, local_cost, total
+from ..costs import linear_attention_macs
 from ..ops.random_features.maps import elu_plus_one, of_both
 from ..ops.random_features.op import linear_attention, weighted_values_reference
 from ..options import Options, causal_option, local_option
@@ -41,8 +41,7 @@ class Linear(Attention):
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:
-        own = Cost(0, linear_attention_macs(context, context.head_dim, config.causal))
-        return total(own, local_cost(cls, context, config))
+        return Cost(0, linear_attention_macs(context, context.head_dim, config.causal))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         return linear(q, k, v, causal=self.config.causal, key_mask=key_mask).to(v.dtype)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..base import Attention, Cost, LayerContext
-from ..options import Options, option
+from ..options import Options, attn_drop_option, option
 from ..parts.geometry import Grid, split_prefix
 from ..parts.linear import is_plain
 from .softmax import softmax
@@ -50,7 +50,7 @@ class LinearSra(Attention):
 
     class Config(Options):
         pool_size: int = option(7, "side of the pooled grid in bins", low=1, high=64)
-        attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
+        attn_drop: float = attn_drop_option()
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..base import Attention, Cost, LayerContext
-from ..costs import local_cost, total
-from ..options import Options, local_option, option
+from ..options import Options, attn_drop_option, local_option, option
 from ..parts.geometry import Grid, resample, split_prefix
 from .softmax import softmax, softmax_reference
 
@@ -56,10 +55,12 @@ class Linformer(Attention):
     class Config(Options):
         num_landmarks: int = option(49, "rows c of the projections", low=1)
         sharing: Literal["heads", "kv", "none", "layers"] = option(
-            "heads", "one projection for all heads; for keys and values too; none; for all layers of a grid too"
+            "heads",
+            "users of one projection: heads: all heads; kv: also keys and values; layers: also all layers of a "
+            "grid; none: a projection for each head, of keys and of values",
         )
         local: bool = local_option()
-        attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
+        attn_drop: float = attn_drop_option()
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
@@ -79,8 +80,7 @@ class Linformer(Attention):
         N, C = context.num_tokens, context.dim
         c, (parts, heads) = config.num_landmarks, MATRICES[config.sharing]
         parameters = parts * (heads or context.num_heads) * c * N  # with sharing: layers, for all layers together
-        own = Cost(parameters, 2 * N * c * C + 2 * N * c * C)  # projections, attention
-        return total(own, local_cost(cls, context, config))
+        return Cost(parameters, 2 * N * c * C + 2 * N * c * C)  # projections, attention
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         # With more columns, entries become smaller, so that the sums over tokens stay the same.

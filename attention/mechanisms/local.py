@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
-from ..costs import local_cost, total, window_cost
+from ..costs import window_cost
 from ..ops.joint_softmax.op import attended_in_window, joint_softmax, mix_reference
-from ..options import Options, fit_option, local_option, option, released_option
+from ..options import Options, attn_drop_option, fit_option, local_option, option, released_option
 from ..parts.geometry import Grid, Layout, Windows
 from ..parts.position import BiasKind
 from ..window_options import position_bias, window_option, windows_on
@@ -46,7 +46,7 @@ class Local(Attention):
         position_bias: BiasKind | None = window_option("position_bias")
         causal: bool = window_option("causal")
         local: bool = local_option()
-        attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
+        attn_drop: float = attn_drop_option()
         fit: bool = fit_option()
 
     def __init__(self, context: LayerContext, config: Config):
@@ -55,7 +55,7 @@ class Local(Attention):
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:
-        return total(window_cost(context, config), local_cost(cls, context, config))
+        return window_cost(context, config)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         windows = windows_on(self.config, grid, key_mask)

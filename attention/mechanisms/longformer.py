@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
-from ..costs import local_cost, num_padded, projections, total, window_macs
+from ..costs import num_padded, projections, window_macs
 from ..ops.joint_softmax.op import gathered_logits, mix, prefix_term, shared_logits
-from ..options import Options, fit_option, local_option, option
+from ..options import Options, attn_drop_option, fit_option, local_option, option
 from ..parts.geometry import Grid, Windows, raster, select_tokens, split_heads, split_prefix
 from ..parts.groups import bin_counts
 from ..parts.linear import linear_part
@@ -107,12 +107,14 @@ class Longformer(Attention):
     size_option = "radius"
 
     class Config(Options):
-        radius: int = option(24, "farthest key rho: tokens in raster order, or rows and columns; w = 2 rho + 1", low=0)
+        radius: int = option(
+            24, "distance rho of the farthest key: tokens in raster order, or rows and columns; w = 2 rho + 1", low=0
+        )
         layout: Literal["1d", "2d"] = option("1d", "band of the raster order, or square windows around each query")
         num_global: int = option(1, "global tokens g, spread evenly over the grid", low=0)
         separate_global: bool = option(False, "separate projections for the global rows, initialised as copies of qkv")
         local: bool = local_option()
-        attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
+        attn_drop: float = attn_drop_option()
         fit: bool = fit_option()
 
     def __init__(self, context: LayerContext, config: Config):
@@ -147,11 +149,9 @@ class Longformer(Attention):
         windows = band(raster(context.grid, config.layout), config.radius)
         macs = window_macs(windows, C) + 2 * num_padded(windows) * g * C + 2 * N * g * C  # band, columns, rows
         if not config.separate_global:
-            return total(Cost(0, macs), local_cost(cls, context, config))
+            return Cost(0, macs)
         queries, keys_and_values = g * C * C, 2 * N * C * C
-        return total(
-            Cost(projections(context, 3).parameters, macs + queries + keys_and_values), local_cost(cls, context, config)
-        )
+        return Cost(projections(context, 3).parameters, macs + queries + keys_and_values)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Tensor:
         """Attends with the results of `project` and the grid."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
-from ..costs import local_cost, projections, total
+from ..costs import projections
 from ..options import Options, local_option
 from ..parts.geometry import Grid
 from ..parts.masking import masked_mean
@@ -38,7 +38,7 @@ class Mean(Attention):
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:
         absent = projections(context, 2)
-        return total(Cost(-absent.parameters, -absent.macs), local_cost(cls, context, config))
+        return Cost(-absent.parameters, -absent.macs)
 
     def attend(self, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         return mean(v, key_mask=key_mask)

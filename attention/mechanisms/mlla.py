@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..base import Attention, Cost, LayerContext
-from ..costs import linear_attention_macs, local_cost, projections, total
+from ..costs import linear_attention_macs, projections, total
 from ..ops.random_features.maps import elu_plus_one
 from ..ops.random_features.op import linear_attention
 from ..options import Options, local_option, option
@@ -75,7 +75,7 @@ class Mlla(Attention):
         N, C = context.num_tokens, context.dim
         block = total(projections(context, 1), Cost(10 * C, 9 * N * C)) if config.block else Cost(0, 0)
         own = Cost(0, linear_attention_macs(context, context.head_dim))
-        return total(own, block, local_cost(cls, context, config))
+        return total(own, block)
 
     def project(self, x: Tensor, grid: Grid) -> tuple[Tensor, ...]:
         if self.convolution is None:

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
-from ..costs import local_cost, total
 from ..ops.joint_softmax.op import attended_tokens, gathered_logits, mix, mix_reference, prefix_term
-from ..options import Options, fit_option, local_option, option
+from ..options import Options, attn_drop_option, fit_option, local_option, option
 from ..parts.geometry import Grid, Windows, select_tokens, split_prefix
 from ..parts.masking import of_grid
 from ..parts.neighborhoods import pair, tiles, tiling
@@ -77,7 +76,7 @@ class Neighborhood(Attention):
         dilation: int | tuple[int, int] = option(1, "step delta between neighbours, or (rows, columns)", low=1)
         position_bias: Literal["table", "none"] = option("table", "relative position bias of the neighbours")
         local: bool = local_option()
-        attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
+        attn_drop: float = attn_drop_option()
         fit: bool = fit_option()
 
     def __init__(self, context: LayerContext, config: Config):
@@ -101,7 +100,7 @@ class Neighborhood(Attention):
         for length, k, delta in zip(context.grid, pair(config.kernel_size), pair(config.dilation), strict=True):
             tiles_of_residue, queries, keys = tiling(length, k, delta)
             table, macs = table * (2 * k - 1), macs * delta * tiles_of_residue * queries * keys
-        return total(Cost(table, macs), local_cost(cls, context, config))
+        return Cost(table, macs)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         table, counts = self.position_bias.table, of_grid(key_mask, q.shape[2])

@@ -70,7 +70,7 @@ def approach_inverse(a: Tensor, z: Tensor, iterations: int) -> Tensor:
 
 def nystrom_reference(q, k, v, filters=None, *, groups, grid, iterations):
     """`nystrom`, with the norms, matrices and filter taps written out."""
-    members = [index[valid] for index, valid in zip(groups.index[0], groups.valid[0], strict=True)]
+    members = [index[valid] for index, valid in zip(groups.members[0], groups.valid[0], strict=True)]
     k_grid, v_grid = k[:, :, -q.shape[2] :], v[:, :, -q.shape[2] :]
     q_bar, k_bar = (torch.stack([x[:, :, m].mean(2) for m in members], 2) for x in (q, k_grid))
     a_1, a_2, a_3 = (

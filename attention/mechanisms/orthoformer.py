@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
-from ..costs import local_cost, total
 from ..options import Options, fit_option, local_option, option
 from ..parts.features import full_precision
 from ..parts.geometry import Grid
@@ -80,7 +79,7 @@ class Orthoformer(Attention):
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:
         N, C, c = context.num_tokens, context.dim, config.num_landmarks
-        return total(Cost(0, (c - 1) * N * C + 4 * N * c * C), local_cost(cls, context, config))  # choice, attention
+        return Cost(0, (c - 1) * N * C + 4 * N * c * C)  # choice, attention
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         return orthoformer(q, k, v, num_landmarks=self.num_landmarks(q.shape[2])).to(v.dtype)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..base import Attention, Cost, LayerContext
-from ..costs import linear_attention_macs, local_cost, mix_features_macs, total
+from ..costs import linear_attention_macs, mix_features_macs
 from ..ops import kernels
 from ..ops.kernels import with_fast_path
 from ..ops.random_features import fused
@@ -112,7 +112,8 @@ class Performer(Attention):
             chosen=lambda c: "orthogonal" if c.released and c.feature_redraw == "redraw" else c.omega_sampling,
         )
         feature_redraw: Literal["redraw", "fixed", "learnable"] = option(
-            "redraw", "samples of training; evaluation keeps one set"
+            "redraw",
+            "samples of training: redraw: new ones; fixed: one set; learnable: parameters; evaluation keeps one set",
         )
         feature_redraw_interval: int = option(1, "training passes that share samples (feature_redraw redraw)", low=1)
         local: bool = local_option()
@@ -172,7 +173,7 @@ class Performer(Attention):
         num_features = 2 * s if config.features in ("hyperbolic", "trigonometric") else s  # each projection serves both
         mixing_macs = mix_features_macs if config.features in LOG_FEATURE_MAPS else linear_attention_macs
         macs = 2 * N * s * C + mixing_macs(context, num_features, config.causal)
-        return total(Cost(s * C * (config.feature_redraw == "learnable"), macs), local_cost(cls, context, config))
+        return Cost(s * C * (config.feature_redraw == "learnable"), macs)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         fresh, causal = self.training and self.config.feature_redraw == "redraw", self.config.causal

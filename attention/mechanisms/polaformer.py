@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..base import Attention, Cost, LayerContext
-from ..costs import linear_attention_macs, local_cost, projections, total
+from ..costs import linear_attention_macs, projections, total
 from ..ops.random_features.maps import of_both, powers_by_sign
 from ..ops.random_features.op import linear_attention
 from ..options import Options, local_option, option
@@ -58,7 +58,6 @@ def polaformer_reference(q, k, v, scale, power, *, alpha):
 
 class Polaformer(Attention):
     prefix_tokens = "plain"
-    ignores_order = False  # keys depend on their positions
 
     class Config(Options):
         alpha: float = option(4.0, "range of the learned exponents, which lie between 1 and 1 + alpha", above=0)
@@ -70,11 +69,14 @@ class Polaformer(Attention):
         self.feature_scale, self.feature_power = (nn.Parameter(torch.zeros(context.dim)) for _ in range(2))
         self.gate = init_linear(nn.Linear(context.dim, context.dim, bias=context.qkv_bias))
 
+    def ignores_order(self) -> bool:
+        return False  # keys depend on their positions
+
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:
         N, C = context.num_tokens, context.dim
         own = Cost(N * C + 2 * C, linear_attention_macs(context, 2 * context.head_dim) + 2 * N * C)
-        return total(own, projections(context, 1), local_cost(cls, context, config))
+        return total(own, projections(context, 1))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         scale, power = (x.view(self.num_heads, -1) for x in (self.feature_scale, self.feature_power))

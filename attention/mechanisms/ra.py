@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
-from ..costs import local_cost, total
 from ..ops.kernels import with_fast_path
 from ..ops.randomized import fused
 from ..options import Options, local_option, option, released_option
@@ -125,9 +124,15 @@ class Ra(Attention):
         num_eval_samples: int = option(
             1, "samples per query in evaluation; acts where evaluation is random", low=1, high=1024
         )
-        proposal: Proposal = option("unbiased", "key that centres a sample: drawn, mean by attention, or plain mean")
+        proposal: Proposal = option(
+            "unbiased",
+            "key that centres a sample: unbiased: drawn by attention; biased: mean under attention; mean_key: "
+            "mean of all keys",
+        )
         features: Features = option(
-            "positive", "xi(x, omega), with xi(x, -omega) also, or cosines of random phase, which have no proposal"
+            "positive",
+            "positive: xi(x, omega); hyperbolic: also xi(x, -omega); cosine: cosines of random phase, which have "
+            "no proposal",
         )
         released: bool = released_option()
         noise: Noise | None = noise_option()
@@ -162,9 +167,7 @@ class Ra(Attention):
     def cost(cls, context: LayerContext, config: Config) -> Cost:
         key = {"unbiased": 1, "biased": 2, "mean_key": 0}[config.proposal]  # weights of keys, mean of keys
         logits, values = config.num_eval_samples, 1
-        return total(
-            Cost(0, (key + logits + values) * context.num_tokens**2 * context.dim), local_cost(cls, context, config)
-        )
+        return Cost(0, (key + logits + values) * context.num_tokens**2 * context.dim)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         noise, uniform = self.sample_noise(q)

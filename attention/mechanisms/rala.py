@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ..base import Attention, Cost, LayerContext
-from ..costs import linear_attention_macs, local_cost, projections, total
+from ..costs import linear_attention_macs, projections, total
 from ..ops.random_features.maps import elu_plus_one, of_both, within
 from ..ops.random_features.op import linear_attention
 from ..options import Options, local_option
@@ -59,7 +59,6 @@ def rala_reference(q, k, v, *, grid):
 
 class Rala(Attention):
     prefix_tokens = "plain"
-    ignores_order = False  # rotations depend on positions
     local_by_head = False
 
     class Config(Options):
@@ -69,10 +68,13 @@ class Rala(Attention):
         super().__init__(context, config)
         self.gate = init_linear(nn.Linear(context.dim, context.dim, bias=context.qkv_bias))
 
+    def ignores_order(self) -> bool:
+        return False  # rotations depend on positions
+
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:
         macs = linear_attention_macs(context, context.head_dim) + context.num_tokens * context.dim
-        return total(projections(context, 1), Cost(0, macs), local_cost(cls, context, config))
+        return total(projections(context, 1), Cost(0, macs))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         return rala(q, k, v, grid=grid, key_mask=key_mask).to(v.dtype)

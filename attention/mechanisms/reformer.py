@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
-from ..costs import local_cost, projections, total
+from ..costs import projections
 from ..options import Options, local_option, option
 from ..parts.features import compute_dtype, full_precision
 from ..parts.geometry import Grid, gather_tokens, split_prefix
@@ -125,7 +125,7 @@ class Reformer(Attention):
             49, "tokens c of a chunk, which attends to 2c keys; N / c chunks, 2N / c buckets", low=1
         )
         num_rounds: int = option(4, "rounds l of hashing", low=1, high=64)
-        same_bucket: bool = option(False, "attend within a bucket alone, not to all of a chunk and the one before")
+        same_bucket: bool = option(False, "attend only within a bucket, and not to the whole chunk and the one before")
         local: bool = local_option()
 
     def __init__(self, context: LayerContext, config: Config):
@@ -152,10 +152,7 @@ class Reformer(Attention):
         c, absent = min(config.chunk_size, N), projections(context, 1)
         n = -(-N // c)
         hashes, attention = N * sum(rotation_counts(n, c)) * C, 2 * n * c * (2 * c if n > 1 else c) * C
-        return total(
-            Cost(-absent.parameters, config.num_rounds * (hashes + attention) - absent.macs),
-            local_cost(cls, context, config),
-        )
+        return Cost(-absent.parameters, config.num_rounds * (hashes + attention) - absent.macs)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         chunk_size, same_bucket = self.config.chunk_size, self.config.same_bucket

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..base import Attention, Cost, LayerContext
-from ..costs import linear_attention_macs, local_cost, total
+from ..costs import linear_attention_macs
 from ..ops.random_features.op import linear_attention
 from ..options import Options, local_option, option
 from ..parts.features import Normaliser, full_precision
@@ -60,7 +60,7 @@ class ReluLinear(Attention):
     prefix_tokens = "plain"
 
     class Config(Options):
-        scales: tuple[int, ...] = option((), "sides of further scales, odd; tokens", low=1)
+        scales: tuple[int, ...] = option((), "sides of further scales in tokens; odd", low=1)
         local: bool = local_option()
 
     def __init__(self, context: LayerContext, config: Config):
@@ -72,17 +72,16 @@ class ReluLinear(Attention):
         self.scales = nn.ModuleList(Scale(C, context.num_heads, size) for size in config.scales)
         self.proj_scales = init_linear(nn.Linear(count * C, C, bias=False)) if count else None
 
-    @property
     def ignores_order(self) -> bool:
-        return super().ignores_order and not self.config.scales
+        return super().ignores_order() and not self.config.scales
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:
         C, N, count = context.dim, context.num_tokens, len(config.scales)
         of_scales = [3 * C * (size**2 + context.head_dim) for size in config.scales]
         macs = N * sum(of_scales) + count * N * C * C + (1 + count) * linear_attention_macs(context, context.head_dim)
-        local = local_cost(cls, context, config)
-        return total(Cost(sum(of_scales) + count * C * C, macs), local._replace(macs=(1 + count) * local.macs))
+        local = cls.local_cost(context, config).macs  # scales have heads of their own, with the same filters
+        return Cost(sum(of_scales) + count * C * C, macs + count * local)
 
     def attend_all(self, projected: tuple[Any, ...], grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         """Attended values of the heads of all scales, (B, (1 + scales) h, P + N, d)."""

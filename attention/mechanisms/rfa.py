@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..base import Attention, Cost, LayerContext
-from ..costs import linear_attention_macs, local_cost, total
+from ..costs import linear_attention_macs
 from ..ops.random_features.maps import of_both, waves
 from ..ops.random_features.op import linear_attention, weighted_values_reference
 from ..options import Options, causal_option, local_option, option
@@ -72,10 +72,7 @@ class Rfa(Attention):
     def cost(cls, context: LayerContext, config: Config) -> Cost:
         s = config.num_samples
         features = 2 * context.num_tokens * s * context.dim
-        return total(
-            Cost(context.num_heads, features + linear_attention_macs(context, 2 * s, config.causal)),
-            local_cost(cls, context, config),
-        )
+        return Cost(context.num_heads, features + linear_attention_macs(context, 2 * s, config.causal))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         omega, causal = redrawn(self.training, self.omega, q), self.config.causal

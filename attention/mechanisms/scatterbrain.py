@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
-from ..costs import local_cost, num_padded, total, window_cost
+from ..costs import num_padded, window_cost
 from ..ops.joint_softmax.op import attended_in_window, joint_softmax
 from ..ops.kernels import with_gradients
 from ..ops.random_features.maps import log_kernel, of_both
@@ -108,7 +108,15 @@ def scatterbrain_reference(q, k, v, omega, bias=None, *, windows, leave_one_out=
 
 def features_option() -> Any:
     """The field `features`, for both kinds of support."""
-    return option("positive", "xi(x, omega), or with xi(x, -omega) also; elu: elu + 1 of linear attention, no samples")
+    return option(
+        "positive",
+        "positive: xi(x, omega); hyperbolic: also xi(x, -omega); elu: elu + 1 as in linear attention, without samples",
+    )
+
+
+def redraw_option() -> Any:
+    """The field `feature_redraw`, for both kinds of support."""
+    return option("redraw", "samples of training: redraw: new ones for every pass; fixed: those of evaluation")
 
 
 def check_features(attn: Attention) -> None:
@@ -161,8 +169,8 @@ class Scatterbrain(Attention):
         position_bias: BiasKind | None = window_option("position_bias")
         leave_one_out: LeaveOneOut | None = option(
             None,
-            "sums off a window: of the others, merged; of all, less its own; so by the released code; none: of all, so "
-            "that the window counts twice; null: as fits",
+            "sums off a window: merge those of the other windows; subtract its own from those of all tokens; released: "
+            "subtract as the released code does; none: those of all, so that the window counts twice; null: as fits",
             chosen=lambda c: (
                 "merge" if c.causal else "released" if c.released else "subtract" if c.overlap else "merge"
             ),
@@ -179,7 +187,7 @@ class Scatterbrain(Attention):
                 else c.omega_sampling
             ),
         )
-        feature_redraw: Literal["redraw", "fixed"] = option("redraw", "samples of training; evaluation keeps one set")
+        feature_redraw: Literal["redraw", "fixed"] = redraw_option()
         local: bool = local_option()
         fit: bool = fit_option()
 
@@ -203,12 +211,9 @@ class Scatterbrain(Attention):
         s, features = feature_cost(context, config)
         of_all = 0 if config.leave_one_out == "merge" else N * s * C
         of_sums = shifted(windows) if config.causal else windows
-        inside = 0 if config.leave_one_out == "none" else of_sums.count * of_sums.num_keys * s * C
+        inside = 0 if config.leave_one_out == "none" else of_sums.num_windows * of_sums.num_keys * s * C
         outside = queries * s * C  # values under the features
-        return total(
-            Cost(window.parameters, window.macs + features + of_all + inside + outside),
-            local_cost(cls, context, config),
-        )
+        return Cost(window.parameters, window.macs + features + of_all + inside + outside)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         config = self.config

@@ -16,14 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
-from ..costs import local_cost, total
 from ..ops.random_features.maps import log_kernel, of_both
 from ..options import Options, fit_option, local_option, option
 from ..parts.features import full_precision, phi
 from ..parts.geometry import Grid, split_prefix
 from ..parts.hashing import at_ranks, cluster_mask, hash_clusters, ranks, to_clusters
 from ..parts.sampling import OmegaSampling, gaussian, omega_sampling_option, redrawn
-from .scatterbrain import check_features, feature_cost, features_option, sample_omega, samples
+from .scatterbrain import check_features, feature_cost, features_option, redraw_option, sample_omega, samples
 from .smyrf import cluster_macs, same_cluster
 
 LeaveOneOut = Literal["subtract", "none", "average"]
@@ -112,12 +111,12 @@ class ScatterbrainLsh(Attention):
         num_rounds: int = option(2, "rounds r of hashing", low=1)
         leave_one_out: LeaveOneOut = option(
             "subtract",
-            "estimates within clusters: subtract, left out; none, they count too (naive sum); average, clusters and "
+            "estimates within clusters: subtract: left out; none: counted too (naive sum); average: clusters and "
             "estimate are normalised apart, and averaged (released)",
         )
         features: Literal["positive", "hyperbolic", "elu"] = features_option()
         omega_sampling: OmegaSampling = omega_sampling_option()
-        feature_redraw: Literal["redraw", "fixed"] = option("redraw", "samples of training; evaluation keeps one set")
+        feature_redraw: Literal["redraw", "fixed"] = redraw_option()
         local: bool = local_option()
         fit: bool = fit_option()
 
@@ -136,10 +135,7 @@ class ScatterbrainLsh(Attention):
         features += 2 * N * s * C  # sums over keys, weighted means for every query
         estimates = config.num_rounds * (N + -N % size) * size * s * h  # for the pairs within clusters
         corrected = estimates if config.leave_one_out == "subtract" else 0
-        return total(
-            Cost(0, features + cluster_macs(context, size, config.num_rounds) + corrected),
-            local_cost(cls, context, config),
-        )
+        return Cost(0, features + cluster_macs(context, size, config.num_rounds) + corrected)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         config = self.config

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
-from ..costs import local_cost, total, window_macs
+from ..costs import window_macs
 from ..ops.joint_softmax.op import attended_tokens, joint_softmax, mix, mix_reference, prefix_term, window_logits
-from ..options import Options, local_option, option
+from ..options import Options, attn_drop_option, local_option, option
 from ..parts.geometry import Grid, Windows, split_prefix
 from ..parts.masking import of_grid
 from ..parts.position import PositionBias
@@ -79,10 +79,10 @@ class ShiftedWindow(Attention):
         window_size: int = option(
             7, "window side w in tokens; along a shorter side of the layer's grid, that side", low=1
         )
-        shift: bool = option(True, "whether odd layers shift their windows by half a window")
+        shift: bool = option(True, "shift the windows of odd layers by half a window")
         position_bias: Literal["table", "none"] = option("table", "relative position bias inside the window")
         local: bool = local_option()
-        attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
+        attn_drop: float = attn_drop_option()
 
         def windows(self, grid: Grid) -> Windows:
             return Windows(grid, (min(self.window_size, grid[0]), min(self.window_size, grid[1])))
@@ -98,9 +98,7 @@ class ShiftedWindow(Attention):
     def cost(cls, context: LayerContext, config: Config) -> Cost:
         (rows, columns), biased = config.windows(context.grid).size, config.position_bias == "table"
         table = context.num_heads * (2 * rows - 1) * (2 * columns - 1) * biased
-        return total(
-            Cost(table, window_macs(config.windows(context.grid), context.dim)), local_cost(cls, context, config)
-        )
+        return Cost(table, window_macs(config.windows(context.grid), context.dim))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         windows = Windows(grid, self.size, key_mask=of_grid(key_mask, q.shape[2]))

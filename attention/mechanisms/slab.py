@@ -14,7 +14,7 @@ The released code takes square grids only.
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
-from ..costs import linear_attention_macs, local_cost, total
+from ..costs import linear_attention_macs
 from ..options import Options, local_option
 from ..parts.geometry import Grid
 from ..parts.position import KeyPositions
@@ -23,7 +23,6 @@ from .relu_linear import relu_linear
 
 class Slab(Attention):
     prefix_tokens = "plain"
-    ignores_order = False  # keys depend on their positions
 
     class Config(Options):
         local: bool = local_option(True)
@@ -32,10 +31,12 @@ class Slab(Attention):
         super().__init__(context, config)
         self.key_positions = KeyPositions(context.dim, context.grid)
 
+    def ignores_order(self) -> bool:
+        return False  # keys depend on their positions
+
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:
-        own = Cost(context.num_tokens * context.dim, linear_attention_macs(context, context.head_dim))
-        return total(own, local_cost(cls, context, config))
+        return Cost(context.num_tokens * context.dim, linear_attention_macs(context, context.head_dim))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         return relu_linear(q, self.key_positions(k, grid), v, eps=1e-6, key_mask=key_mask).to(v.dtype)

@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
-from ..costs import local_cost, total
-from ..options import Options, fit_option, local_option, option
+from ..options import Options, attn_drop_option, fit_option, local_option, option
 from ..parts.features import full_precision
 from ..parts.geometry import Grid
 from ..parts.hashing import cluster_mask, from_clusters, hash_clusters, to_clusters
@@ -79,7 +78,7 @@ class Smyrf(Attention):
         cluster_size: int = option(49, "tokens per cluster", low=1)
         num_rounds: int = option(2, "rounds of hashing", low=1)
         local: bool = local_option()
-        attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
+        attn_drop: float = attn_drop_option()
         fit: bool = fit_option()
 
     def __init__(self, context: LayerContext, config: Config):
@@ -90,9 +89,7 @@ class Smyrf(Attention):
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:
-        return total(
-            Cost(0, cluster_macs(context, config.cluster_size, config.num_rounds)), local_cost(cls, context, config)
-        )
+        return Cost(0, cluster_macs(context, config.cluster_size, config.num_rounds))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         directions = redrawn(self.training, self.directions, q)

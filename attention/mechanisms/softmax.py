@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
-from ..costs import local_cost, total
-from ..options import Options, causal_option, local_option, option
+from ..options import Options, attn_drop_option, causal_option, local_option
 from ..parts.geometry import Grid
 from ..parts.transforms import softmax_attention
 
@@ -45,11 +44,11 @@ class Softmax(Attention):
     class Config(Options):
         causal: bool = causal_option()
         local: bool = local_option()
-        attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
+        attn_drop: float = attn_drop_option()
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:
-        return total(Cost(0, 2 * context.num_tokens**2 * context.dim), local_cost(cls, context, config))
+        return Cost(0, 2 * context.num_tokens**2 * context.dim)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         return softmax(q, k, v, self.attn_drop, causal=self.config.causal, key_mask=key_mask)

@@ -11,9 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
-from ..costs import local_cost, total
 from ..ops.joint_softmax.op import mix, prefix_term, shared_logits
-from ..options import Options, fit_option, local_option, option
+from ..options import Options, attn_drop_option, fit_option, local_option, option
 from ..parts.features import product
 from ..parts.geometry import Grid, Windows, split_prefix
 
@@ -59,7 +58,7 @@ class SparseTransformer(Attention):
         block_size: int | None = option(None, "tokens b of a block, in raster order; null: a row of the grid", low=1)
         num_summary: int = option(1, "last positions c of every block that all queries attend to", low=1)
         local: bool = local_option()
-        attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
+        attn_drop: float = attn_drop_option()
         fit: bool = fit_option()
 
     def __init__(self, context: LayerContext, config: Config):
@@ -79,7 +78,7 @@ class SparseTransformer(Attention):
     def cost(cls, context: LayerContext, config: Config) -> Cost:
         N, b, c = context.num_tokens, config.block_size or context.grid[1], config.num_summary
         padded = N + -N % b
-        return total(Cost(0, 2 * padded * (b - c + padded // b * c) * context.dim), local_cost(cls, context, config))
+        return Cost(0, 2 * padded * (b - c + padded // b * c) * context.dim)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         b, c = self.block(grid)

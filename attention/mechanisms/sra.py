@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..base import Attention, Cost, LayerContext
 from ..costs import total
-from ..options import Options, fit_option, option
+from ..options import Options, attn_drop_option, fit_option, option
 from ..parts.geometry import Grid, split_heads, split_prefix
 from ..parts.linear import is_plain, linear_part
 from .softmax import softmax
@@ -62,6 +62,12 @@ def side_ratio(context: LayerContext, config: Any) -> int:
 def shrunk(grid: Grid, reduction: int) -> Grid:
     """The grid of tokens after a convolution of stride `reduction`."""
     return -(-grid[0] // reduction), -(-grid[1] // reduction)
+
+
+def reduction_option() -> Any:
+    """The field `reduction` of another mechanism."""
+    meaning = "side ratio R by which keys and values are shrunk, as by sra; null: 1"
+    return option(None, meaning, low=1, chosen=lambda c: 1)
 
 
 def add_reduction(attn: Any, context: LayerContext, reduction: int) -> None:
@@ -131,7 +137,7 @@ class Sra(Attention):
         reduction: int | None = option(
             None, "side ratio R; null: the pyramid's own, or the one that leaves 49 keys", low=1
         )
-        attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
+        attn_drop: float = attn_drop_option()
         fit: bool = fit_option()
 
     def __init__(self, context: LayerContext, config: Config):

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..base import Attention, Cost, LayerContext
-from ..costs import local_cost, projections, total
-from ..options import Options, local_option, option
+from ..costs import projections
+from ..options import Options, attn_drop_option, local_option, option
 from ..parts.features import upcast
 from ..parts.geometry import Grid, resample
 
@@ -38,7 +38,6 @@ def synthesizer_reference(r_1, r_2, v, attn_drop=0.0):
 
 class Synthesizer(Attention):
     prefix_tokens = "plain"
-    ignores_order = False  # weights belong to positions
     key_mask_refusal = "its learned weights are of all positions of the grid, the same for every image"
     num_projections = 1
     size_option = "rank"
@@ -46,7 +45,7 @@ class Synthesizer(Attention):
     class Config(Options):
         rank: int = option(8, "columns p of a factor", low=1)
         local: bool = local_option()
-        attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
+        attn_drop: float = attn_drop_option()
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
@@ -55,15 +54,15 @@ class Synthesizer(Attention):
         self.factors = nn.Parameter(torch.empty(2, self.num_heads, config.rank, rows))
         nn.init.trunc_normal_(self.factors, std=0.02)
 
+    def ignores_order(self) -> bool:
+        return False  # weights belong to positions
+
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:
         N, C, h = context.num_tokens, context.dim, context.num_heads
         absent = projections(context, 2)
         weights, values = h * config.rank * N * N, N * N * C
-        return total(
-            Cost(2 * h * config.rank * N - absent.parameters, weights + values - absent.macs),
-            local_cost(cls, context, config),
-        )
+        return Cost(2 * h * config.rank * N - absent.parameters, weights + values - absent.macs)
 
     def attend(self, v: Tensor, grid: Grid) -> Tensor:
         prefix, tokens = self.factors.tensor_split([self.factors.shape[-1] - self.grid[0] * self.grid[1]], -1)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..base import Attention, Cost, LayerContext
-from ..costs import linear_attention_macs, local_cost, total
+from ..costs import linear_attention_macs
 from ..ops.random_features.op import linear_attention, weighted_values_reference
 from ..options import Options, causal_option, local_option, option
 from ..parts.features import full_precision
@@ -62,10 +62,7 @@ class T2r(Attention):
     def cost(cls, context: LayerContext, config: Config) -> Cost:
         C, m = context.dim, config.num_features
         features = 2 * context.num_tokens * m * C
-        return total(
-            Cost(m * C + context.num_heads * m, features + linear_attention_macs(context, m, config.causal)),
-            local_cost(cls, context, config),
-        )
+        return Cost(m * C + context.num_heads * m, features + linear_attention_macs(context, m, config.causal))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         bias, causal = self.feature_bias.view(self.num_heads, -1), self.config.causal

@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..base import Attention, Cost, LayerContext
-from ..costs import local_cost, num_padded, total, window_cost
+from ..costs import num_padded, window_cost
 from ..ops.joint_softmax.op import attended_in_window, joint_softmax, mix_reference
-from ..options import Options, fit_option, local_option, option
+from ..options import Options, attn_drop_option, fit_option, local_option, option
 from ..parts.features import upcast
 from ..parts.geometry import Grid, Layout, Windows, merge_heads, split_heads, split_prefix
 from ..parts.linear import init_linear
@@ -90,10 +90,10 @@ class TransformerLs(Attention):
         window_size: int = option(7, "side of the window in tokens; block length where layout is 1d; 0: none", low=0)
         layout: Layout | None = window_option("layout")
         overlap: int = window_option("overlap")
-        dual_norm: bool = option(True, "LayerNorm of keys and values, and another one of their averages")
+        dual_norm: bool = option(True, "normalise keys and values by one LayerNorm, and their averages by another")
         position_bias: BiasKind | None = window_option("position_bias")
         local: bool = local_option()
-        attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
+        attn_drop: float = attn_drop_option()
         fit: bool = fit_option()
 
     def __init__(self, context: LayerContext, config: Config):
@@ -121,10 +121,7 @@ class TransformerLs(Attention):
         norms = 2 * C * (1 + (slots > 0)) if config.dual_norm else 0
         averages = N * slots * C + 2 * N * config.num_landmarks * C  # Linear; averages of keys and values
         attention = 2 * queries * config.num_landmarks * C
-        return total(
-            Cost(window.parameters + (C + 1) * slots + norms, window.macs + averages + attention),
-            local_cost(cls, context, config),
-        )
+        return Cost(window.parameters + (C + 1) * slots + norms, window.macs + averages + attention)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, slots: Tensor | None, grid: Grid, key_mask: Tensor | None = None

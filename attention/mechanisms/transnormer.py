@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..base import Attention, Cost, LayerContext
-from ..costs import linear_attention_macs, local_cost, total, window_macs
+from ..costs import linear_attention_macs, window_macs
 from ..ops.joint_softmax.op import attended_in_window, window_logits
 from ..ops.random_features.maps import elu_plus_one, of_both
 from ..ops.random_features.op import linear_attention
@@ -115,14 +115,8 @@ class Transnormer(Attention):
     def cost(cls, context: LayerContext, config: Config) -> Cost:
         C = context.dim
         if context.layer >= context.depth // 2:
-            return total(
-                Cost(C, linear_attention_macs(context, context.head_dim, config.causal, normalised=False)),
-                local_cost(cls, context, config),
-            )
-        return total(
-            Cost(C if config.variant == "t1" else 0, window_macs(windows_on(config, context.grid), C)),
-            local_cost(cls, context, config),
-        )
+            return Cost(C, linear_attention_macs(context, context.head_dim, config.causal, normalised=False))
+        return Cost(C if config.variant == "t1" else 0, window_macs(windows_on(config, context.grid), C))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         config, windows = self.config, windows_on(self.config, grid, key_mask)

@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..base import Attention, Cost, LayerContext
-from ..costs import local_cost, total
-from ..options import Options, local_option, option
+from ..options import Options, attn_drop_option, local_option
 from ..parts.features import full_precision
 from ..parts.geometry import Grid
 from ..parts.masking import mask_tokens
@@ -46,7 +45,7 @@ class Xca(Attention):
 
     class Config(Options):
         local: bool = local_option()
-        attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
+        attn_drop: float = attn_drop_option()
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
@@ -54,10 +53,7 @@ class Xca(Attention):
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:
-        return total(
-            Cost(context.num_heads, 2 * context.num_tokens * context.head_dim * context.dim),
-            local_cost(cls, context, config),
-        )
+        return Cost(context.num_heads, 2 * context.num_tokens * context.head_dim * context.dim)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         return xca(q, k, v, self.temperature, self.attn_drop, key_mask=key_mask).to(v.dtype)

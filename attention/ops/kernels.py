@@ -16,14 +16,13 @@ import contextlib
 import functools
 import importlib
 from collections.abc import Callable, Iterator
-from types import ModuleType
-from typing import Any, Literal, TypeVar, cast, get_args
+from typing import Any, Literal, NamedTuple, TypeVar, cast, get_args
 
 import torch
 
 from ..parts import transforms
 from ..parts.features import autocast_off
-from ..parts.transforms import transformed
+from ..parts.transforms import in_graph, transformed
 from . import memory
 
 Op = TypeVar("Op", bound=Callable[..., Any])
@@ -38,11 +37,30 @@ slower in float32 (docs/gpus.md).
 NAMESPACE = __package__.replace(".", "_")
 """Namespace of Triton's kernels among torch's operators: copies of this folder under other names have others."""
 TRITON_MODULES: dict[str, str] = {}
-"""Name of an op -> the module with its kernel `name` and the predicate `covers_name`; filled by `with_fast_path`."""
+"""Name of an op -> the module with its kernel, a function with the decorator `kernel`; filled by `with_fast_path`."""
 
 _path: Path = "auto"
 _fast: dict[str, Callable] = {}
-_triton: dict[str, ModuleType] = {}
+_triton: dict[str, "Kernel"] = {}
+_has_kernels = False
+"""True once kernels are wanted: modules of ops that are imported later bring theirs."""
+
+
+class Kernel(NamedTuple):
+    """A function with the signature of an op, and the predicate of arguments that it takes."""
+
+    run: Callable[..., Any]
+    covers: Callable[..., bool]
+
+
+def kernel(covers: Callable[..., bool]) -> Callable[[Op], Op]:
+    """Decorates a function of an op's name: the path "triton" prefers it if `covers` is true of the arguments."""
+
+    def decorate(run: Op) -> Op:
+        _triton[run.__name__] = Kernel(run, covers)
+        return run
+
+    return decorate
 
 
 def path() -> Path:
@@ -53,7 +71,7 @@ def path() -> Path:
 
 
 def measured(x: torch.Tensor) -> bool:
-    """True if the tensor's GPU is one of `MEASURED`: the one place that decides, for counts elsewhere."""
+    """True if the tensor's GPU is one of `MEASURED`. Tests and counts replace this function."""
     return memory.on_gpu(x) and _measured(x.device.index)
 
 
@@ -76,9 +94,11 @@ def _prefers_kernels(x: torch.Tensor) -> bool:
 
 
 def import_kernels() -> None:
-    """Imports the modules of `TRITON_MODULES`."""
-    for op, module in TRITON_MODULES.items():
-        _triton[op] = importlib.import_module(module)
+    """Imports Triton and the modules of `TRITON_MODULES`, those of ops that are imported later included."""
+    global _has_kernels
+    for module in ("triton", *TRITON_MODULES.values()):
+        importlib.import_module(module)
+    _has_kernels = True
 
 
 @contextlib.contextmanager
@@ -106,13 +126,22 @@ def use(path: Path) -> Iterator[None]:
 
 
 def resolved() -> str:
-    """The path in use and the ops that it serves, for logs."""
+    """The path in use and the imported ops that it serves, for logs."""
     if _path == "plain":
         return _path
     on_measured = _path in ("auto", "lean") and torch.cuda.is_initialized() and _measured_gpu(None)
     half = "" if _path == "triton" else " in half precision"
     on_gpu = f"on a GPU{half} Triton's {', '.join(TRITON_MODULES)}; " if _path == "triton" or on_measured else ""
     return f"{_path}: {on_gpu}fast {', '.join(sorted(_fast))}"
+
+
+def by_path(attend: Op, projected: tuple[Any, ...], grid: Any, key_mask: torch.Tensor | None = None) -> torch.Tensor:
+    """Calls a layer's `attend_all`; with the path "lean" by parts of the batch, but not in graphs and transforms of
+    torch.func.
+    """
+    if _path != "lean" or in_graph() or transformed():
+        return attend(projected, grid, key_mask)
+    return memory.by_parts(lambda *part: attend(part[:-1], grid, part[-1]), *projected, key_mask)
 
 
 def first_order(backward: Op) -> Op:
@@ -151,6 +180,8 @@ def with_fast_path(fast: Callable, covers: Callable[..., bool], triton: str | No
         _fast[op.__name__] = fast
         if triton:
             TRITON_MODULES[op.__name__] = triton
+            if _has_kernels:
+                importlib.import_module(triton)
 
         @functools.wraps(op)
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -160,12 +191,9 @@ def with_fast_path(fast: Callable, covers: Callable[..., bool], triton: str | No
             of_torch = torch.compiler.is_exporting() or torch.jit.is_tracing()
             if _path == "plain" or of_torch or transformed() or "key_mask" in kwargs:
                 return op(*args, **kwargs)
-            name = op.__name__
-            if triton and _prefers_kernels(args[0]) and getattr(_triton[name], f"covers_{name}")(*args, **kwargs):
-                chosen = getattr(_triton[name], name)
-            else:
-                chosen = fast if covers(*args, **kwargs) else op
-            return chosen(*args, **kwargs)
+            if triton and _prefers_kernels(args[0]) and _triton[op.__name__].covers(*args, **kwargs):
+                return _triton[op.__name__].run(*args, **kwargs)
+            return (fast if covers(*args, **kwargs) else op)(*args, **kwargs)
 
         return cast(Op, run)
 

@@ -22,12 +22,12 @@ Chunk = tuple[slice, slice]
 
 
 def on_cpu(x: Tensor) -> bool:
-    """True if fast paths should work in the ways that suit a CPU: the one place that decides, for counts elsewhere."""
+    """True if fast paths should suit a CPU. Tests replace this function to count operators as on another device."""
     return x.device.type == "cpu"
 
 
 def on_gpu(x: Tensor) -> bool:
-    """True if Triton's kernels can run on the tensor's device: the one place that decides, for counts elsewhere."""
+    """True if Triton's kernels can run on the tensor's device. Tests and counts replace this function."""
     return x.is_cuda
 
 
@@ -35,7 +35,7 @@ def cache_chunks(x: Tensor, bytes_of_head: int) -> Iterator[Chunk]:
     """Slices of images and heads of x (B, h, ...), each as large as `CACHE` allows at `bytes_of_head` per head of an
     image.
 
-    Returns one chunk off the CPU, and in compiled graphs, which would contain the operations once per chunk.
+    There is one chunk on other devices than CPUs, and in compiled graphs, which would repeat the operations per chunk.
     """
     (B, h), pairs = x.shape[:2], max(CACHE // bytes_of_head, 1)
     if not on_cpu(x) or torch.compiler.is_compiling():
@@ -73,10 +73,10 @@ def like_tokens(x: Tensor) -> Tensor:
 
 
 def copy(target: Tensor, x: Tensor) -> Tensor:
-    """`target.copy_(x)`, for values without gradients. Off a CPU the numbers move in words of up to 16 bytes.
+    """`target.copy_(x)`, for values without gradients. A GPU moves them in words of up to 16 bytes.
 
-    Between two memory layouts a GPU computes an address for every element, so that it reaches a quarter of its
-    bandwidth with elements of two bytes, and almost all of it with 16 (docs/gpus.md).
+    Between two memory layouts a GPU computes an address for every element. With elements of two bytes it reaches a
+    quarter of its bandwidth, with 16 almost all of it (docs/gpus.md).
     """
     if target.dtype == x.dtype and not (on_cpu(x) or torch.compiler.is_compiling()) and (word := _word(target, x)):
         target.view(word).copy_(x.view(word))

@@ -89,7 +89,7 @@ class Windows(NamedTuple):
         return self.size == (0, 0)
 
     @property
-    def count(self) -> int:  # type: ignore[override]  # hides tuple.count
+    def num_windows(self) -> int:
         """Number g of windows that cover the grid."""
         (H, W), (rows, columns) = self.grid, self.size
         return -(-H // rows) * -(-W // columns)

@@ -20,18 +20,18 @@ class Groups(NamedTuple):
     """Members of c groups, for G sets of queries: G = 1 if all queries share the groups, otherwise G = g windows.
 
     Attributes:
-        index: (G, c, t) int64 raster indices; padding points at an arbitrary token. valid: (G, c, t) bool, false at
+        members: (G, c, t) int64 raster indices; padding points at an arbitrary token. valid: (G, c, t) bool, false at
             padding; (B, 1, G, c, t) if tokens of images are masked.
         tiles: the groups as windows that divide the grid without padding; None if they are not such windows.
         padded_means: True if means divide by t instead of the number of members.
     """
 
-    index: Tensor  # type: ignore[assignment]  # hides tuple.index
+    members: Tensor
     valid: Tensor
     tiles: Windows | None = None
     padded_means: bool = False
 
-    def count(self) -> Tensor:  # type: ignore[override]  # hides tuple.count
+    def num_members(self) -> Tensor:
         """Members per group, (..., G, c)."""
         return self.valid.sum(-1)
 
@@ -39,7 +39,7 @@ class Groups(NamedTuple):
         """The groups without the tokens that key_mask (B, N) hides: valid (B, 1, G, c, t). Groups may become empty."""
         if key_mask is None:
             return self
-        return self._replace(valid=self.valid & key_mask[:, self.index][:, None], tiles=None)
+        return self._replace(valid=self.valid & key_mask[:, self.members][:, None], tiles=None)
 
 
 def bin_counts(count: int, grid: Grid, key: str, fit: bool = False) -> Grid:
@@ -121,15 +121,15 @@ def segments(count: int, grid: Grid, device: torch.device, key: str, *, pooled: 
 
 def bins_outside(groups: Groups, windows: Windows) -> Groups:
     """`groups` without the tokens that each window attends to: G = g. A group may become empty."""
-    attended = _attended(windows, groups.index.device)
-    return Groups(groups.index.expand(len(attended), -1, -1), groups.valid & ~attended[:, groups.index[0]])
+    attended = _attended(windows, groups.members.device)
+    return Groups(groups.members.expand(len(attended), -1, -1), groups.valid & ~attended[:, groups.members[0]])
 
 
 @kept_table
 def chunks_outside(
     windows: Windows, count: int, device: torch.device, key: str | None = None, fit: bool = False
 ) -> Groups:
-    """Contiguous chunks, `count` of them, of the raster order without the tokens that each window attends to: G = g.
+    """`count` contiguous chunks of the raster order without the tokens that each window attends to: G = g.
 
     With `fit`, there are at most as many chunks as tokens outside any window.
 
@@ -185,7 +185,7 @@ def gather_groups(x: Tensor, groups: Groups) -> Tensor:
     """Tokens (B, h, N, d) -> members of groups (B, h, G, c, t, d)."""
     if groups.tiles:
         return groups.tiles.partition(x)[:, :, None]
-    return x.index_select(2, groups.index.flatten()).unflatten(2, groups.index.shape)
+    return x.index_select(2, groups.members.flatten()).unflatten(2, groups.members.shape)
 
 
 def group_mean(x: Tensor, groups: Groups) -> Tensor:
@@ -196,9 +196,9 @@ def group_mean(x: Tensor, groups: Groups) -> Tensor:
     if groups.tiles:
         tiles = groups.tiles.view(x).movedim(1, 5)  # heads adjacent, as in memory
         total = tiles.sum(3, dtype=compute_dtype(x)).movedim(4, 1).sum(4).flatten(2, 3)[:, :, None]
-        return (total / groups.index.shape[-1]).to(x.dtype)
+        return (total / groups.members.shape[-1]).to(x.dtype)
     weight = groups.valid[..., None].to(x.dtype)
-    count = groups.index.shape[-1] if groups.padded_means else groups.count()[..., None].clamp(min=1)
+    count = groups.members.shape[-1] if groups.padded_means else groups.num_members()[..., None].clamp(min=1)
     return ((gather_groups(x, groups) * weight).sum(-2, dtype=compute_dtype(x)) / count).to(x.dtype)
 
 
@@ -207,4 +207,4 @@ def group_max(x: Tensor, groups: Groups) -> Tensor:
     empty group.
     """
     largest = gather_groups(x, groups).masked_fill(~groups.valid[..., None], -torch.inf).amax(-2)
-    return largest.masked_fill((groups.count() == 0)[..., None], 0)
+    return largest.masked_fill((groups.num_members() == 0)[..., None], 0)

@@ -30,7 +30,7 @@ def before(log_k: Tensor, v: Tensor, windows: Windows) -> tuple[Tensor, Tensor]:
     reach = windows.overlap[1]
     log_k = F.pad(log_k, (0, 0, reach, 0), value=torch.finfo(log_k.dtype).min)
     sums = merge_before(*within(log_k, F.pad(v, (0, 0, reach, 0)), shifted(windows)))
-    return sums[0][:, :, : windows.count], sums[1][:, :, : windows.count]
+    return sums[0][:, :, : windows.num_windows], sums[1][:, :, : windows.num_windows]
 
 
 def shifted(windows: Windows) -> Windows:

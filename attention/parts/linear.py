@@ -13,7 +13,7 @@ def init_linear(linear: nn.Linear) -> nn.Linear:
 
 
 def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Returns whether `module` computes what `kind` does with its own weights: no adapter, quantised or parametrised
+    """True if `module` computes what `kind` does with its own weights: no adapter, quantised or parametrised
     layer took its place, and no hook watches or changes it.
     """
     hooks = module._forward_pre_hooks or module._forward_hooks or module._backward_pre_hooks or module._backward_hooks

@@ -123,7 +123,7 @@ def _offsets(size: Grid, overlap: Grid, device: torch.device) -> tuple[Tensor, T
 
 
 def _of_one_row(size: Grid, overlap: Grid) -> bool:
-    """Returns whether a window's queries and keys lie in one row, as in 1-D."""
+    """True if a window's queries and keys lie in one row, as in 1-D."""
     return size[0] + overlap[0] == 1
 
 

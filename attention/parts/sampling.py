@@ -82,8 +82,8 @@ def random_seed() -> Tensor:
 def counter_uniform(seed: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Uniforms in (0, 1) that depend on `seed` and position only: float32 of `shape`, on the device of `seed`.
 
-    For evaluation samples that cannot be stored because their number depends on the grid: equal on every device and at
-    every call, without use of a generator or of another device.
+    Evaluation uses them as samples whose number depends on the grid, so that they cannot be stored. They are equal on
+    every device and at every call, and need no generator.
 
     Args:
         seed: int64 scalar in [0, 2^32).

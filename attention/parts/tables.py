@@ -38,7 +38,7 @@ def kept_table(make: Callable) -> Callable:
 
 
 def _holds_no_data() -> bool:
-    """Returns whether a tensor made now would be a fake tensor or belong to a transform of torch.func."""
+    """True if a tensor made now would be a fake tensor or belong to a transform of torch.func."""
     return detect_fake_mode() is not None or torch._C._are_functorch_transforms_active()
 
 

@@ -103,7 +103,7 @@ def list_fitted(source: nn.Module, model: nn.Module) -> list[str]:
     changes = (
         f"{field.name} {getattr(there, field.name)} -> {getattr(here, field.name)}"
         for there, here in pairs
-        if type(there) is type(here) and getattr(here, "fit", False)
+        if type(there) is type(here) and here.fit
         for field in dataclasses.fields(here)
         if getattr(there, field.name) != getattr(here, field.name)
     )

@@ -103,7 +103,7 @@ def real_accuracy(found: PredictionTable, labels: Sequence[set[int]]) -> dict[st
     `real_top1` and `real_top5` are percentages of images whose first class, or one of whose first five classes, is
     among their ReaL labels.
     """
-    pairs = ((labels[index], row) for index, row in zip(found.index.tolist(), found.classes.tolist(), strict=True))
+    pairs = ((labels[index], row) for index, row in zip(found.indices.tolist(), found.classes.tolist(), strict=True))
     hits = [[label in real for label in row] for real, row in pairs if real]
     correct = {"real_top1": sum(row[0] for row in hits), "real_top5": sum(map(any, hits))}
     return {name: 100 * n / max(1, len(hits)) for name, n in correct.items()} | {"real_images": len(hits)}

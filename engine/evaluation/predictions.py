@@ -16,7 +16,7 @@ class PredictionTable(NamedTuple):
 
     Attributes:
         images: the data, whose transform gives bytes (C, H, W). names: names of the classes.
-        index: (n,) int64, positions of the images in the data. label: (n,) int64, their classes.
+        indices: (n,) int64, positions of the images in the data. label: (n,) int64, their classes.
         loss: (n,) float64, cross-entropy in nats; exp(-loss) is the probability of the image's own class.
         classes, probability: (n, k) int64 and float64, the `TOP` most probable classes (all, if there are fewer), most
             probable first; -1 and NaN where the logits are not finite.
@@ -24,7 +24,7 @@ class PredictionTable(NamedTuple):
 
     images: Images
     names: list[str]
-    index: Tensor  # type: ignore[assignment]  # hides tuple.index
+    indices: Tensor
     label: Tensor
     loss: Tensor
     classes: Tensor

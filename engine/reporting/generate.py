@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from attention import ATTENTION
+from attention import ATTENTION, AttentionFactory, options_of
 from attention.__main__ import config, markdown, row
 from engine.config.option_pages import index, page, sections
 from engine.config.papers import read_papers
@@ -80,7 +80,8 @@ def twelve_mechanisms() -> str:
 
 def refusing() -> str:
     """The mechanisms that refuse key masks."""
-    return _list(name for name, mechanism in ATTENTION.items() if mechanism.key_mask_refusal)
+    factories = map(AttentionFactory.from_options, ATTENTION)
+    return _list(each.name for each in factories if ATTENTION[each.name].refuses_key_mask(each.config))
 
 
 def without_prefix() -> str:
@@ -90,12 +91,12 @@ def without_prefix() -> str:
 
 def causal() -> str:
     """The mechanisms that have the option `causal`."""
-    return _list(name for name, mechanism in ATTENTION.items() if hasattr(mechanism.Config, "causal"))
+    return _list(name for name in ATTENTION if "causal" in options_of(name))
 
 
 def fitting() -> str:
     """The mechanisms that have the option `fit`."""
-    return _list(name for name, mechanism in ATTENTION.items() if hasattr(mechanism.Config, "fit"))
+    return _list(name for name in ATTENTION if "fit" in options_of(name))
 
 
 PARTS: dict[str, dict[str, Callable[[], str]]] = {

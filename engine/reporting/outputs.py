@@ -89,7 +89,7 @@ def predictions_csv(predictions: Predictions) -> bytes:
     """
 
     def rows(kind: str, found: PredictionTable) -> Iterable[list]:
-        columns = (found.index, found.label, found.classes, found.probability)
+        columns = (found.indices, found.label, found.classes, found.probability)
         for index, label, *top in zip(*(column.tolist() for column in columns), strict=True):
             pairs = ((found.name(i), probability) for i, probability in zip(*top, strict=True))
             yield [kind, found.images.filename(index), found.names[label], *chain(*pairs)]
@@ -227,7 +227,7 @@ def _images_picture(predictions: Predictions, rows: Mapping[str, list[int]], tit
 
 
 def _draw_image(axes: Axes, found: PredictionTable, row: int) -> None:
-    image = found.images[int(found.index[row])]
+    image = found.images[int(found.indices[row])]
     if isinstance(image, BrokenImage):  # it could be read when it was evaluated
         raise image
     pixels, _ = image

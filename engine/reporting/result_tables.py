@@ -3,7 +3,7 @@
 A column is a mapping from the name of a row to its cell. Values of several seeds are a `Series` for each row.
 """
 
-import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -85,18 +85,10 @@ def best_first(found: Mapping[str, Series]) -> list[str]:
     return sorted(found, key=lambda name: -mean(found[name].values()))
 
 
-def over_seeds(file: str, title: str = "", other: str = "", of: Callable[[float], float] = float) -> str:
-    """Top-1 of every setting over its seeds, its difference to the first, and the mean of another value."""
+def over_seeds(file: str) -> str:
+    """Top-1 of every setting over its seeds, and its difference to the first."""
     top1 = series(file)
-    columns = {
-        "top-1 (%)": means(top1),
-        "of seeds 0, 1, 2": {n: ", ".join(f"{x[seed]:.2f}" for seed in sorted(x)) for n, x in top1.items()},
-        "difference to softmax": less_one(top1, next(iter(top1))),
-    }
-    if title:
-        values = series(file, other)
-        columns[title] = means({name: {seed: of(y) for seed, y in x.items()} for name, x in values.items()})
-    return table(columns)
+    return table({"top-1 (%)": means(top1), "difference to softmax": less_one(top1, next(iter(top1)))})
 
 
 def without_and_with(file: str, key: str, values: tuple[str, str], titles: tuple[str, str], other: str = "") -> str:
@@ -120,57 +112,35 @@ def replaced() -> str:
         return {row: f"{own[row]} ± {std[row]}" for row in own}
 
     top1, macs = (texts("replace.csv", column, ".9g") for column in ("top1", "macs"))
-    untrained = texts("replace.csv", "untrained_parameters", ",.0f")
     columns = {
-        "options": texts("replace.csv", "options"),
-        "untrained parameters": {name: text for name, text in untrained.items() if text != "0"},
         "top-1 (%)": both("top1", ".2f"),
-        "change": texts("replace.csv", "change", "+.2f"),
         "error of attended values": both("error", ".3f"),
         "MACs (M)": {name: f"{float(count) / 1e6:.1f}" for name, count in macs.items()},
     }
     return table(columns, sorted(top1, key=lambda name: -float(top1[name])))
 
 
-def transferred(file: str, stage: str) -> dict[str, Series]:
-    """Top-1 by seed of a file of replaced models; `stage` is a column's prefix."""
-    return series(file, f"{stage}top1", "seed")
+def transferred(stage: str) -> dict[str, Series]:
+    """Top-1 by seed of replaced models; `stage` is a column's prefix."""
+    return series("transfer.csv", f"{stage}top1", "seed")
 
 
-def aligned(file: str) -> str:
-    """Top-1 in every stage, the best aligned first, the difference at the end, errors of outputs, and seconds."""
-    tuned = transferred(file, "tuned_")
+def aligned() -> str:
+    """Top-1 in every stage, the best aligned first, the difference at the end, and errors of outputs."""
+    tuned = transferred("tuned_")
     columns = {
-        "options": texts(file, "options"),
-        "replaced: top-1 (%)": means(transferred(file, "")),
-        "aligned: top-1 (%)": means(transferred(file, "aligned_")),
+        "replaced: top-1 (%)": means(transferred("")),
+        "aligned: top-1 (%)": means(transferred("aligned_")),
         "fine-tuned: top-1 (%)": means(tuned),
-        "difference": less_one(tuned, "softmax", ONE_IMAGE),
-        "replaced: error": averages(series(file, "output_error", "seed"), ".3f"),
-        "aligned: error": averages(series(file, "aligned_output_error", "seed"), ".3f"),
-        "seconds": {"softmax": "0", **averages(series(file, "aligned_seconds", "seed"), ".0f")},
+        "difference to softmax": less_one(tuned, "softmax", ONE_IMAGE),
+        "aligned: error": averages(series("transfer.csv", "aligned_output_error", "seed"), ".3f"),
     }
-    return table(columns, best_first(transferred(file, "aligned_")))
-
-
-def hybrids() -> str:
-    """Top-1 of mechanisms in all layers, and with softmax attention in the first one."""
-    every, first = "transfer.csv", "transfer_hybrids.csv"
-    tuned, own = transferred(first, "tuned_"), transferred(every, "tuned_")
-    columns = {
-        "everywhere: aligned (%)": means(transferred(every, "aligned_")),
-        "everywhere: fine-tuned (%)": means(own),
-        "softmax first: aligned (%)": means(transferred(first, "aligned_")),
-        "softmax first: fine-tuned (%)": means(tuned),
-        "difference to everywhere": less(tuned, own, ONE_IMAGE),
-        "difference to softmax": less(tuned, dict.fromkeys(tuned, own["softmax"]), ONE_IMAGE),
-    }
-    return table(columns, best_first(transferred(first, "aligned_")))
+    return table(columns, best_first(transferred("aligned_")))
 
 
 def scratch() -> str:
     """Top-1 after an epoch from scratch, and after alignment and an epoch in a trained model."""
-    own, tuned = series("scratch_epoch.csv"), transferred("transfer.csv", "tuned_")
+    own, tuned = series("scratch_epoch.csv"), transferred("tuned_")
     columns = {
         "from scratch: top-1 (%)": means(own),
         "aligned and fine-tuned: top-1 (%)": means(tuned),
@@ -186,56 +156,40 @@ def equal_macs(tokens: str) -> dict[str, Series]:
     return series("equal_macs.csv", seed="seed", name="name", tokens=tokens, **where)
 
 
-def equal(tokens: str, title: str, elsewhere: Mapping[str, Series]) -> str:
-    """Top-1 at equal multiply-accumulates, best first, and top-1 elsewhere."""
-    top1, cells = equal_macs(tokens), partial(texts, "equal_macs.csv", name="name", tokens=tokens)
+def at_equal_macs() -> str:
+    """Top-1 at equal multiply-accumulates on two grids, and of the models of the smaller grid on the larger one."""
+    small, large = equal_macs("196"), equal_macs("784")
     columns = {
-        "size": cells("size"),
-        "MACs of a token": cells("token_macs"),
-        "top-1 (%)": means(top1),
-        "difference to softmax": less_one(top1, "softmax"),
-        title: means(elsewhere),
+        "196 tokens (%)": means(small),
+        "difference at 196": less_one(small, "softmax"),
+        "784 tokens (%)": means(large),
+        "difference at 784": less_one(large, "softmax"),
+        "trained at 196, tested at 784 (%)": means(
+            series("resolutions.csv", seed="seed", name="name", tokens="784"),
+        ),
     }
-    return table(columns, best_first(top1))
+    return table(columns, best_first(small))
 
 
-def from_scratch() -> dict[str, Series]:
-    """Mechanism -> top-1 by seed in the table from scratch; EVA at its first size."""
-    found: dict[str, Series] = {}
-    for name, values in series("fashion_mnist.csv").items():
-        if "window_size: 2" not in name and "num_landmarks: 1}" not in name:
-            found[name.strip("{}").split(",")[0].removeprefix("name: ")] = values
-    return found
+TASKS = {
+    "Pathfinder": "pathfinder_ablation.csv",
+    "copy task": "copy_task.csv",
+    "ListOps": "listops.csv",
+    "Image": "lra_image.csv",
+}
+"""Title of a task -> file of its results."""
 
 
-def resolutions() -> str:
-    """Top-1 of models of 196 tokens at other resolutions, the best at 784 tokens first."""
-    by_tokens = {n: series("resolutions.csv", seed="seed", name="name", tokens=n) for n in ("100", "441", "784")}
-    own, trained = equal_macs("196"), equal_macs("784")
-    columns = {
-        **{f"{n} tokens (%)": means(own if n == "196" else by_tokens[n]) for n in ("100", "196", "441", "784")},
-        "784 less 196": less(by_tokens["784"], own),
-        "trained at 784 (%)": means(trained),
-    }
-    return table(columns, best_first(by_tokens["784"]))
-
-
-def first_softmax() -> str:
-    """Top-1 from scratch with a mechanism everywhere, and with softmax attention in the first layer."""
-    own, first = equal_macs("196"), series("first_softmax.csv", seed="seed", name="name")
-    columns = {
-        "everywhere (%)": means(own),
-        "softmax first (%)": means(first),
-        "difference to everywhere": less(first, own),
-        "difference to softmax": less(first, dict.fromkeys(first, own["softmax"])),
-    }
-    return table(columns, first)
-
-
-def pathfinder(file: str, titles: Mapping[str, str], form: str = "") -> str:
-    """The columns of a file under other titles."""
-    rows = [[f"{float(row[x]):{form}}" if x == "train_loss" else row[x] for x in titles] for row in read(file)]
-    return markdown_table([*titles.values()], rows)
+def tasks() -> str:
+    """Top-1 on the tasks of long range, with the verdict on the difference to softmax attention."""
+    columns: dict[str, dict[str, str]] = {}
+    for title, file in TASKS.items():
+        found = {re.findall(r"name: (\w+)", name)[0]: values for name, values in series(file).items()}
+        columns[title] = {
+            name: cell + (verdict(difference(found[name], found["softmax"])) if name != "softmax" else "")
+            for name, cell in means(found).items()
+        }
+    return table(columns, dict.fromkeys(name for column in columns.values() for name in column))
 
 
 def bias(file: str) -> str:
@@ -254,65 +208,25 @@ def bias(file: str) -> str:
     return markdown_table(["", "options", "error", "squared bias", *titles], lines)
 
 
-def errors_by_tokens() -> str:
-    """Errors, means over layers, by samples and by the number of tokens."""
-    found: dict[str, dict[str, list[float]]] = {}
-    names = [*dict.fromkeys(row["attention"] for row in read("error_tokens.csv"))]
-    for name in names:
-        for row in read("error_tokens.csv", attention=name):
-            column = found.setdefault(f"`{name}`, {row['tokens']}", {})
-            column.setdefault(row["budget"], []).append(float(row["error"]))
-    budgets = [*dict.fromkeys(budget for column in found.values() for budget in column)]
-    rows = [[b, *(f"{mean(column[b]):.3g}" if b in column else "" for column in found.values())] for b in budgets]
-    return markdown_table(["samples", *found], rows)
-
-
-LOSS = "training loss", "train_loss"
 PRETRAINED = ("scratch", "pretrained"), ("from scratch (%)", "pre-trained (%)")
 
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/results_scratch.md": {
         "from scratch": partial(over_seeds, "fashion_mnist.csv"),
-        "sparse and low rank": partial(over_seeds, "scatterbrain.csv"),
-        "equal MACs at 196 tokens": lambda: equal("196", "at its size above (%)", from_scratch()),
-        "equal MACs at 784 tokens": lambda: equal("784", "at 196 tokens (%)", equal_macs("196")),
-        "other resolutions": resolutions,
-        "softmax attention first": first_softmax,
+        "equal MACs": at_equal_macs,
         "local term": partial(
             without_and_with, "local_term.csv", "local", ("false", "true"), ("without (%)", "with the local term (%)")
         ),
-        "Pathfinder, epochs": partial(
-            pathfinder,
-            "pathfinder.csv",
-            {"epoch": "epoch", "train_loss": "training loss", "top1": "top-1 (%)"},
-            ".3f",
-        ),
-        "Pathfinder, scenes": partial(
-            pathfinder,
-            "pathfinder_scenes.csv",
-            {
-                "scenes": "scenes along a side",
-                "side": "side of a scene (patches)",
-                "separation": "ends apart (patches)",
-                "top1": "top-1 (%)",
-            },
-        ),
-        "Pathfinder": partial(over_seeds, "pathfinder_ablation.csv", *LOSS),
-        "copy task": partial(over_seeds, "copy_task.csv", "perplexity", "loss", math.exp),
-        "ListOps": partial(over_seeds, "listops.csv", *LOSS),
-        "Image": partial(over_seeds, "lra_image.csv", *LOSS),
+        "tasks of long range": tasks,
         "pre-training": partial(without_and_with, "simmim.csv", "start", *PRETRAINED, "masked_l1"),
         "survey": partial(without_and_with, "survey.csv", "start", *PRETRAINED, "masked_l1"),
     },
     "docs/results_trained.md": {
         "replaced": replaced,
-        "aligned": partial(aligned, "transfer.csv"),
+        "aligned": aligned,
         "from scratch for the same time": scratch,
-        "softmax attention first": hybrids,
-        "aligned, six layers": partial(aligned, "transfer_six_layers.csv"),
     },
     "docs/results_error.md": {
-        "errors by tokens": errors_by_tokens,
         "bias": partial(bias, "bias.csv"),
         "bias after alignment": partial(bias, "bias_aligned.csv"),
     },

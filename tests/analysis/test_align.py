@@ -145,6 +145,7 @@ def test_a_split_under_another_name_is_the_same(checkpoint, tmp_path):
     assert sorted([*indices.tolist(), *sample.indices]) == [*range(80)]
 
 
+@pytest.mark.complete
 def test_the_table_has_both_stages_and_the_aligned_model_is_an_export(checkpoint, tmp_path, capsys):
     """The export has the accuracy of the table, and its configuration the new attention."""
     linear, eva = ask(checkpoint, tmp_path, "--align", "40", "--attention", "linear", EVA)
@@ -165,6 +166,7 @@ def test_the_table_has_both_stages_and_the_aligned_model_is_an_export(checkpoint
     assert export["classes"] == [str(digit) for digit in range(10)]
 
 
+@pytest.mark.complete
 def test_the_same_question_is_not_measured_again(checkpoint, tmp_path, monkeypatch):
     """Another number of steps, a missing model, or other code is."""
     asked = "--attention", "linear", "--align"

@@ -112,6 +112,7 @@ def _kept(monkeypatch):
     monkeypatch.setattr(search, "encode", lambda figure: b"")
 
 
+@pytest.mark.complete
 @pytest.mark.usefixtures("_kept")
 @pytest.mark.parametrize(("kind", "column", "replaced"), [("ms", "ms", 1), ("memory", "peak_mib", 2)])
 def test_the_answer_is_within_the_budget_as_measured(tmp_path, monkeypatch, capsys, kind, column, replaced):

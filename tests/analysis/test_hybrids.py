@@ -29,6 +29,7 @@ def create_laboratory(checkpoint: Path, directory: Path, steps: int | None = Non
     return Laboratory(trained, read_sample(trained, 60), directory, ["evaluation"], steps)
 
 
+@pytest.mark.complete
 def test_a_hybrid_has_the_layers_that_are_chosen(checkpoint, tmp_path):
     """Aligned layers are those of the mechanism's one alignment; all others are the trained model's."""
     lab = create_laboratory(checkpoint, tmp_path, steps=3)
@@ -50,6 +51,7 @@ def test_a_hybrid_has_the_layers_that_are_chosen(checkpoint, tmp_path):
     assert hybrids.score(hybrids.own) == lab.own.score
 
 
+@pytest.mark.complete
 def test_costs_of_layers_add_up(checkpoint, tmp_path):
     hybrids = Hybrids(create_laboratory(checkpoint, tmp_path), {"linear": LINEAR, "eva": EVA}, seed=0)
     choices = ("eva", "linear", OWN)
@@ -57,6 +59,7 @@ def test_costs_of_layers_add_up(checkpoint, tmp_path):
     assert hybrids.macs(choices) == hybrids.own_macs + sum(alone)
 
 
+@pytest.mark.complete
 def test_layers_of_a_pyramid_are_named_by_stage_and_those_that_cannot_have_it_are_left_out(tmp_path, monkeypatch):
     """16 x 16, 8 x 8, 4 x 4 and 2 x 2 tokens: 16 groups are too many for the last stage."""
     path = save_model(tmp_path, [PYRAMID])

@@ -213,6 +213,7 @@ def test_refusals_are_one_line(options, problem, checkpoint, tmp_path, monkeypat
     assert {path.name for path in tmp_path.iterdir()} <= {MARKER}
 
 
+@pytest.mark.complete
 def test_layers_of_a_pyramid_that_a_budget_does_not_compress_are_left_out(tmp_path, capsys):
     pyramid = save_pyramid(tmp_path)
     short = ["model.img_size=32"]  # rows of 64, 16, 4 and 1

@@ -101,6 +101,7 @@ def test_softmax_in_the_place_of_softmax_changes_nothing(checkpoint, tmp_path, c
         assert f" {change:+.2f} |" in next(line for line in printed.splitlines() if line.startswith(f"| {name}"))
 
 
+@pytest.mark.complete
 def test_error_of_randomized_attention_falls_with_the_number_of_samples(checkpoint, tmp_path):
     """It falls as 1 / S, the error of the mean of S independent unbiased estimates; softmax's own is zero."""
     names, only = ("--attention", "softmax", "ra"), ("--temperatures", "1", "--modes", "evaluation")
@@ -147,6 +148,7 @@ def test_the_error_of_what_samples_nothing_is_bias(checkpoint, tmp_path):
     assert found["performer", "evaluation"]["squared_bias"] == ""
 
 
+@pytest.mark.complete
 def test_passes_that_share_samples_are_not_decomposed(checkpoint, tmp_path):
     """They would report all variance as bias. Without --decompose they have an error, whose draws differ."""
     shared, fresh = (f"{{name: performer, feature_redraw_interval: {interval}}}" for interval in (2, 1))
@@ -178,6 +180,7 @@ def test_samples_that_a_run_keeps_between_passes_are_drawn_anew(checkpoint, inpu
     assert not torch.equal(outputs(1), outputs(2))
 
 
+@pytest.mark.complete
 def test_outputs_of_aligned_layers_are_decomposed(checkpoint, tmp_path):
     """Alignment lowers the error of the outputs; what samples nothing keeps all of it as bias, softmax has none."""
     names = "--attention", "softmax", "performer", "linear", "--budgets", "4", "--modes", "sampled", "--images", "8"
@@ -281,6 +284,7 @@ def test_draws_are_those_of_the_seed(trained, inputs, attention):
     assert torch.equal(fresh[0], fresh_again[0])
 
 
+@pytest.mark.complete
 def test_sampled_mode_is_without_dropout(checkpoint, inputs, tmp_path):
     """Softmax attention in the place of itself has no error, though the run drops weights and outputs in training.
 
@@ -365,6 +369,7 @@ def test_a_line_of_each_mode_goes_through_the_rows_of_any_mode():
     assert [line.lines[0].get_xdata().tolist() for line in axes.containers] == [[4, 16], [4, 16]]
 
 
+@pytest.mark.complete
 def test_modes_are_apart_only_where_they_differ(checkpoint, tmp_path):
     assert merge_modes({"evaluation": [1, 2], "sampled": [1, 2]}) == {"any": [1, 2]}
     assert merge_modes({"sampled": [1, 2]}) == {"sampled": [1, 2]}
@@ -526,6 +531,7 @@ def test_every_mechanism_has_options_and_at_most_one_size():
             )
 
 
+@pytest.mark.complete
 def test_chosen_blocks_are_replaced(checkpoint, tmp_path, monkeypatch, capsys):
     """All blocks are what none named are; the errors are those of the blocks that are replaced."""
     local, eva = "{name: local, window_size: 2, position_bias: none}", "{name: eva, window_size: 2, num_landmarks: 4}"
@@ -548,6 +554,7 @@ def test_chosen_blocks_are_replaced(checkpoint, tmp_path, monkeypatch, capsys):
     assert found == [[("0", "softmax"), ("1", name)] for name in ("softmax", "local", "eva")]
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize("is_export", [False, True], ids=["checkpoint", "export"])
 def test_what_is_replaced_is_trained_on_by_an_ablation(is_export, checkpoint, tmp_path, monkeypatch):
     """The ablation holds the model's own attention, and the mechanisms that fit the grid, from the same weights."""

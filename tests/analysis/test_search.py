@@ -135,6 +135,7 @@ def checkpoint(tmp_path_factory) -> Path:
     return save_model(tmp_path_factory.mktemp("analysis"), OPTIONS, scale=10)
 
 
+@pytest.mark.complete
 def test_files_of_the_front_are_runs_of_train(checkpoint, tmp_path, monkeypatch, capsys):
     """Each YAML has the attention by block, and weights that give the stated top-1."""
     monkeypatch.setattr(search, "encode", lambda figure: b"")
@@ -238,9 +239,10 @@ def test_a_budget_within_which_nothing_was_measured_is_named(checkpoint, tmp_pat
         (["--budget", "ms=inf"], "--budget: 'ms=inf': 'inf' is not a number above 0; ms is milliseconds"),
         (["--budget", "mac=0.9"], "--budget: 'mac=0.9': unknown budget; did you mean 'macs'?; write ms=5"),
         (["--budget", "macs=1", "--batch-size", "4"], "--batch-size 4: macs= is for one image; leave it out"),
-        (
+        pytest.param(
             ["--budget", "ms=9", "--batch-size", f"{MOST}"],
             f"out of memory; lower --batch-size {MOST}",
+            marks=pytest.mark.complete,
         ),
         (["--budget", "macs=1", "--strategy", "all", "--evaluations", "2"], "--evaluations 2: --strategy all measures"),
         (["--budget", "speed"], "--budget: 'speed': unknown budget; known: macs, memory, ms; write ms=5"),
@@ -292,6 +294,7 @@ def test_an_alignment_that_diverges_ends_in_a_line(checkpoint, tmp_path, monkeyp
     assert "linear: a gradient is not finite in step 2 of --align; leave the mechanism out" in capsys.readouterr().err
 
 
+@pytest.mark.complete
 def test_layers_that_depend_on_those_before_are_refused(checkpoint, tmp_path, monkeypatch, capsys):
     """Windows of the second of two layers are shifted, and those of the first and of a single one are not. The second
     of two Linformers may take the projection of the first.
@@ -308,6 +311,7 @@ def test_layers_that_depend_on_those_before_are_refused(checkpoint, tmp_path, mo
     assert "4 assignments measured" in capsys.readouterr().out
 
 
+@pytest.mark.complete
 def test_without_a_choice_impossible_mechanisms_are_left_out(checkpoint, tmp_path, monkeypatch, capsys):
     known = {"linear": {"name": "linear"}, "wide": {"name": "shifted_window", "window_size": 2}}
     monkeypatch.setattr(search.command_line, "read_mechanisms", lambda texts: known)

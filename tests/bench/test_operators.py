@@ -95,6 +95,7 @@ def test_chunks_for_a_cache_are_no_operators(monkeypatch):
     assert counts("eva", 4)["operators"] == whole
 
 
+@pytest.mark.complete
 def test_mechanisms_that_sort_or_compare_are_marked():
     for name in ("smyrf", "eva_lsh", "orthoformer", "ra", "bilevel_routing", "clustered", "eva_clustered"):
         assert counts(name, 1, "forward")["searches"], name

@@ -35,11 +35,13 @@ def difference(runtime: str) -> float:
     return ((torch.as_tensor(result).view(-1) - expected).abs().max() / expected.abs().max()).item()
 
 
+@pytest.mark.complete
 def test_exported_models_compute_what_the_model_does():
     assert difference("onnx") < 1e-5
     assert 1e-5 < difference("onnx-int8") < 0.05
 
 
+@pytest.mark.complete
 def test_models_that_are_compiled_ahead_of_time_compute_what_the_model_does():
     """In a process of its own: the compiler imports distutils, which other tests would warn of."""
     code = "from tests.bench.test_runtimes import difference; print(difference('aot'))"
@@ -47,6 +49,7 @@ def test_models_that_are_compiled_ahead_of_time_compute_what_the_model_does():
     assert float(printed.split()[-1]) < 1e-5
 
 
+@pytest.mark.complete
 def test_exported_models_have_rows_beside_the_baseline_of_their_runtime(tmp_path, capsys):
     model = "model: {name: deit, img_size: 32, patch_size: 8, embed_dim: 24, depth: 1, num_heads: 3, num_classes: 5}\n"
     models, executions = [str(tmp_path / name) for name in ("softmax.yaml", "linear.yaml")], ["eager", "onnx"]
@@ -79,6 +82,7 @@ def test_exported_models_run_in_inference_on_a_cpu_alone(arguments, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.complete
 def test_eight_bits_hold_the_accuracy_of_the_reference():
     """On 500 test images, as stated; other CPUs round the products in 8 bits otherwise."""
     trained = load_model(REFERENCE / "fashion_mnist.safetensors", *IMAGES)

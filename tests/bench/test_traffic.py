@@ -9,13 +9,14 @@ from bench import traffic
 from bench.operators import OperatorCounter, count_operators, off_cpu
 from bench.traffic import count
 from bench.workload import Workload, attention_layer
+from tests.support.partition import one_of_a_kind
 
 HASHING = "smyrf", "reformer", "clustered", "scatterbrain_lsh", "eva_lsh", "eva_clustered"
 SEQUENTIAL = {"orthoformer": 320, "nystrom": 145}
 """Mechanisms that choose landmarks or approach an inverse step by step -> their bound."""
 
 
-@pytest.mark.parametrize("name", ATTENTION)
+@pytest.mark.parametrize("name", one_of_a_kind(ATTENTION))
 def test_operators_are_few_and_do_not_grow_with_heads(name):
     """Forward and backward at 784 tokens: at most 120, with hashing 160, and 5 more in other versions of torch."""
     counts = [len(count(attention_layer(name, 192, h), (28, 28), 1, "forward+backward", "fp32").found) for h in (3, 6)]

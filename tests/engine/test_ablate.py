@@ -30,9 +30,10 @@ import train
 from ablation import worker
 from ablation.cases import Case
 from ablation.figures import draw_curves, draw_heat_map, draw_pareto, draw_results, non_dominated, read_curve
+from ablation.names import short_names
 from ablation.progress import Progress
 from ablation.report import FIGURES, report_sweep, to_json, write_figures, write_tables
-from ablation.settings import Setting, in_order, short_names
+from ablation.settings import Setting, in_order
 from ablation.sweep import count_ranks, read_ablation, to_directory
 from ablation.tables import ONE_RUN, measure, tabulate
 from engine.checkpoints.files import find_checkpoint, save_checkpoint

@@ -456,7 +456,7 @@ MANY = {
 }
 
 
-@pytest.mark.parametrize("classes", MANY.values(), ids=MANY)
+@pytest.mark.parametrize("classes", chosen(MANY.values(), lambda classes: len(classes) < 100_000), ids=MANY)
 def test_many_classes_can_be_kept(classes: list[str], run, tmp_path: Path):
     Checkpoints(tmp_path, run, ALONE, 100, IDENTITY | {"classes": classes}).save(Progress(), {"model": Weight(1)})
     assert find_checkpoint(tmp_path, "last")[1]["classes"] == classes

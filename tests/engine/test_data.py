@@ -13,6 +13,7 @@ from timm.data.distributed_sampler import RepeatAugSampler
 from timm.loss import LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
 from torch.utils.data import DistributedSampler
 
+import train
 from attention.options import OptionError
 from engine.config.schema import Augment, Data, Run, Train, per_channel
 from engine.data import prepare
@@ -25,7 +26,8 @@ from engine.data.splits import open_split
 from engine.objectives.classification import create_loss
 from engine.objectives.copying import NO_AUGMENTATION
 from engine.runtime.distributed import World, seed_everything
-from tests.support.launcher import use_few_images
+from engine.runtime.errors import UserError
+from tests.support.launcher import ROOT, use_few_images
 
 CPU = World(torch.device("cpu"))
 UNCHANGED = Augment(**NO_AUGMENTATION)
@@ -44,6 +46,20 @@ def make_run(augment: Augment = UNCHANGED, total_batch_size: int = 16, grad_accu
 
 def make_loaders(run: Run, world: World = CPU, num_classes: int = 10, img_size: int = 8):
     return create_loaders(run, world, img_size=img_size, num_classes=num_classes)
+
+
+def test_the_limits_of_waiting_are_those_of_the_run(tmp_path, monkeypatch, capsys):
+    training, validation, _ = make_loaders(make_run(timeout_minutes=0.5))
+    assert (training.patience, validation.patience) == (30, 30)
+
+    def leave(*limits) -> None:
+        raise UserError(f"limits: {limits}")
+
+    monkeypatch.setattr("train.init_distributed", leave)
+    options = "train.device=cpu", "train.timeout_minutes=3", "--output", str(tmp_path)
+    with pytest.raises(SystemExit):
+        train.main([str(ROOT / "configs/quickstart.yaml"), *options])
+    assert "limits: ('cpu', 3.0)" in capsys.readouterr().err
 
 
 def read_epoch(run: Run, epoch: int, world: World = CPU, loader=None) -> torch.Tensor:

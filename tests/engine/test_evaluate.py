@@ -31,7 +31,7 @@ from engine.runtime.distributed import World, init_distributed
 CPU = World(torch.device("cpu"))
 NUM_IMAGES = 1003  # of which every rank and batch has its own share: 17 x 59
 BATCH_SIZES = (1, 7, 64)
-COLUMNS = ("index", "label", "loss", "classes", "probability")
+COLUMNS = ("indices", "label", "loss", "classes", "probability")
 BROKEN = (0, 4, 9)
 """Indices of broken images among the ten of another split."""
 
@@ -138,7 +138,7 @@ def assert_recorded(table, root, split):
     images, labels = next(iter(create_loader(root, CPU, 2000, split)))
     log_prob = Linear()(images).detach().float().log_softmax(1)
     index = [i for i in range(10) if i not in BROKEN] if split == "few" else [*range(NUM_IMAGES)]
-    assert (table["index"], table["label"]) == (index, labels.tolist())
+    assert (table["indices"], table["label"]) == (index, labels.tolist())
     top = log_prob.topk(5)
     assert table["classes"] == top.indices.tolist()
     np.testing.assert_allclose(table["probability"], top.values.exp(), rtol=1e-5)
@@ -191,7 +191,7 @@ def test_nothing_is_kept_of_single_images_where_no_one_asks(monkeypatch):
 
 def test_a_rank_without_an_image_has_no_records():
     found = gather_predictions([], [], range(2), "abc", CPU)
-    assert (len(found.index), found.classes.shape) == (0, (0, 3))
+    assert (len(found.indices), found.classes.shape) == (0, (0, 3))
 
 
 def test_no_image_at_all_is_refused():

@@ -391,6 +391,7 @@ def refuse_all(folder: Path, num_faults: int, configs: list[Path]) -> str:
     return f"{num_faults}/{num_faults} faults refused, no traceback, the slowest in {slowest:.2f} s"
 
 
+@pytest.mark.complete
 def test_200_faults_are_refused(folder, figure):
     figure("F1", refuse_all(folder, 200, CONFIGS[::20]))
 

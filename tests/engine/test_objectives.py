@@ -56,6 +56,7 @@ class Position(Objective):
         return squared_error(network, images, positions).mean()
 
 
+@pytest.mark.complete
 def test_a_fifth_objective_trains_evaluates_and_is_known_to_the_other_scripts(tmp_path, monkeypatch, capsys):
     last = OBJECTIVES["classification"]
     monkeypatch.delitem(OBJECTIVES, "classification")

@@ -184,7 +184,7 @@ def test_the_worst_mistakes_come_first(records, run):
     for axes, i in zip(part.axes, wrong, strict=False):
         probability = np.exp(logits[i].max()) / np.exp(logits[i]).sum()
         assert axes.get_title() == f"{names[label[i]]} → {names[predicted[i]]}\n{probability:.3f}"
-        seen = images[int(found.index[i])][0] * np.mean(run.data.std) + np.mean(run.data.mean)
+        seen = images[int(found.indices[i])][0] * np.mean(run.data.std) + np.mean(run.data.mean)
         np.testing.assert_allclose(axes.images[0].get_array(), 255 * seen[0], atol=0.01)
 
 
@@ -374,7 +374,7 @@ def test_real_labels_are_counted_as_timm_does(tmp_path, columns):
     expected = {"real_top1": theirs.get_accuracy(1), "real_top5": theirs.get_accuracy(5), "real_images": 34}
     assert ours == pytest.approx(expected)
     assert ours["real_top1"] not in (0, ours["real_top5"])
-    rest = real_accuracy(found._replace(index=torch.arange(1, 40), classes=found.classes[1:]), labels)
+    rest = real_accuracy(found._replace(indices=torch.arange(1, 40), classes=found.classes[1:]), labels)
     assert rest == ours  # without the first image, which has no labels
 
 

@@ -46,6 +46,7 @@ def test_a_new_run(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: p
     assert facts["resumes"].startswith(f"nothing; {tmp_path / 'run'} has no checkpoint")
 
 
+@pytest.mark.complete
 def test_what_would_be_resumed_and_what_would_be_refused(tmp_path: Path, capsys: pytest.CaptureFixture):
     start(tmp_path)
     files = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").iterdir()}
@@ -67,6 +68,7 @@ def test_what_would_be_resumed_and_what_would_be_refused(tmp_path: Path, capsys:
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").iterdir()} == files
 
 
+@pytest.mark.complete
 def test_weights_that_do_not_fit_are_refused_as_by_a_launch(tmp_path: Path, capsys: pytest.CaptureFixture):
     start(tmp_path)
     trained = tmp_path / "trained"

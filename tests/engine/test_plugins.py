@@ -255,6 +255,7 @@ def test_a_broken_package_is_left_out_with_one_line(tmp_path, monkeypatch, capsy
     assert "pooled" in ATTENTION
 
 
+@pytest.mark.complete
 def test_a_package_may_be_imported_before_anything_else(tmp_path):
     """Nothing is imported with `attention`, so that a module that imports it first is not imported twice."""
     shutil.copy(FILE, install(tmp_path, "pooled_attention"))

@@ -362,10 +362,11 @@ def test_tensorboard_by_images(tmp_path: Path):
     assert not [tag for tag in charts if tag.endswith(("images", "broken"))]
 
 
+@pytest.mark.complete
 def test_tensorboard_shows_predictions(tmp_path: Path):
     """Pictures of the last evaluation: images across the data, and the confusion matrix, of both kinds of weights."""
     found = PredictionTable(
-        images=[(np.full((1, 4, 4), 200, np.uint8), 0)] * 3, names=["cat", "dog"], index=torch.arange(3),
+        images=[(np.full((1, 4, 4), 200, np.uint8), 0)] * 3, names=["cat", "dog"], indices=torch.arange(3),
         label=torch.tensor([0, 1, 1]), loss=torch.ones(3), classes=torch.tensor([[0, 1], [0, 1], [1, 0]]),
         probability=torch.full((3, 2), 0.5),
     )  # fmt: skip

@@ -19,10 +19,12 @@ import yaml
 import ablate
 from ablation import progress, worker
 from ablation.cases import Case
+from ablation.estimate import Estimate, estimate_sweep
 from ablation.identity import SWEEP_FILE
-from ablation.progress import Estimate, Progress, estimate_sweep
+from ablation.names import short_names
+from ablation.progress import Progress
 from ablation.report import latex_table, make_report, to_json, to_latex, write_tables
-from ablation.settings import in_order, short_names
+from ablation.settings import in_order
 from ablation.sweep import read_ablation
 from ablation.tables import tabulate
 from ablation.worker import ErrorLines, describe_status
@@ -118,6 +120,7 @@ def test_empty_cells_have_the_values_that_hold(config):
     assert table["attention"] == ["softmax", "local", "local"]
 
 
+@pytest.mark.complete
 def test_only_some_rows_are_trained_and_shown_with_the_first(config, capsys, tmp_path):
     launcher = shlex.join([sys.executable, "-c", "raise SystemExit(75)"])
     dry_run(config, "--only", "attention.window_size=1", "--launcher", launcher)

@@ -56,6 +56,7 @@ def torchrun(*command: str) -> subprocess.CompletedProcess:
     return subprocess.run([*launcher, *command], cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.complete
 def test_two_processes_train_as_one(tmp_path: Path):
     config = tmp_path / "run.yaml"
     config.write_text(yaml.safe_dump(RUN))
@@ -101,6 +102,7 @@ def test_a_batch_that_cannot_be_divided_is_refused_once(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.complete
 def test_a_refusal_of_all_ranks_is_said_once(tmp_path: Path):
     """Also where the first rank is the last to refuse."""
     script = tmp_path / "script.py"
@@ -126,6 +128,7 @@ def launched(*command: str) -> subprocess.CompletedProcess:
     return subprocess.run([*launcher, *command], cwd=ROOT, capture_output=True, text=True, timeout=300, env=environment)
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize(
     ("other", "problem"),
     [

@@ -63,6 +63,7 @@ def leave_source(recipe: str, directory: Path, small: list[str]) -> str:
     return str(directory / "weights.pth")
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_both_stages_run_and_their_result_is_validated_and_exported(recipe: str, images: Path, tmp_path: Path, capsys):
     sizes = PVT | {"num_heads": [1, 2, 5, 8]} if recipe.startswith("pvt") else DEIT
@@ -105,6 +106,7 @@ def full_size(path: Path, directory: Path) -> tuple[Run, nn.Module]:
     return run, create_initial_model(run, directory / "run", WORLD)
 
 
+@pytest.mark.complete
 def test_the_console_is_as_it_is_shown(tmp_path: Path, capsys):
     run, model = full_size(TRANSFER / "deit_tiny_p16_eva.yaml", tmp_path)
     create_objective(run, model, None, WORLD)

@@ -73,6 +73,7 @@ def flat(report: dict) -> dict:
     return metrics["plain"] | {f"ema_{name}": value for name, value in metrics["ema"].items()}
 
 
+@pytest.mark.complete
 def test_an_option_of_one_mechanism_of_a_hybrid(tmp_path, capsys):
     """validate.py overrides an option of one entry of the list, and its report changes with it."""
     hybrid = "attention=[{blocks: 0, name: softmax}, {blocks: 1, name: performer, num_samples: 4}]"
@@ -93,6 +94,7 @@ def test_an_option_of_one_mechanism_of_a_hybrid(tmp_path, capsys):
     assert "attention[1]: block 1 in attention[0] as well" in capsys.readouterr().err
 
 
+@pytest.mark.complete
 def test_other_images_of_the_same_names_are_announced(run_directory, tmp_path, capsys):
     reader = DigitsReader("val")
     write_idx(tmp_path / "val-images-idx3-ubyte", reader.images)
@@ -128,6 +130,7 @@ def apart(run_directory, tmp_path):
     return tmp_path
 
 
+@pytest.mark.complete
 def test_each_kind_of_weights_is_taken_where_it_was_best(apart, capsys):
     report = read_report(capsys, apart)
     assert [(kind, report[kind]["epoch"]) for kind in report] == [("plain", 2), ("ema", 1)]

@@ -54,7 +54,7 @@ def test_bigbird_that_covers_all_blocks_is_softmax(grid, w, g, r):
     N = q.shape[2]
     for area, block in (((1, N), (1, 3)), (grid, (2, 2))):
         windows = Windows(area, block)
-        blocks = pattern(windows.count, w, g, min(r, windows.count))
+        blocks = pattern(windows.num_windows, w, g, min(r, windows.num_windows))
         assert_equal(bigbird(q, k, v, blocks, windows=windows, num_global=g), softmax(q, k, v))
 
 

@@ -84,7 +84,7 @@ def test_all_regions_are_softmax_and_neighbours_over_the_whole_grid(grid):
     q, k, v = tokens(grid)
     for side in (1, 2, 3, 8):
         regions = regions_of(grid, side)
-        y = bilevel_routing(q, k, v, regions=regions, topk=regions.count)
+        y = bilevel_routing(q, k, v, regions=regions, topk=regions.num_windows)
         assert_equal(y, softmax(q, k, v))
         assert_equal(y, neighborhood(q, k, v, grid=grid, size=(9, 9), dilation=(1, 1)))
 
@@ -107,7 +107,7 @@ def test_regions_like_themselves_alone_are_local_attention(grid):
     own = torch.tensor([regions.index_of(n) for n in range(q.shape[2])])
     code = 4 * F.one_hot(own, num_classes=16).double().view(1, -1, h, d).transpose(1, 2).expand_as(q)
     q, k = q / 10 + code, k / 10 + code
-    assert torch.equal(route(q, k, regions, 1)[0, 0, :, 0], torch.arange(regions.count))
+    assert torch.equal(route(q, k, regions, 1)[0, 0, :, 0], torch.arange(regions.num_windows))
     assert_equal(bilevel_routing(q, k, v, regions=regions, topk=1), local(q, k, v, windows=regions))
 
 

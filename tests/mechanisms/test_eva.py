@@ -231,7 +231,7 @@ def test_e6_random_feature_weight_of_the_complement_is_scatterbrain(grid):
     windows, S = Windows(grid, (2, 2)), 5
     omega = draw(S, d, seed=5)
     complement = chunks_outside(windows, 1, CPU)
-    G = len(complement.index)
+    G = len(complement.members)
     beta, log_mass = group_values(k, v, omega.expand(B, h, G, 1, S, d), complement)
     queries = windows.partition(q)
     logits = log_features(scale(queries), omega) + log_mass - torch.tensor(S).double().log()
@@ -267,7 +267,7 @@ def test_e8_equal_keys_in_a_group_average_its_values(grid, samples):
     groups = bins(grid, (2, 2), CPU)
     k = torch.empty_like(v)
     for c, key in enumerate(draw(4, d, seed=6)):
-        k[:, :, groups.index[0, c][groups.valid[0, c]]] = key
+        k[:, :, groups.members[0, c][groups.valid[0, c]]] = key
     beta, _ = group_values(k, v, draw(B, h, 1, 4, samples, d, seed=7), groups)
     assert_equal(beta, group_mean(v, groups).repeat_interleave(samples, 3))
 
@@ -292,8 +292,8 @@ def test_empty_groups_are_ignored():
     q, k, v = tokens(grid)
     windows = Windows(grid, (2, 2))
     groups = bins_outside(bins(grid, (3, 2), CPU), windows)
-    assert (groups.count() == 0).sum() == 6
-    assert groups.count().diagonal().eq(0).all()
+    assert (groups.num_members() == 0).sum() == 6
+    assert groups.num_members().diagonal().eq(0).all()
     kept = torch.tensor([[c for c in range(6) if c != g] for g in range(6)])
     thinner = Groups(*(x.gather(1, kept[..., None].expand(-1, -1, x.shape[-1])) for x in groups[:2]))
     mu, omega = draw(B, h, 6, 6, d, seed=1), draw(B, h, 6, 6, 2, d, seed=2)

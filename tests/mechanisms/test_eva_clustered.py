@@ -54,7 +54,7 @@ def test_clusters_that_are_bins_are_groups_of_eva_and_empty_ones_are_not_attende
     (q, k, v), windows, groups = tokens(grid), Windows(grid, (2, 2)), bins(grid, (2, 2), CPU)
     cluster = torch.empty(q.shape[2], dtype=torch.long)
     for c in range(4):
-        cluster[groups.index[0, c][groups.valid[0, c]]] = c
+        cluster[groups.members[0, c][groups.valid[0, c]]] = c
     k_tilde, omega = draw(B, h, 6, d, seed=7), draw(B, h, 6, d, seed=8)  # the last two have no keys
     options = {"windows": windows, "log_count": log_count}
     y = eva_clustered(q, k, v, cluster.expand(B, h, -1), k_tilde, omega, **options)

@@ -36,4 +36,4 @@ def test_a_layer_is_a_linear_map_of_every_token_by_itself():
 
 def test_order_does_not_matter():
     """Patches may be left out of the input."""
-    assert layer("identity", (4, 6)).ignores_order
+    assert layer("identity", (4, 6)).ignores_order()

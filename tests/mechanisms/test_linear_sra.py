@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import pytest
 import torch
 
 from attention.mechanisms.linear_sra import linear_sra
@@ -35,6 +36,7 @@ def test_linear_sra_pools_to_one_size_and_agrees_with_a_convolution_that_average
     assert_equal(linear_sra(square, weight, bias, grid=(14, 14), pool_size=7), averaged)
 
 
+@pytest.mark.complete
 def test_pvt_v2_li_loads_stock_weights_and_gives_their_logits():
 
     import timm

@@ -20,6 +20,7 @@ from tests.models.test_models import (
     tiny_model,
     train_and_evaluate,
 )
+from tests.support.partition import ONE_OF_A_KIND, chosen
 
 SOFTMAX = {"name": "softmax"}
 HYBRID = {
@@ -174,7 +175,12 @@ SIDES = {"deit": 64, "pvtv2_b0": 112}
 
 @families
 @pytest.mark.parametrize(
-    "one", [*({"name": name} for name in ATTENTION), {"name": "linformer", "sharing": "layers"}], ids=str
+    "one",
+    chosen(
+        [*({"name": name} for name in ATTENTION), {"name": "linformer", "sharing": "layers"}],
+        lambda one: one["name"] in (*ONE_OF_A_KIND, "linformer"),
+    ),
+    ids=str,
 )
 def test_a_list_of_equals_is_the_single_mechanism_bit_for_bit(name, one):
     """Weights, outputs in training, and random numbers drawn for both."""
@@ -228,7 +234,7 @@ def test_costs_are_sums(name):
     for mechanism, context in zip(NAMES[name], contexts, strict=True):
         if mechanism == "eva":
             eva, softmax = (
-                ATTENTION[factory.name].cost(LayerContext(**context), factory.config)
+                ATTENTION[factory.name].layer_cost(LayerContext(**context), factory.config)
                 for factory in map(AttentionFactory.from_options, (EVA, SOFTMAX))
             )
             expected = Cost(*(total + a - b for total, a, b in zip(expected, eva, softmax, strict=True)))
@@ -275,6 +281,7 @@ def test_key_masks_are_taken_if_every_layer_takes_them():
         model(images, mask)
 
 
+@pytest.mark.complete
 @asks_for_gradients
 def test_blocks_of_a_kind_are_one_graph_per_mode():
     """Two kinds, in training and in evaluation."""

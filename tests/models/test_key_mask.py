@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from attention import ATTENTION, OptionError
 from models import create_model
 from tests.support.comparisons import FP64, FP64_GRADIENT
-from tests.uniform.test_key_mask import OF_A_SET
+from tests.support.partition import one_of_a_kind
+from tests.uniform.test_key_mask import OF_A_SET, refusal
 
-MASKED = [name for name in ATTENTION if ATTENTION[name].key_mask_refusal is None]
+MASKED = [name for name in ATTENTION if refusal(name) is None]
 CELL = {"deit": 8, "pvtv2_b0": 4}
 SIZES = {"deit": [(24, 40), (40, 16), (32, 32)], "pvtv2_b0": [(97, 130), (70, 64), (128, 40)]}
 LANDMARKS = {"lara": {"num_landmarks": 4}, "eva": {"window_size": 2, "num_landmarks": 1}}
@@ -72,7 +73,7 @@ def test_a_padded_image_is_itself_alone(name: str, family: str, options: dict):
 
 
 @pytest.mark.parametrize("family", CELL)
-@pytest.mark.parametrize("name", MASKED)
+@pytest.mark.parametrize("name", one_of_a_kind(MASKED))
 def test_masked_patches_have_no_effect(name: str, family: str):
     """Nor a gradient; every mechanism that takes a mask, windows and groups included."""
     model = build(family, name)

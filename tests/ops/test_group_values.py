@@ -14,7 +14,7 @@ N, CPU = 35, torch.device("cpu")
 @pytest.mark.parametrize("overlap", [0, 3])
 def test_groups_attended_to_by_the_paper_and_by_the_released_code(overlap):
     groups, windows = bins((1, N), (1, 9), CPU), Windows((1, N), (1, 8), (0, overlap), causal=True)
-    members = [set(index[valid].tolist()) for index, valid in zip(groups.index[0], groups.valid[0], strict=True)]
+    members = [set(index[valid].tolist()) for index, valid in zip(groups.members[0], groups.valid[0], strict=True)]
     paper, released = (attended_groups(groups, rule, windows).flatten(0, 1) for rule in ("paper", "released"))
     for n in range(N):
         window = windows.attended(n)[0]

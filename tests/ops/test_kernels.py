@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from attention import create_attention, kernels
+from attention import ATTENTION, create_attention, kernels
 from attention.ops import memory
 from attention.ops.group_values import fused as groups
 from attention.ops.joint_softmax import fused as joint
@@ -23,6 +23,7 @@ from tests.support.calls import value_and_gradients
 from tests.support.cases import Case
 from tests.support.comparisons import FP32_RMS, FP64_GRADIENT, rms_ratio
 from tests.support.facts import CASES, light
+from tests.support.partition import chosen
 
 CORES = {
     "joint": joint.JointSoftmax,
@@ -224,12 +225,13 @@ def with_compiled_gradients(case: Case, amp: bool) -> tuple[list[Tensor], list[T
     return results, expected
 
 
-@every_layer
+@pytest.mark.parametrize("case", chosen(LAYERS, lambda case: case.name == "eva"), ids=lambda case: case.name)
 def test_gradients_compile(case):
     for result, gradient in zip(*with_compiled_gradients(case, amp=False), strict=True):
         torch.testing.assert_close(result, gradient)
 
 
+@pytest.mark.complete
 @and_nystrom
 def test_gradients_compile_under_autocast(case):
     for result, gradient in zip(*with_compiled_gradients(case, amp=True), strict=True):
@@ -312,6 +314,7 @@ def test_values_of_summary_tokens_alone_are_refused():
 
 def test_paths_are_named_and_restored():
     assert kernels.path() == "auto"
+    assert len([*ATTENTION.values()]) > 30, "imports all ops"
     assert kernels.resolved() == (
         "auto: fast approach_inverse, cluster_values, densities, elu_plus_one, focused, group_mean, group_values,"
         " joint_softmax, lara, linear_attention, log_features, merge_others, performer, powers_by_sign, ra, waves,"

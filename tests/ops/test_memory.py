@@ -46,5 +46,5 @@ def test_windows_and_back(grid):
     x, windows = torch.randn(2, 3, grid[0] * grid[1], 16), Windows(grid, (3, 4))
     with off_cpu():
         partitioned = memory.partition(x, windows, torch.float64)
-        assert torch.equal(partitioned.view(2, 3, windows.count, 12, 16), windows.partition(x).double())
+        assert torch.equal(partitioned.view(2, 3, windows.num_windows, 12, 16), windows.partition(x).double())
         assert torch.equal(memory.reverse(partitioned.float(), torch.empty_like(x), windows), x)

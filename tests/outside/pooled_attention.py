@@ -23,7 +23,7 @@ def pooled(q: Tensor, k: Tensor, v: Tensor, *, groups: Groups) -> Tensor:
 def pooled_reference(q, k, v, *, groups):
     """`pooled` as one would write it on paper."""
     P = k.shape[2] - q.shape[2]
-    members = [index[valid] + P for index, valid in zip(groups.index[0], groups.valid[0], strict=True)]
+    members = [index[valid] + P for index, valid in zip(groups.members[0], groups.valid[0], strict=True)]
     bins_and_prefix = [*torch.arange(P).split(1), *members] if P else members
     k_bar, v_bar = (torch.stack([x[:, :, m].mean(2) for m in bins_and_prefix], 2) for x in (k, v))
     return (q @ k_bar.mT / q.shape[-1] ** 0.5).softmax(-1) @ v_bar

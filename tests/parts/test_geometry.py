@@ -17,7 +17,7 @@ def test_windows_round_trip_and_cover_every_token_once(grid):
         windows = Windows(grid, window)
         assert torch.equal(windows.reverse(windows.partition(x)), x)
         index = windows.indices(CPU)
-        assert index.shape == (windows.count, windows.num_queries)
+        assert index.shape == (windows.num_windows, windows.num_queries)
         assert (windows.mask(CPU) is None) == (not windows.padded)
         assert sorted(index[index >= 0].tolist()) == list(range(grid[0] * grid[1]))
 
@@ -27,7 +27,7 @@ def test_windows_round_trip_and_cover_every_token_once(grid):
 def test_keys_of_a_window_are_what_each_of_its_tokens_attends_to(grid, overlap):
     windows, N = Windows(grid, (2, 3), overlap), grid[0] * grid[1]
     index = windows.indices(CPU)
-    assert index.shape == (windows.count, windows.num_keys)
+    assert index.shape == (windows.num_windows, windows.num_keys)
     (x,) = tokens(grid, 1)
     keys = windows.partition_keys(x)
     for n in range(N):

@@ -32,13 +32,13 @@ def test_bins_are_of_equal_size_where_they_can_be_and_then_square(count, grid, c
 @pytest.mark.parametrize("counts", [(1, 1), (2, 3), (4, 4), (1, 4)], ids=str)
 def test_bins_are_disjoint_cover_the_grid_and_have_the_stated_edges(grid, counts):
     groups = bins(grid, counts, CPU)
-    assert groups.index.shape[1] == counts[0] * counts[1]
-    assert sorted(groups.index[groups.valid].tolist()) == list(range(grid[0] * grid[1]))
+    assert groups.members.shape[1] == counts[0] * counts[1]
+    assert sorted(groups.members[groups.valid].tolist()) == list(range(grid[0] * grid[1]))
     (H, W), (rows, columns) = grid, counts
     for i, j in itertools.product(range(rows), range(columns)):
         y, x = (range(a * size // n, (a + 1) * size // n) for a, size, n in ((i, H, rows), (j, W, columns)))
         c = i * columns + j
-        assert groups.index[0, c][groups.valid[0, c]].tolist() == [a * W + b for a in y for b in x]
+        assert groups.members[0, c][groups.valid[0, c]].tolist() == [a * W + b for a in y for b in x]
 
 
 def test_means_of_grown_bins_count_what_lies_outside_the_grid():
@@ -54,18 +54,18 @@ def test_pools_are_taken_over_the_members_of_each_group_and_of_none_are_zero(gri
     N = grid[0] * grid[1]
     x, whole = draw(2, 3, N, 4), bins(grid, counts, CPU)
     key_mask = draw(2, N) > 0.5
-    key_mask[1, whole.index[0, 1]] = False
+    key_mask[1, whole.members[0, 1]] = False
     outside = bins_outside(whole, Windows(grid, (4, 4)))
     for groups in (whole, outside, whole.masked(key_mask), outside.masked(key_mask)):
         means, largest = group_mean(x, groups), group_max(x, groups)
-        valid = groups.valid.expand(2, 1, *groups.index.shape)[:, 0]
-        for b, g, c in itertools.product(range(2), *map(range, groups.index.shape[:2])):
-            members = x[b, :, groups.index[g, c][valid[b, g, c]]]
+        valid = groups.valid.expand(2, 1, *groups.members.shape)[:, 0]
+        for b, g, c in itertools.product(range(2), *map(range, groups.members.shape[:2])):
+            members = x[b, :, groups.members[g, c][valid[b, g, c]]]
             if members.shape[1] == 0:
                 members = torch.zeros(3, 1, 4).double()
             torch.testing.assert_close(means[b, :, g, c], members.sum(1) / members.shape[1])
             assert torch.equal(largest[b, :, g, c], members.amax(1))
-    assert (outside.masked(key_mask).count() == 0).any()
+    assert (outside.masked(key_mask).num_members() == 0).any()
 
 
 @pytest.mark.parametrize("overlap", [(0, 0), (1, 1)])
@@ -76,10 +76,10 @@ def test_partitions_outside_windows_complete_them(grid, window, overlap):
     for groups, n in itertools.product(outside, range(H * W)):
         g = (n // W // window[0]) * -(-W // window[1]) + n % W // window[1]
         attended = windows.attended(n)[0]
-        assert sorted([*attended, *groups.index[g][groups.valid[g]].tolist()]) == list(range(H * W))
+        assert sorted([*attended, *groups.members[g][groups.valid[g]].tolist()]) == list(range(H * W))
     chunks = outside[1]
-    for g in range(len(chunks.index)):
-        members = [c[v].tolist() for c, v in zip(chunks.index[g], chunks.valid[g], strict=True)]
+    for g in range(len(chunks.members)):
+        members = [c[v].tolist() for c, v in zip(chunks.members[g], chunks.valid[g], strict=True)]
         assert [*itertools.chain(*members)] == sorted(itertools.chain(*members))
         assert max(map(len, members)) - min(map(len, members)) <= 1
 
@@ -88,7 +88,7 @@ def test_complement_chunks_of_the_papers():
     """735/49 = 15 tokens a chunk at N = 784, 3 at 196, 63 at 3136."""
     for side, size in ((28, 15), (14, 3), (56, 63)):
         groups = chunks_outside(Windows((side, side), (7, 7)), 49, CPU)
-        assert (groups.count() == size).all()
+        assert (groups.num_members() == size).all()
 
 
 @pytest.mark.parametrize("margin", [(0, 0), (1, 1)])

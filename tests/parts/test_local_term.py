@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from attention import ATTENTION, AttentionFactory, LayerContext
+from attention import ATTENTION, AttentionFactory, LayerContext, options_of
 from attention.parts.local_term import LocalTerm
 from tests.support.calls import value_and_gradients
 from tests.support.cases import Case
@@ -49,7 +49,7 @@ def test_masked_tokens_are_zeros():
 
 SMALL = {"window_size": 3, "num_landmarks": 6, "cluster_size": 4, "block_size": 4, "kernel_size": 3}
 SMALL |= {"num_clusters": 4, "num_top_keys": 5}
-HAVE_ONE = [name for name, kind in ATTENTION.items() if hasattr(kind.Config, "local") and kind.local_size]
+HAVE_ONE = [name for name, kind in ATTENTION.items() if "local" in options_of(name) and kind.local_size]
 
 
 @pytest.mark.parametrize("name", HAVE_ONE)
@@ -77,7 +77,7 @@ def test_its_cost_is_stated(name):
     mechanism, costs = ATTENTION[name], []
     for local in (False, True):
         config = AttentionFactory.from_options({"name": name, "local": local}).config
-        costs.append(mechanism.cost(LayerContext(dim=192, num_heads=3, grid=(14, 14)), config))
+        costs.append(mechanism.layer_cost(LayerContext(dim=192, num_heads=3, grid=(14, 14)), config))
     taps, width = mechanism.local_size**2, 64 if mechanism.local_by_head else 192
     parameters, macs = (after - before for before, after in zip(*costs, strict=True))
     assert (parameters, macs) == (width * (taps + 1), taps * 196 * 192)

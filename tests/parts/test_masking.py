@@ -20,5 +20,5 @@ def test_means_are_those_of_the_tokens_that_count():
     x = torch.tensor([[1.0, 2.0, 4.0], [1.0, 1.0, 1.0]])[:, None, :, None]
     assert masked_mean(x, MASK).flatten().tolist() == [3.0, 0.0]
     groups = Groups(torch.tensor([[[0, 1], [2, 2]]]), torch.tensor([[[True, True], [True, False]]])).masked(MASK)
-    assert groups.count().flatten(1).tolist() == [[1, 1], [0, 0]]
+    assert groups.num_members().flatten(1).tolist() == [[1, 1], [0, 0]]
     assert group_mean(x, groups).flatten(1).tolist() == [[2.0, 4.0], [0.0, 0.0]]

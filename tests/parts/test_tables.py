@@ -3,6 +3,7 @@
 import copy
 import pickle
 
+import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -64,9 +65,10 @@ class Masked(nn.Module):
         return x * windows.mask(CPU)
 
 
+@pytest.mark.complete
 def test_exported_and_compiled_graphs_leave_nothing_behind():
     for windows in (Windows((4, 7), (3, 3)), Windows((4, 8), (3, 3))):
-        x = torch.ones(windows.count, 9)
+        x = torch.ones(windows.num_windows, 9)
         exported = torch.export.export(Masked(), (x, windows)).module()(x, windows)
         compiled = torch.compile(Masked(), backend="eager", fullgraph=True)(x, windows)
         mask = windows.mask(CPU)

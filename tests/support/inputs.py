@@ -49,6 +49,6 @@ def averaging(grid) -> tuple[Groups, Tensor]:
     """2 x 2 bins, and the matrix (1, 1, 4, N) that averages over each bin."""
     groups = bins(grid, (2, 2), CPU)
     matrix = torch.zeros(4, grid[0] * grid[1], dtype=torch.float64)
-    for row, index, valid in zip(matrix, groups.index[0], groups.valid[0], strict=True):
+    for row, index, valid in zip(matrix, groups.members[0], groups.valid[0], strict=True):
         row[index[valid]] = 1 / valid.sum().double()
     return groups, matrix[None, None]

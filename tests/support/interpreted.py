@@ -3,7 +3,6 @@ the kernels in Triton's interpreter as JSON.
 """
 
 import functools
-import importlib
 import json
 from unittest.mock import patch
 
@@ -146,10 +145,11 @@ def second_derivatives(case) -> str:
 
 
 def main() -> None:
-    for op, name in kernels.TRITON_MODULES.items():
-        module = importlib.import_module(name)
-        function = getattr(module, op)
-        setattr(module, op, lambda *args, f=function, **options: (CALLS.append(f.__name__), f(*args, **options))[1])
+    kernels.import_kernels()
+    for op, (run, covers) in kernels._triton.items():
+        kernels._triton[op] = kernels.Kernel(
+            lambda *args, f=run, **options: (CALLS.append(f.__name__), f(*args, **options))[1], covers
+        )
     ways = twice, checkpointed, contiguous, channels_apart, compiled, frozen
     uses = {use.__name__: largest_difference(SMALL, use) for use in ways}
     uses |= {f"{use.__name__} tiles": largest_difference(TILES, use) for use in ways[1:5]}

@@ -10,6 +10,7 @@ working tree, and has one test command. Neither draws a sample.
 
 import argparse
 import ast
+import itertools
 import os
 import queue
 import random
@@ -45,8 +46,8 @@ FLIPPED = {
     **{ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult},
     **{ast.Mod: ast.Mult, ast.Pow: ast.Mult, ast.MatMult: ast.Mult, ast.BitOr: ast.BitAnd, ast.BitAnd: ast.BitOr},
 }
-UNSEEN = ast.Raise | ast.Assert | ast.Import | ast.ImportFrom | ast.JoinedStr
-"""Nodes without mutants: messages and what is for ourselves."""
+UNSEEN = ast.Raise | ast.Assert | ast.JoinedStr
+"""Nodes without mutants: messages, and assertions."""
 
 
 class Mutant(NamedTuple):
@@ -59,8 +60,8 @@ class Mutant(NamedTuple):
     end: int
     new: str
 
-    def describe(self, tree: Path) -> str:
-        old = (tree / self.file).read_bytes()[self.start : self.end].decode()
+    def __str__(self) -> str:
+        old = (ROOT / self.file).read_bytes()[self.start : self.end].decode()
         return f"{self.file}:{self.line}: {self.kind}: {' '.join(old.split())}  ->  {self.new}"
 
 
@@ -85,10 +86,7 @@ def faults(node: ast.AST) -> Iterator[tuple[str, str]]:
 
 def mutants_of(file: str, source: bytes) -> list[Mutant]:
     """All mutants of a file, outside of reference implementations."""
-    starts = [0]
-    for line in source.splitlines(keepends=True):
-        starts.append(starts[-1] + len(line))
-    found = []
+    starts, found = [0, *itertools.accumulate(map(len, source.splitlines(keepends=True)))], []
 
     def visit(node: Any) -> None:
         if (
@@ -115,13 +113,13 @@ def suite_of(file: str, tree: Path) -> list[str]:
         if match := re.fullmatch(pattern, file):
             words = [match.expand(word) for word in tests]
             return [word for word in dict.fromkeys(words) if not word.startswith("tests/") or (tree / word).exists()]
-    raise LookupError(f"{file}: has no tests in TESTS of {__file__}")
+    raise LookupError(f"{file}: has no row in TESTS of {__file__}")
 
 
 def run_tests(tree: Path, arguments: Sequence[str], seconds: float) -> str | None:
     """Runs tests until one fails: returns its name, "" where no test began, and None if all pass."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", *arguments]
-    environment = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = os.environ | {"PYTHONPATH": str(tree)}
     process = subprocess.Popen(
         command, cwd=tree, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
     )
@@ -170,7 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         def attempt(mutant: Mutant) -> str | None:
             tree = trees.get()
             found = killer(tree, mutant, args.seconds)
-            print("survived" if found is None else "killed  ", mutant.describe(ROOT), found or "", flush=True)
+            print("survived" if found is None else "killed  ", mutant, found or "", flush=True)
             trees.put(tree)
             return found
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from attention import ATTENTION
+from attention import ATTENTION, options_of
 from tests.support.comparisons import assert_mean
 from tests.support.facts import CASES, FACTS
 from tests.support.partition import one_of_a_kind
@@ -41,9 +41,7 @@ def test_training_equals_evaluation_without_noise(case):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(
-    "name", one_of_a_kind(name for name, kind in ATTENTION.items() if hasattr(kind.Config, "attn_drop"))
-)
+@pytest.mark.parametrize("name", one_of_a_kind(name for name in ATTENTION if "attn_drop" in options_of(name)))
 def test_dropout_of_weights_keeps_the_mean_and_ends_with_training(name):
     case = FACTS[name].CASES[0]
     plain, dropping = (case.build(attn_drop=rate) for rate in (0.0, 0.5))

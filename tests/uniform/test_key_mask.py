@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention import ATTENTION, Grid, kernels
+from attention import ATTENTION, AttentionFactory, Grid, kernels
 from attention.parts import transforms
 from attention.parts.geometry import Windows
 from attention.parts.groups import Groups, bins
@@ -19,12 +19,18 @@ from tests.support.cases import Case
 from tests.support.comparisons import FP64, FP64_GRADIENT
 from tests.support.facts import CASES
 
+
+def refusal(name: str) -> str | None:
+    """Why the mechanism with default options refuses key masks; None if it takes them."""
+    return ATTENTION[name].refuses_key_mask(AttentionFactory.from_options(name).config)
+
+
 MASKED = [
     case
     for case in CASES
-    if ATTENTION[case.name].key_mask_refusal is None and "reduction" not in case.options  # a convolution of all tokens
+    if refusal(case.name) is None and "reduction" not in case.options  # a convolution of all tokens
 ]
-REFUSED = [name for name in ATTENTION if ATTENTION[name].key_mask_refusal is not None]
+REFUSED = [name for name in ATTENTION if refusal(name) is not None]
 OF_A_SET = {
     *("softmax", "performer", "linear", "xca", "cosformer", "transnormer", "t2r", "rfa", "dpfp", "abc"),
     *("efficient", "hydra", "relu_linear", "identity", "mean"),
@@ -284,7 +290,7 @@ def test_masks_compile_into_one_graph(case):
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_by_name_with_the_reason(name):
-    reason = ATTENTION[name].key_mask_refusal
+    reason = refusal(name)
     case = next(case for case in CASES if case.name == name)
     with pytest.raises(ValueError, match=rf"attention\({name}\): takes no key_mask: {reason}"):
         case.build()(case.tokens(), case.grid, masks(case.grid))

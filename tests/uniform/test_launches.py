@@ -9,9 +9,9 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
-from attention import ATTENTION, create_attention
+from attention import create_attention
 from tests.support.cases import Case
-from tests.support.facts import CASES, FACTS
+from tests.support.facts import CASES, FACTS, ORDINARY
 from tests.support.launches import Launches
 
 BOUNDS = {"eva": (42, 102), "lara": (62, 155), "performer": (24, 54), "local": (24, 46)}
@@ -33,7 +33,7 @@ def test_a_layer_launches_few_operators(name: str):
     assert all(count <= most for count, most in zip(counts, BOUNDS[name], strict=True)), (counts, forward.operators)
 
 
-@pytest.mark.parametrize("case", [FACTS[name].CASES[0] for name in ATTENTION], ids=str)
+@pytest.mark.parametrize("case", ORDINARY, ids=str)
 def test_nothing_waits_for_the_device(case: Case, monkeypatch: pytest.MonkeyPatch):
     """Meta tensors replace those of a device, because a host cannot wait for their values."""
     layer = case.build(torch.float32).train().to("meta")
@@ -88,7 +88,7 @@ def test_a_wait_is_noticed():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
-@pytest.mark.parametrize("case", [FACTS[name].CASES[0] for name in ATTENTION], ids=str)
+@pytest.mark.parametrize("case", ORDINARY, ids=str)
 def test_nothing_waits_for_the_gpu_there_is(case: Case):
     layer, x = case.build(torch.float32).train().cuda(), case.tokens(torch.float32).cuda().requires_grad_()
     layer(x, case.grid).sum().backward()

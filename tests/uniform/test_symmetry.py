@@ -23,7 +23,7 @@ def test_what_commutes(name, row):
     commuting, options = row
     attn, x = layer(name, GRID, **options), draw(B, 24, h * d)
     in_law = [kinds for other, (kinds, _) in rows("SYMMETRIES_IN_LAW") if other == name]
-    assert not attn.ignores_order or "any" in set().union(commuting, *in_law)
+    assert not attn.ignores_order() or "any" in set().union(commuting, *in_law)
     y, turned = attn(x, GRID), layer(name, GRID[::-1], **options)
     shapes = {key: x.shape for key, x in turned.state_dict().items()}  # a table of rows is not one of columns
     turned.load_state_dict({key: x for key, x in attn.state_dict().items() if x.shape == shapes[key]}, strict=False)

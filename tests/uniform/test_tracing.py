@@ -7,16 +7,14 @@ import torch
 from timm.utils.onnx import onnx_export
 from torch import Tensor, nn
 
-from attention import ATTENTION
 from models import create_model
 from models.costs import costs_of
 from tests.support.cases import Case
-from tests.support.facts import FACTS
+from tests.support.facts import CASES, ORDINARY
+from tests.support.partition import ONE_OF_A_KIND, chosen
 
-CASES = [FACTS[name].CASES[0] for name in ATTENTION]
-CAUSAL = [[case for case in FACTS[name].CASES if case.options.get("causal")] for name in ATTENTION]
-CASES += [cases[0] for cases in CAUSAL if cases]
-CASES += [Case("eva", (5, 7), {"window_size": 3, "num_landmarks": 6, "partition": "mask"})]
+CAUSAL = {case.name: case for case in reversed(CASES) if case.options.get("causal")}
+TRACED = [*ORDINARY, *CAUSAL.values(), Case("eva", (5, 7), {"window_size": 3, "num_landmarks": 6, "partition": "mask"})]
 UNCOUNTED = {"aten::scaled_dot_product_attention", "aten::einsum", "aten::_convolution"}
 """Operators of multiply-accumulates other than matrix products, which are not counted here."""
 
@@ -40,7 +38,7 @@ def traced_macs(graph: torch._C.Graph) -> int:
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.torch.jit.trace")
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", chosen(TRACED, lambda case: case.name in ONE_OF_A_KIND), ids=str)
 def test_layers_are_traced(case):
     layer = OfImage(case.build(torch.float32).eval())
     x = case.tokens(torch.float32, batch=1).unflatten(1, case.grid)

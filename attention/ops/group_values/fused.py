@@ -18,7 +18,7 @@ from ..products import factor_dtype, full_product
 
 
 def covers(k: Tensor, v: Tensor, omega: Tensor, groups: Groups) -> bool:
-    """Returns whether the groups are tiles: disjoint, of one size, and shared by all windows."""
+    """True if the groups are tiles: disjoint, of one size, and shared by all windows."""
     return groups.tiles is not None
 
 
@@ -29,7 +29,7 @@ def group_values(k: Tensor, v: Tensor, omega: Tensor, groups: Groups) -> tuple[T
 
 
 def covers_mean(x: Tensor, groups: Groups) -> bool:
-    """Returns whether the groups are tiles and the call is not compiled: compilers fuse the definition's sums."""
+    """True if the groups are tiles and the call is not compiled: compilers fuse the definition's sums."""
     return groups.tiles is not None and not torch.compiler.is_compiling()
 
 

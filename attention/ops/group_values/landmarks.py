@@ -18,15 +18,18 @@ Pool = Literal["mean", "max"]
 Mean = Literal["qk", "q", "zero", "trainable"]
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "landmark_transform": {"default": "ln_linear", "meaning": "sigma of what is pooled from groups"},
-    "pool": {"default": "mean", "meaning": "how the queries and keys of a group are pooled, channel by channel"},
+    "landmark_transform": {"default": "ln_linear", "meaning": "map sigma of pooled queries and keys to landmarks"},
+    "pool": {"default": "mean", "meaning": "pooling of a group's queries and keys, channel by channel"},
     "num_samples": {"default": 1, "meaning": "samples S per group", "low": 1},
-    "mu": {"default": "qk", "meaning": "means: q_tilde + k_tilde, q_tilde, 0, learned"},
+    "mu": {
+        "default": "qk",
+        "meaning": "means of proposals: qk: q_tilde + k_tilde; q: q_tilde; zero: 0; trainable: learned",
+    },
     "mu_scale": {
         "default": None,
         "meaning": "factor of the means qk and q; null: 1.0, as released 0.5, but not in causal attention",
         "above": 0,
-        "chosen": lambda c: 0.5 if c.released and not getattr(c, "causal", False) else 1.0,
+        "chosen": lambda c: 0.5 if c.released and not c.causal else 1.0,
     },
 }
 

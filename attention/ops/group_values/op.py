@@ -44,7 +44,7 @@ def group_values_reference(k, v, omega, groups):
     """`group_values`, group by group: ratios of sums of features."""
     values, masses = [], []
     all_members = (
-        index[valid] for index, valid in zip(groups.index.flatten(0, 1), groups.valid.flatten(0, 1), strict=True)
+        index[valid] for index, valid in zip(groups.members.flatten(0, 1), groups.valid.flatten(0, 1), strict=True)
     )
     for members, samples in zip(all_members, omega.flatten(2, 3).unbind(2), strict=True):
         features = xi(scale(k[:, :, None, members]), samples[:, :, :, None])  # (B, h, s, t)
@@ -88,7 +88,7 @@ def group_prior(q: Tensor, groups: Groups, visibility: Visibility, log_count: bo
     """
     if groups.tiles and not windows.causal and not log_count:  # tiles are never empty
         return None
-    count = groups.count()[..., None, :].to(compute_dtype(q))
+    count = groups.num_members()[..., None, :].to(compute_dtype(q))
     attended = attended_groups(groups, visibility, windows)
     return (count.log() if log_count else torch.zeros_like(count)).masked_fill(~attended, -torch.inf)
 
@@ -97,13 +97,13 @@ def attended_groups(groups: Groups, visibility: Visibility, windows: Windows) ->
     """Mask of the groups that every query attends to, broadcast to (..., g, w, c): groups with members; in causal
     attention only groups that end before the query's window ("paper") or before the query ("released").
     """
-    filled = (groups.count() > 0)[..., None, :]
+    filled = (groups.num_members() > 0)[..., None, :]
     if not windows.causal:
         return filled
-    n = torch.arange(windows.count * windows.num_queries, device=filled.device)
-    last = groups.index.where(groups.valid, -1).amax(-1)[..., None, :]
+    n = torch.arange(windows.num_windows * windows.num_queries, device=filled.device)
+    last = groups.members.where(groups.valid, -1).amax(-1)[..., None, :]
     start = n if visibility == "released" else n - n % windows.size[1] - windows.overlap[1]
-    return filled & (last < start.view(windows.count, windows.num_queries, 1))
+    return filled & (last < start.view(windows.num_windows, windows.num_queries, 1))
 
 
 def attended_summaries(n, q, k, v, k_tilde, mu, omega, groups, window, visibility, log_count, windows):
@@ -113,7 +113,7 @@ def attended_summaries(n, q, k, v, k_tilde, mu, omega, groups, window, visibilit
     (q_, k_), d, pairs = (scale(q), scale(k)), q.shape[-1], []
     window_tokens, _, _ = windows._replace(causal=False).attended(n)
     for c in range(k_tilde.shape[3]):
-        members = groups.index[window, c][groups.valid[window, c]]
+        members = groups.members[window, c][groups.valid[window, c]]
         before = {"paper": min(window_tokens, default=0), "released": n}[visibility]
         end = before if windows.causal else q.shape[2]
         if len(members) == 0 or members.max() >= end:

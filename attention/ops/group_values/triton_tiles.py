@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...parts.groups import Groups
-from ..kernels import NAMESPACE, first_order
+from ..kernels import NAMESPACE, first_order, kernel
 from ..memory import like_tokens
 from ..triton_tokens import block_length, dense, launch, load, load_numbers, store, supported, view
 
@@ -181,6 +181,7 @@ def covers_group_values(k: Tensor, v: Tensor, omega: Tensor, groups: Groups) -> 
     return fits and omega.shape[4] == 1 and supported(k, v)
 
 
+@kernel(covers_group_values)
 def group_values(k: Tensor, v: Tensor, omega: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
     """`attention.ops.group_values.op.group_values` for covered arguments."""
     tensors = map(dense, (k, v, omega[:, :, 0, :, 0]))

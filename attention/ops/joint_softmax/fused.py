@@ -8,6 +8,7 @@ and masks that autograd would keep.
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,22 @@ from ..memory import Chunk, cache_chunks, like_tokens, partition, reverse, take
 
 MAX_KEPT = 1.1
 """Largest ratio of the memory of kept windows of queries, keys and values to the memory of their tokens."""
+
+
+class Tokens(NamedTuple):
+    """Queries, keys and values (B, h, N, d), keys and values of summary tokens (B, h, G, c, d); or their gradients,
+    None where none is needed.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    keys: Tensor
+    values: Tensor
+
+    def chunk(self, chunk: Chunk) -> "Tokens":
+        """Views of one chunk of all tensors."""
+        return Tokens(*(x if x is None else x[chunk] for x in self))
 
 
 def covers(q, k, v, bias=None, keys=None, values=None, logits=None, *, windows, attn_drop=0.0):
@@ -73,26 +90,29 @@ def _offset(
 
 
 class JointSoftmax(torch.autograd.Function):
-    """Joint softmax of queries, keys and values (B, h, N, d), keys and values of summary tokens (B, h, G, c, d) and an
-    offset of all logits; or one of logits on windows, and one without gradient of each image's on summary tokens.
+    """Joint softmax of the tensors of `Tokens`, with terms added to the logits.
+
+    `offset` is the same for all images. It covers the logits on windows and summary tokens, or those on windows alone
+    if there is `of_images`. `of_images` (B, h, 1 or g, w, c) differs between images and has no gradient.
     """
 
     @staticmethod
     def forward(ctx, q, k, v, keys, values, offset, of_images, windows, keep):
-        y, inputs = like_tokens(q), (q, k, v, keys, values)
+        y, tokens = like_tokens(q), Tokens(q, k, v, keys, values)
         w, e = windows.num_queries, _row_length(q, keys, windows)
-        ctx.shape, ctx.spare = (*q.shape[:2], windows.count, w, e), e - windows.num_keys - keys.shape[3]
+        ctx.shape, ctx.spare = (*q.shape[:2], windows.num_windows, w, e), e - windows.num_keys - keys.shape[3]
         if ctx.spare and of_images is not None:
             of_images = F.pad(of_images, (0, ctx.spare), value=-torch.inf)
         elif ctx.spare:
             offset = q.new_zeros(q.shape[1], 1, w, e - ctx.spare) if offset is None else offset
             offset = F.pad(offset, (0, ctx.spare), value=-torch.inf)
         weights = q.new_empty(ctx.shape) if keep else None
-        keep = keep and windows.count * (w + 2 * e) <= MAX_KEPT * 3 * q.shape[2]
+        keep = keep and windows.num_windows * (w + 2 * e) <= MAX_KEPT * 3 * q.shape[2]
         kept = [q.new_empty(*ctx.shape[:3], n, q.shape[3]) if keep else None for n in (w, e, e)]
         for chunk in _chunks(q, ctx.shape):
-            _attend(*take(chunk, *inputs, y, weights, *kept), _of_chunk(offset, of_images, chunk), windows, e)
-        ctx.save_for_backward(*(kept if keep else inputs), weights, offset)
+            outputs = take(chunk, y, weights, *kept)
+            _attend(tokens.chunk(chunk), outputs, _of_chunk(offset, of_images, chunk), windows, e)
+        ctx.save_for_backward(*(kept if keep else tokens), weights, offset)
         ctx.windows, ctx.summaries = windows, [(x.shape, x.dtype) for x in (keys, values)]
         return y
 
@@ -101,18 +121,20 @@ class JointSoftmax(torch.autograd.Function):
     def backward(ctx, dy):
         (*saved, weights, offset), needs = ctx.saved_tensors, ctx.needs_input_grad
         of_tokens = dy.new_empty(3, dy.shape[0], *dy.shape[2:0:-1], dy.shape[3]).transpose(2, 3)  # see `like_tokens`
-        dq, dk, dv = (x if need else None for x, need in zip(of_tokens, needs[:3], strict=True))
-        dkeys, dvalues = (
-            dy.new_empty(shape, dtype=dtype) if need else None
-            for need, (shape, dtype) in zip(needs[3:5], ctx.summaries, strict=True)
+        gradients = Tokens(
+            *(x if need else None for x, need in zip(of_tokens, needs[:3], strict=True)),
+            *(
+                dy.new_empty(shape, dtype=dtype) if need else None
+                for need, (shape, dtype) in zip(needs[3:5], ctx.summaries, strict=True)
+            ),
         )
         of_heads = {}  # first head of a chunk -> its share of the offset's gradient
         with autocast_off(dy):
             for chunk in _chunks(dy, ctx.shape):
-                tensors = take(chunk, dy, weights, dq, dk, dv, dkeys, dvalues)
-                buffer = _buffer(tensors[0], ctx.shape[4], ctx.windows)
+                buffer = _buffer(dy[chunk], ctx.shape[4], ctx.windows)
                 partitioned = _partitioned(take(chunk, *saved), buffer, ctx.windows)
-                dlogits = _attend_backward(partitioned, buffer, *tensors, _of_heads(offset, chunk), ctx.windows)
+                given = dy[chunk], weights[chunk], gradients.chunk(chunk)
+                dlogits = _attend_backward(partitioned, buffer, *given, ctx.windows)
                 if needs[5]:
                     over = (0, 2) if offset.shape[1] == 1 else 0
                     total = dlogits[..., : offset.shape[-1]].sum(over, dtype=offset.dtype)
@@ -125,7 +147,7 @@ class JointSoftmax(torch.autograd.Function):
             first, *others = [*of_heads.values()] or [torch.zeros_like(offset)]
             doffset = torch.cat([first, *others]) if others else first
             doffset = doffset[..., : ctx.shape[4] - ctx.spare]
-        return dq, dk, dv, dkeys, dvalues, doffset, None, None, None
+        return *gradients, doffset, None, None, None
 
 
 def _chunks(q: Tensor, shape: tuple[int, ...]) -> Iterator[Chunk]:
@@ -135,9 +157,10 @@ def _chunks(q: Tensor, shape: tuple[int, ...]) -> Iterator[Chunk]:
 
 
 def _row_length(q: Tensor, keys: Tensor, windows: Windows) -> int:
-    """Number e of logits of a query: on its window and on summary tokens (B, h, G, c, d), and off a CPU in half types
-    spare ones, -inf, that make a row a multiple of 16 bytes. A GPU multiplies matrices with other rows at half the rate
-    (docs/gpus.md).
+    """Number e of logits of a query: on its window and on summary tokens (B, h, G, c, d).
+
+    On GPUs, half-precision rows are padded with -inf to 16 bytes. A GPU multiplies matrices with other rows at half the
+    rate (docs/gpus.md).
     """
     e = windows.num_keys + keys.shape[3]
     by_words = q.element_size() == 2 and not (memory.on_cpu(q) or torch.compiler.is_compiling())
@@ -160,17 +183,17 @@ def _of_chunk(offset: Tensor | None, of_images: Tensor | None, chunk: Chunk) -> 
 
 def _buffer(x: Tensor, e: int, windows: Windows) -> Tensor:
     """Empty tensor (B, h, g, e, d) for windows of tokens like x (B, h, N, d), followed by summary tokens."""
-    return x.new_empty(*x.shape[:2], windows.count, e, x.shape[3])
+    return x.new_empty(*x.shape[:2], windows.num_windows, e, x.shape[3])
 
 
-def _attend(q, k, v, keys, values, y, weights, kept_q, kept_k, kept_v, offset, windows, e):
+def _attend(tokens: Tokens, outputs: Sequence[Any], offset: Tensor | None, windows: Windows, e: int) -> None:
     """Writes y and, unless they are None, weights and windows of queries, keys and values, in rows of e."""
-    kept = kept_q is not None
+    q, (y, weights, kept_q, kept_k, kept_v) = tokens.q, outputs
     queries = partition(q, windows, q.dtype, kept_q)
-    buffer = kept_k if kept else _buffer(q, e, windows)
-    weights = _weights(queries, _fill(buffer, k, keys, windows), q, offset, weights)
-    values = _fill(kept_v if kept else buffer, v, values, windows)
-    reverse(torch.bmm(weights, values, out=torch.empty_like(queries) if kept else queries), y, windows)
+    buffer = _buffer(q, e, windows) if kept_k is None else kept_k
+    weights = _weights(queries, _fill(buffer, tokens.k, tokens.keys, windows), q, offset, weights)
+    values = _fill(buffer if kept_v is None else kept_v, tokens.v, tokens.values, windows)
+    reverse(torch.bmm(weights, values, out=queries if kept_q is None else torch.empty_like(queries)), y, windows)
 
 
 def _partitioned(saved: Sequence[Tensor], buffer: Tensor, windows: Windows) -> Sequence[Callable[[], Tensor]]:
@@ -187,8 +210,9 @@ def _partitioned(saved: Sequence[Tensor], buffer: Tensor, windows: Windows) -> S
     )
 
 
-def _attend_backward(partitioned, buffer, dy, weights, dq, dk, dv, dkeys, dvalues, offset, windows):
+def _attend_backward(partitioned, buffer, dy, weights, gradients, windows):
     """Writes the gradients that are not None; returns the gradients of the logits, (B, h, g, w, e + c)."""
+    dq, dk, dv, dkeys, dvalues = gradients
     (queries, keys, values), scale = partitioned, dy.shape[-1] ** -0.5
     weights = weights.flatten(0, 2)
     of_windows, buffer = partition(dy, windows, dy.dtype), buffer.flatten(0, 2)
@@ -201,7 +225,7 @@ def _attend_backward(partitioned, buffer, dy, weights, dq, dk, dv, dkeys, dvalue
         reverse(torch.baddbmm(of_windows, logits, keys(), beta=0, alpha=scale, out=of_windows), dq, windows)
     if dk is not None or dkeys is not None:
         _split(torch.baddbmm(buffer, logits.mT, queries(), beta=0, alpha=scale, out=buffer), dk, dkeys, windows)
-    return logits.unflatten(0, (*dy.shape[:2], windows.count))
+    return logits.unflatten(0, (*dy.shape[:2], windows.num_windows))
 
 
 def _weights(queries: Tensor, keys: Tensor, q: Tensor, offset: Tensor | None, weights: Tensor | None) -> Tensor:
@@ -247,7 +271,7 @@ def _split(buffer: Tensor, x: Tensor | None, summaries: Tensor | None, windows: 
     if x is not None:
         reverse(buffer[:, :w], x, windows)
     if summaries is not None:
-        tail = buffer[:, w : w + summaries.shape[3]].unflatten(0, (*summaries.shape[:2], windows.count))
+        tail = buffer[:, w : w + summaries.shape[3]].unflatten(0, (*summaries.shape[:2], windows.num_windows))
         if summaries.shape[2] == 1:
             torch.sum(tail, 2, keepdim=True, dtype=summaries.dtype, out=summaries)
         else:

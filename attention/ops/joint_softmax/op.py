@@ -64,7 +64,7 @@ def joint_softmax_reference(q, k, v, bias=None, keys=None, values=None, logits=N
             else:
                 on_summaries = (q[:, :, n, None] @ keys[:, :, own].mT)[:, :, 0] / q.shape[-1] ** 0.5
                 if logits is not None:
-                    logit = logits.expand(windows.count, windows.num_queries, -1)
+                    logit = logits.expand(windows.num_windows, windows.num_queries, -1)
                     on_summaries = on_summaries + logit[window, windows.attended(n)[2]]
             terms.append((on_summaries, values[:, :, own]))
         y[:, :, n] = mix_reference(*terms, attn_drop=attn_drop)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ...parts.geometry import Windows, split_prefix
-from ..kernels import NAMESPACE, first_order
+from ..kernels import NAMESPACE, first_order, kernel
 from ..memory import like_tokens
 from ..triton_tokens import PROGRAMS, block_length, dense, launch, precision, supported, view
 from .triton_kernels import Sizes, bias_gradient, forward, key_gradient, landmark_gradient, query_gradient
@@ -58,7 +58,7 @@ def _joint_softmax(
     y, lse = like_tokens(q), q.new_empty(q.shape[:3], dtype=torch.float32)
     inputs = *map(view, (q, k, v)), bias, *map(view, (k_tilde, beta)), _of_windows(prior)
     blocks = triton.cdiv(window[0] * window[1], S.block_w)
-    programs = q.shape[0] * q.shape[1] * Windows(grid, window).count * blocks
+    programs = q.shape[0] * q.shape[1] * Windows(grid, window).num_windows * blocks
     launch(forward, (programs,), *inputs, view(y), lse, *_scalars(q, grid, k_tilde), S)
     return y, lse
 
@@ -88,7 +88,7 @@ def _joint_softmax_backward(
     """Gradients of q, k, v; with `of_bias` also of the bias, with `of_landmarks` also of landmarks and their values."""
     (B, h, N, _), (H, W), S = q.shape, grid, _sizes(q, k_tilde, window, backward=True)
     _, _, _, c, scale = scalars = _scalars(q, grid, k_tilde)
-    w, windows = window[0] * window[1], Windows(grid, window).count
+    w, windows = window[0] * window[1], Windows(grid, window).num_windows
     blocks = triton.cdiv(w, S.block_w)
 
     def splits(length: int, programs: int) -> int:
@@ -170,6 +170,7 @@ def covers_joint_softmax(q, k, v, bias=None, keys=None, values=None, logits=None
     return supported(q, k, v) and apart and attn_drop == 0 and shared and of_windows and constant
 
 
+@kernel(covers_joint_softmax)
 def joint_softmax(q, k, v, bias=None, keys=None, values=None, logits=None, *, windows, attn_drop=0.0):
     """`op.joint_softmax` with landmarks that all queries share, for covered arguments; in memory (B, N, h, d)."""
     (k_prefix, k), (v_prefix, v) = split_prefix(k, q.shape[2]), split_prefix(v, q.shape[2])

@@ -22,7 +22,7 @@ TRITON = f"{__package__}.triton_features"
 
 
 def covers_performer(q, k, v, omega, *, features="positive", causal=False):
-    """Returns whether the logarithms of the features are linear in queries and the sums run over all keys."""
+    """True if the logarithms of the features are linear in queries and the sums run over all keys."""
     return features == "positive" and not causal
 
 
@@ -32,46 +32,19 @@ def performer(q, k, v, omega, *, features="positive", causal=False):
 
 
 def covers_lara(
-    q,
-    k,
-    v,
-    q_bar,
-    k_bar,
-    noise,
-    uniform=None,
-    *,
-    proposal="pool_mixed",
-    weighting="decoupled",
-    beta=2.0,
-    features="positive",
+    q, k, v, q_bar, k_bar, noise, uniform=None, *, proposal="pool_mixed", weighting="decoupled", beta=2.0, features=None
 ):
     """True unless proposals are mixtures, whose densities need the keys, weights are coupled, a proposal has several
     samples, or features are hyperbolic.
     """
     one_sample = noise.dim() < 4 or noise.shape[-2] == 1
-    return (
-        features == "positive"
-        and proposal in POOLED
-        and (weighting == "balance" or (weighting == "decoupled" and one_sample))
-    )
+    is_balanced = weighting == "balance" or (weighting == "decoupled" and one_sample)
+    return features in (None, "positive") and proposal in POOLED and is_balanced
 
 
-def lara(
-    q,
-    k,
-    v,
-    q_bar,
-    k_bar,
-    noise,
-    uniform=None,
-    *,
-    proposal="pool_mixed",
-    weighting="decoupled",
-    beta=2.0,
-    features="positive",
-):
+def lara(q, k, v, q_bar, k_bar, noise, uniform=None, *, features="positive", **options):
     """`attention.mechanisms.lara.lara`."""
-    return _attend(q, k, v, *lara_samples(q_bar, k_bar, noise, proposal, weighting, beta))
+    return _attend(q, k, v, *lara_samples(q_bar, k_bar, noise, **options))
 
 
 @full_precision
@@ -203,8 +176,8 @@ def _key_weights(k: Tensor, omega: Tensor) -> tuple[Tensor, Tensor]:
 def _query_weights(q, omega, mass, q_bar, balance, beta):
     """Weights a_ns and, with q_bar, softmax_n[q'_n . q_bar_s]: (B h, s, N).
 
-    Off a CPU the samples of a query lie side by side, since a softmax over another dimension than the last is four
-    times as slow there (docs/gpus.md).
+    On a GPU the samples of a query lie side by side, because a softmax over another dimension than the last takes four
+    times as long there (docs/gpus.md).
     """
     queries, scale, log_weight, r = _factors(q), q.shape[-1] ** -0.25, mass[..., None], None
     if q_bar is not None:

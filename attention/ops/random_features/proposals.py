@@ -19,8 +19,10 @@ POOLED = ("pool", "pool_mixed")
 """Proposals centred on landmarks of keys."""
 Weighting = Literal["balance", "coupled", "coupled_density", "decoupled"]
 MIN_ALPHA = 1e-8
-"""Floor of query-specific weights alpha, which can turn negative (released code), times the samples of a proposal: the
-released code counts every sample as a proposal of its own, so that its alpha is that many times smaller.
+"""Floor of query-specific weights alpha, which can turn negative; from the released code.
+
+It is multiplied by the number of samples of a proposal. The released code counts every sample as a proposal of its own,
+so that its alpha is smaller by this number.
 """
 
 

@@ -13,7 +13,7 @@ from ..memory import like_tokens
 
 
 def covers(phi_q, phi_k, v, normaliser="floor", eps=1e-6, *, rotate=None, causal=False):
-    """Returns whether sums run over all keys of the same heads, and the call is not compiled: compilers fuse it."""
+    """True if sums run over all keys of the same heads, and the call is not compiled: compilers fuse it."""
     same_heads = phi_q.dim() == 4 and phi_q.shape[:2] == phi_k.shape[:2] == v.shape[:2]
     return same_heads and not causal and not torch.compiler.is_compiling()
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ...parts.features import upcast
-from ..kernels import NAMESPACE, first_order
+from ..kernels import NAMESPACE, first_order, kernel
 from ..memory import like_tokens
 from ..triton_tokens import PROGRAMS, block_length, dense, launch, precision, supported, view
 from . import fused
@@ -223,6 +223,7 @@ def covers_performer(q, k, v, omega, **options) -> bool:
     return fused.covers_performer(q, k, v, omega, **options) and _supported(q, k, v, omega.shape[-2])
 
 
+@kernel(covers_performer)
 def performer(q, k, v, omega, **options):
     """`attention.mechanisms.performer.performer`."""
     return _attend(q, k, v, upcast(omega).expand(q.shape[0], -1, -1, -1))
@@ -236,6 +237,7 @@ def covers_lara(q, k, v, q_bar, k_bar, noise, uniform=None, *, weighting="decoup
     return fused.covers_lara(q, k, v, q_bar, k_bar, noise, uniform, **options) and _supported(q, k, v, held)
 
 
+@kernel(covers_lara)
 def lara(q, k, v, q_bar, k_bar, noise, uniform=None, *, features="positive", **options):
     """`attention.mechanisms.lara.lara`."""
     return _attend(q, k, v, *fused.lara_samples(q_bar, k_bar, noise, **options))

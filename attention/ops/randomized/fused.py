@@ -18,7 +18,7 @@ from ..memory import cache_chunks
 
 
 def covers(q, k, v, noise, uniform=None, *, proposal="unbiased", features="positive"):
-    """Returns whether features are positive and the device is not meta, on which the definition's costs are counted."""
+    """True if features are positive and the device is not meta, on which the definition's costs are counted."""
     return features == "positive" and not q.is_meta
 
 
