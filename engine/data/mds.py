@@ -228,8 +228,8 @@ def write_mds(
         shards.append(_write_shard(folder, len(shards), waiting))
     labels = np.asarray(source.labels)
     samples = Samples((int(label), [name]) for label, name in zip(labels, source.filenames(), strict=True))
-    arrays = {"checksums": np.array(checksums, np.uint32), "fingerprints": fingerprints}
-    write_table(folder / TABLE, samples, source.class_to_idx, {}, **arrays)
+    crcs = np.array(checksums, np.uint32)
+    write_table(folder / TABLE, samples, source.class_to_idx, {}, checksums=crcs, fingerprints=fingerprints)
     table = _describe(folder / TABLE, (folder / TABLE).read_bytes())
     index = {"version": 2, "shards": shards, "images": table, "short_side": short_side}
     (folder / INDEX).write_text(json.dumps(index, sort_keys=True))
