@@ -7,11 +7,9 @@ The same command on the directory of an unfinished run resumes it from its last 
 SIGTERM, SIGINT, SIGUSR1, SIGHUP and SIGQUIT it saves a checkpoint and exits with status 75.
 """
 
-import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,26 +20,18 @@ from attention import kernels
 from engine.checkpoints.initial_weights import create_initial_model
 from engine.config.micro_batches import describe_batch_norm, share_batch
 from engine.config.schema import Run
-from engine.data.identity import identify_data, is_one_split
+from engine.data.identity import identify_data, warn_of_one_split
 from engine.data.loaders import check_workers, create_loaders, has_lost_workers, stop_waiting_if
 from engine.data.splits import classes_of
 from engine.data.verify import check_images
 from engine.evaluation.evaluate import evaluate_all, gather_all
 from engine.reporting.console import format_values
 from engine.reporting.metrics import first_micro_batch_size
-from engine.reporting.recorder import RUN_FILES, Recorder
-from engine.reporting.trackers import check_trackers
+from engine.reporting.recorder import RUN_FILES, Recorder, SilentRecorder
+from engine.reporting.trackers import check_tracker
 from engine.run.checks import check_profile
 from engine.run.load import load_run
-from engine.runtime.distributed import (
-    World,
-    autocast,
-    init_distributed,
-    seed_everything,
-    set_deterministic,
-    set_tf32,
-    world_size,
-)
+from engine.runtime.distributed import World, autocast, init_distributed, seed_everything, set_arithmetic, world_size
 from engine.runtime.errors import refuse_bad_input
 from engine.runtime.locks import lock_directory
 from engine.runtime.signals import STOPPED, SignalHandler, end_at_interrupt
@@ -52,13 +42,7 @@ from engine.training.exchange import UpdateExchange
 from engine.training.failure import explain_failures
 from engine.training.nonfinite import FiniteGuard, dump_step
 from engine.training.objective import create_objective
-from engine.training.optim import (
-    check_optimizer,
-    create_average,
-    create_optimizer,
-    create_schedule,
-    keep_weights_finite,
-)
+from engine.training.optim import check_optimizer, create_average, create_optimizer, create_schedule, keep_finite
 from engine.training.plan import print_plan
 from engine.training.resume import Checkpoints, Resumed
 from models.costs import count_costs
@@ -72,26 +56,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
         run = load_run(args.config, args.overrides, world_size())
         if args.check:
             sys.exit(not check_images(run))
-        set_deterministic(run.train.deterministic)
-        set_tf32(run.train.tf32)
+        set_arithmetic(run.train.deterministic, run.train.tf32)
         world = init_distributed(run.train.device, run.train.timeout_minutes)
-        try:
-            # Refusals are said here too: without the process group, other ranks would fail and end this one before.
-            with refuse_bad_input(), explain_failures(run.train, world), ExitStack() as cleanup:
-                check_trackers(run.report)
-                check_optimizer(run.optim, world.device)
-                run = share_batch(run, world, first_micro_batch_size(args.output))
-                if args.dry_run:
-                    print_plan(run, world, args.output, args.allow_change)
-                    return
-                trainer = Trainer(run, world, args.output, args.allow_change, cleanup)
-                if trainer.progress.epoch < run.schedule.epochs:  # what is finished is left as it is
-                    console.keep(args.output)
-                finished = trainer.train()
-            if not finished and world.is_primary:
-                print("saved; the same command continues the run", flush=True)
-        finally:
-            world.destroy()
+        # Report refusals before the process group is destroyed; otherwise another rank fails first.
+        with world.ending(), refuse_bad_input(), explain_failures(run.train, world), ExitStack() as cleanup:
+            check_tracker(run.report)
+            check_optimizer(run.optim, world.device)
+            run = share_batch(run, world, first_micro_batch_size(args.output))
+            if args.dry_run:
+                print_plan(run, world, args.output, args.allow_change)
+                return
+            trainer = Trainer(run, world, args.output, args.allow_change, cleanup)
+            if trainer.progress.epoch < run.schedule.epochs:  # the log of a finished run stays as it is
+                console.keep(args.output)
+            finished = trainer.train()
+        if not finished and world.is_primary:
+            print("saved; the same command continues the run", flush=True)
     if not finished:
         sys.exit(STOPPED)
 
@@ -110,9 +90,8 @@ class Trainer:
         self.costs = count_costs(run.model, run.attention)._asdict()
         seed_everything(self.options.seed)  # without the rank: every rank makes the same initial weights
         self.layout = torch.channels_last if self.options.channels_last else torch.contiguous_format
-        self.train_loader, self.val_loader, self.augment = create_loaders(
-            run, world, img_size=run.model["img_size"], num_classes=run.model["num_classes"]
-        )
+        loaders = create_loaders(run, world, img_size=run.model["img_size"], num_classes=run.model["num_classes"])
+        self.train_loader, self.val_loader, self.augment = loaders
         self.model = create_initial_model(run, output, world, classes_of(self.val_loader.dataset))
         self.model.to(world.device, memory_format=self.layout)
         self.model.set_grad_checkpointing(self.options.grad_checkpointing)
@@ -122,13 +101,11 @@ class Trainer:
         self.schedule = create_schedule(self.optimizer, run.schedule, self.sampler.updates_per_epoch)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=self.options.amp == "fp16")
         self.ema = create_average(self.model, self.options.ema_decay) if self.options.ema_decay else None
-        others = {"model_ema": self.ema.module} if self.ema else {}
-        self.stateful = {"model": self.model, "optimizer": self.optimizer, "scaler": self.scaler, **others}
+        self.stateful = {"model": self.model, "optimizer": self.optimizer, "scaler": self.scaler}
+        self.stateful |= {"model_ema": self.ema.module} if self.ema else {}
         cleanup.enter_context(lock_directory(output, world, RUN_FILES))
         identity = identify_data(self.train_loader.dataset.dataset, self.val_loader.dataset)
-        if world.is_primary and is_one_split(identity):
-            splits = f"data.val_split = {run.data.val_split} has the images of data.train_split"
-            print(f"warning: {splits}; top-1 is not that of new images", file=sys.stderr, flush=True)
+        warn_of_one_split(identity, run, world)
         self.checkpoints = Checkpoints(output, run, world, self.sampler.num_images, identity | self.objective.identity)
         resumed = Resumed(self.checkpoints, allowed)
         self.progress, self.resumption = resumed.restore(self.stateful), resumed.resumption
@@ -139,10 +116,8 @@ class Trainer:
         """Trains, evaluates and saves until the last epoch is finished (true) or a signal stops the run (false).
 
         Raises:
-            FloatingPointError: a loss or gradient is not finite; raised on every rank, and nothing is saved after it.
-            BrokenImage: more images are broken than the options allow.
-            WorkersLost: loader workers were killed again and again; raised on every rank, after saving.
-            WorkersStuck: loader workers hang; raised without saving, on the rank that waits for them.
+            FloatingPointError, BrokenImage: a loss or gradient is not finite, or too many images are broken.
+            WorkersLost: loader workers were killed again and again; raised after saving. WorkersStuck: they hang.
         """
         progress, epochs, stopped = self.progress, self.run.schedule.epochs, False
         if progress.epoch < epochs:
@@ -151,7 +126,7 @@ class Trainer:
             print_fields(f"{self.output} is finished:  {progress.epoch} epochs  {format_values(progress.metrics)}")
         while progress.epoch < epochs and not stopped:
             self.sampler.set_epoch(progress.epoch, progress.images)
-            stopped = self.train_epoch(self.prepare_batches()) or self.finish_epoch()
+            stopped = self.train_epoch(self.prepare_batches()) or self.evaluate_and_save()
             self.world.barrier()  # no rank ends, or starts an epoch that might fail, while the checkpoint is written
         if stopped:
             check_workers(self.train_loader, self.world)
@@ -165,13 +140,13 @@ class Trainer:
             models = [self.model, *([self.ema.module] if self.ema else []), *self.objective.compiled]
             self.cleanup.enter_context(compiled_blocks(models, self.train_loader.batch_sampler.batch_size, self.world))
         self.network = self.cleanup.enter_context(self.world.average_gradients(self.objective.wrap(self.model)))
-        dump = partial(dump_step, self.checkpoints, self.train_loader, self.stateful, progress)
-        self.guard = FiniteGuard(run.train, progress, dump)
+        update = self.checkpoints, self.train_loader, self.stateful, progress
+        self.guard = FiniteGuard(run.train, progress, lambda *why: dump_step(*update, *why))
         self.exchange = UpdateExchange(run, self.world, progress, self.guard.check)
         if self.world.is_primary and (line := describe_batch_norm(self.model, run, self.world.size)):
             print(line, flush=True)
-        directory = self.output if self.world.is_primary else None
-        self.recorder = self.cleanup.enter_context(Recorder(directory, run, progress, self.total_steps, self.world))
+        kind = Recorder if self.world.is_primary else SilentRecorder
+        self.recorder = self.cleanup.enter_context(kind(self.output, run, progress, self.total_steps, self.world))
         self.signals = self.cleanup.enter_context(SignalHandler())
         stop_waiting_if(self.signals.stop_requested, self.train_loader, self.val_loader)
         self.recorder.start(progress.epoch, self.world.size, self.resumption, kernels=kernels.resolved(), **self.costs)
@@ -193,15 +168,14 @@ class Trainer:
             is_logged = is_complete or (number + 1) % options.log_every == 0
             if is_logged:
                 self.exchange.settle()
-            stopped, overdue = self.exchange.stopped, self.exchange.overdue  # here, where every rank has read the same
+            stopped = self.exchange.stopped  # all ranks hold equal values only here
+            is_due = self.exchange.overdue or self.checkpoints.is_due(progress.step)
             if is_logged and progress.num_summed:
-                values = {"loss": progress.loss_sum / progress.num_summed, "broken": progress.broken}
-                values |= {name: value.item() for name, value in self.objective.values.items()}
+                values = {name: value.item() for name, value in self.objective.values.items()}
                 lr = max(group["lr"] for group in self.optimizer.param_groups)
-                self.recorder.train(progress.epoch + 1, **values, lr=lr, grad_norm=self.exchange.norm)
-                progress.loss_sum, progress.num_summed = 0.0, 0
-            is_due = overdue or self.checkpoints.is_due(progress.step)
-            if stopped or is_due or (is_complete and self.is_evaluated(progress.epoch)):
+                losses = {"loss": progress.take_loss(), "broken": progress.broken}
+                self.recorder.train(progress.epoch + 1, **losses, **values, lr=lr, grad_norm=self.exchange.norm)
+            if stopped or is_due or (is_complete and progress.ends_in_evaluation(self.run)):
                 self.save()
         return stopped
 
@@ -218,10 +192,7 @@ class Trainer:
             yield images, targets
 
     def update(self, batches: Iterator[tuple[Tensor, Tensor]]) -> bool:
-        """One optimiser step: forward and backward pass of its micro-batches, clipping, step, weight average.
-
-        Returns whether it was made; if not, it was skipped.
-        """
+        """One optimiser step, with its micro-batches and the weight average; returns false if it was skipped."""
         num_micro, loss_sum, num_broken = self.options.grad_accum_steps, 0.0, 0
         self.guard.begin_update(self.model)
         for micro in range(num_micro):
@@ -236,10 +207,10 @@ class Trainer:
             loss_sum += loss.detach().double()
             num_broken += self.train_loader.batch_sampler.batch_size - len(images)
         self.scaler.unscale_(self.optimizer)  # clipping needs the gradients without the loss scale of fp16
-        grad_norm = nn.utils.clip_grad_norm_(self.network.parameters(), self.run.optim.clip_grad or math.inf)
+        grad_norm = nn.utils.clip_grad_norm_(self.network.parameters(), self.run.optim.clip_grad or torch.inf)
         accepted = self.exchange.accepts(loss_sum, grad_norm, stop, num_broken, self.checkpoints.is_overdue())
         if accepted:
-            keep_weights_finite(self.optimizer, grad_norm)
+            keep_finite(self.optimizer, grad_norm)
             seed_everything(self.options.seed, self.progress.step)  # without the rank: some optimisers draw numbers
             self.scaler.step(self.optimizer)
             if self.ema:
@@ -248,10 +219,10 @@ class Trainer:
         self.optimizer.zero_grad()
         return accepted
 
-    def finish_epoch(self) -> bool:
-        """Evaluates if it is time to, counts the epoch and saves; returns whether a signal has stopped the run."""
+    def evaluate_and_save(self) -> bool:
+        """Evaluates the epoch if it is time to, and saves; returns whether a signal has stopped the run."""
         progress, epoch = self.progress, self.progress.epoch + 1
-        if self.is_evaluated(progress.epoch):
+        if progress.ends_in_evaluation(self.run):
             self.world.barrier()  # no rank begins an evaluation, which might fail, while the checkpoint is written
             models = {"": self.model} | ({"ema_": self.ema.module} if self.ema else {})
             rows, how = {}, (self.options.amp, self.signals.stop_requested)
@@ -268,14 +239,9 @@ class Trainer:
         self.save()
         return False
 
-    def is_evaluated(self, epoch: int) -> bool:
-        """Whether an evaluation follows the updates of `epoch`, counted from 0."""
-        return (epoch + 1) % self.options.eval_every == 0 or epoch + 1 == self.run.schedule.epochs
-
     def save(self) -> None:
         """Makes a checkpoint."""
-        self.exchange.settle()
-        self.exchange.overdue = False
+        self.exchange.begin_save()
         self.recorder.sync()
         self.checkpoints.save(self.progress, self.stateful)
 

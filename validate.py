@@ -78,16 +78,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for path, checkpoint, _ in found
         ]
         world, results, records = init_distributed(runs[0].train.device), {}, {} if outputs else None
-        try:
-            with refuse_bad_input():  # said before the process group ends, see train.py
-                for run, (path, checkpoint, kinds) in zip(runs, found, strict=True):
-                    check_predicts_classes(run, str(path), of_metrics=not (outputs or args.export or args.real_labels))
-                    options = args.batch_size, args.skip_broken, args.real_labels, records
-                    metrics = validate(run, checkpoint, kinds, world, *options)
-                    source = {"checkpoint": str(path), "epoch": checkpoint["progress"]["epoch"]}
-                    results |= {kind: source | metrics[kind] for kind in kinds}
-        finally:
-            world.destroy()
+        with world.ending(), refuse_bad_input():  # refusals are reported before the process group ends, see train.py
+            for run, (path, checkpoint, kinds) in zip(runs, found, strict=True):
+                check_predicts_classes(run, str(path), of_metrics=not (outputs or args.export or args.real_labels))
+                options = args.batch_size, args.skip_broken, args.real_labels, records
+                metrics = validate(run, checkpoint, kinds, world, *options)
+                source = {"checkpoint": str(path), "epoch": checkpoint["progress"]["epoch"]}
+                results |= {kind: source | metrics[kind] for kind in kinds}
     if world.is_primary:
         print(to_json(results) if args.json else table(results))
         with refuse_bad_input():

@@ -7,13 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
 from analysis.align import validates_on_training_images
 from analysis.trained import Trained
 from attention import OptionError
 from attention.plugins import as_arguments
 from engine.config.objective_options import Distill
+from engine.config.yaml_files import dump_yaml
 from engine.data.splits import open_split
 from engine.run.load import dump_run, parse_run
 from engine.runtime.files import write_file
@@ -74,7 +73,7 @@ def tune(
     caption = f"{base['init']['weights']} with other attention, fine-tuned for {base['schedule']['epochs']} epochs"
     rows = [{"attention": start.attention, "init.weights": start.weights, "train.seed": start.seed} for start in starts]
     for name, content in (("base", base), ("plan", {"caption": caption, "base": "base.yaml", "runs": rows})):
-        write_file(directory / f"{name}.yaml", yaml.safe_dump(content, sort_keys=False).encode())
+        write_file(directory / f"{name}.yaml", dump_yaml(content).encode())
     remove_owned(directory, ["sweep.yaml"])  # the plan of an earlier command may have had other rows
     command = [str(ABLATE), str(directory / "plan.yaml"), "--output", str(directory), *as_arguments()]
     command += ["--jobs", str(jobs)]

@@ -23,7 +23,8 @@ from engine.runtime.distributed import autocast
 from engine.runtime.errors import ConfigError
 from engine.runtime.memory import peak_bytes, saved_bytes
 from models import create_model
-from models.base import Backbone, compiled, is_same_attention
+from models.base import Backbone, is_same_attention
+from models.block import compiled
 from models.costs import Costs, costs_of
 
 MODES = ("forward", "forward+backward", "train", "inference")

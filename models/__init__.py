@@ -20,7 +20,7 @@ from torch import nn
 
 from attention import Attention, AttentionFactory, LayerContext, OptionError
 from attention.options import nearest, parse_options
-from models.assignment import Mechanism, assign, layer_factories, single_layers
+from models.assignment import Mechanism, as_option, assign, layer_factories, single_layers
 from models.base import Backbone
 from models.convert import resample_weights
 from models.deit import Deit
@@ -114,8 +114,7 @@ def resolve_attention(
     Raises:
         OptionError: unknown mechanism or option, wrong type or value, or a list that does not name every block once.
     """
-    entries = [entry.options for entry in assign(name, attention, parse_model(name, options).depths)]
-    return entries[0] if len(entries) == 1 and isinstance(attention, str | Mapping) else entries
+    return as_option([entry.options for entry in assign(name, attention, parse_model(name, options).depths)], attention)
 
 
 def layer_contexts(name: str, options: Mapping[str, Any] = {}) -> list[LayerContext]:
@@ -155,7 +154,7 @@ def _build(
 ) -> Backbone:
     config = parse_model(name, options)
     entries = assign(name, attention, config.depths)
-    if attn_drop_rate:
+    if attn_drop_rate:  # plain options, which are parsed again
         entries = [entry._replace(options={**entry.options, "attn_drop": attn_drop_rate}) for entry in entries]
     with_parts = (model for option, model in WITH_PARTS.items() if getattr(config, option, False))
     family: Callable[..., Backbone] = next(with_parts, family_of(name))

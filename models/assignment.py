@@ -13,7 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from attention import Attention, AttentionFactory, OptionError
 from attention.options import Options, option, parse_options
@@ -33,6 +33,28 @@ class Place(Options):
         None,
         "blocks of the model, or of the stage, counted from 0: `3`, `0-8`, `0-3, 7` or a list; null: all of the stage",
     )
+
+
+class Checked(dict[str, Any]):
+    """Name and options of a mechanism that have been parsed, with the `Place` if they name one.
+
+    It keeps the factory, so that they are not parsed again. Copies are plain dicts, whose options may be changed.
+    """
+
+    factory: AttentionFactory
+
+    @classmethod
+    def of(cls, factory: AttentionFactory, options: Mapping[str, Any]) -> Self:
+        """Returns the `options` that `factory` was made of."""
+        checked = cls(options)
+        checked.factory = factory
+        return checked
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        raise TypeError(f"{name} = {value}: these options have been parsed; change a copy, dict(options)")
+
+    def __reduce__(self) -> tuple[type[dict[str, Any]], tuple[dict[str, Any]]]:
+        return dict, (dict(self),)
 
 
 class Entry(NamedTuple):
@@ -60,33 +82,39 @@ def assign(model: str, attention: Mechanism | Sequence[Mechanism], depths: Seque
     """
     stages = _stages(depths)
     if isinstance(attention, str | Mapping):
-        place, mechanism = _read_entry(attention, "attention")
-        if place:
+        mechanism = _check(attention, "attention")
+        if place := split_place(mechanism)[0]:
             problem = "belongs to an entry of a list, attention: [{blocks: 0-8, name: ...}, ...]; leave it out"
             raise OptionError(f"attention.{next(iter(place))}", problem)
-        others = [dict(mechanism) for _ in stages[1:]]
-        options = [*others, {"name": "softmax"}] if others else [mechanism]
+        copies = [Checked.of(mechanism.factory, mechanism) for _ in stages[1:]]
+        options = [*copies, _check("softmax", "")] if copies else [mechanism]
         return [Entry(*pair) for pair in zip(options, map(tuple, stages), strict=True)]
-    given = attention if isinstance(attention, Sequence) else ()
-    parts = [_read_entry(entry, f"attention[{i}]") for i, entry in enumerate(given)]
-    places = [place for place, _ in parts]
-    if not any(places) and len(parts) == len(stages) > 1:
-        return [Entry(mechanism, tuple(stage)) for (_, mechanism), stage in zip(parts, stages, strict=True)]
+    given = [
+        _check(entry, f"attention[{i}]") for i, entry in enumerate(attention if isinstance(attention, Sequence) else ())
+    ]
+    places = [split_place(entry)[0] for entry in given]
+    if not any(places) and len(given) == len(stages) > 1:
+        return [Entry(*pair) for pair in zip(given, map(tuple, stages), strict=True)]
     if not places or not all(places):
         lists = f"of {len(stages)}, or of mappings that name their stage" if len(stages) > 1 else ""
         lists = lists or "of mappings that name their blocks"
         raise OptionError("attention", f"{model} takes one mechanism or a list {lists}, got {attention!r}")
     entries: list[Entry] = []
-    for i, (place, mechanism) in enumerate(parts):
+    for i, (place, mechanism) in enumerate(zip(places, given, strict=True)):
         written, layers = _read_place(place, stages, f"attention[{i}].")
         for j, other in enumerate(entries):
             if both := {*layers} & {*other.layers}:
                 problem = f"{_describe(both, stages)} in attention[{j}] as well; every block has one mechanism"
                 raise OptionError(f"attention[{i}]", problem)
-        entries.append(Entry({**written, **mechanism}, layers))
+        entries.append(Entry(_placed(written, mechanism), layers))
     if missing := {*range(sum(depths))}.difference(*(entry.layers for entry in entries)):
         raise OptionError("attention", f"no entry has {_describe(missing, stages)}; every block has one mechanism")
     return entries
+
+
+def as_option(entries: Sequence[dict[str, Any]], attention: Any) -> Any:
+    """The option `attention` with these entries: a list, unless one mechanism was given for a model of one stage."""
+    return entries[0] if len(entries) == 1 and isinstance(attention, str | Mapping) else entries
 
 
 def single_layers(depths: Sequence[int]) -> range:
@@ -96,11 +124,11 @@ def single_layers(depths: Sequence[int]) -> range:
 
 def layer_factories(entries: Iterable[Entry]) -> list[LayerFactory]:
     """The factory of every block; the context of its layer counts the earlier blocks with the same mechanism."""
-    options = {layer: entry.options for entry in entries for layer in entry.layers}
+    by_layer = {layer: entry.options for entry in entries for layer in entry.layers}
     counts: Counter[str] = Counter()
     factories: list[LayerFactory] = []
-    for layer in sorted(options):
-        factory = AttentionFactory.from_options(split_place(options[layer])[1])
+    for _, options in sorted(by_layer.items()):
+        factory = _check(options, "attention").factory
         factories.append(functools.partial(factory, num_same_before=counts[factory.name]))
         counts[factory.name] += 1
     return factories
@@ -122,7 +150,7 @@ def replace(
             s = next(s for s, stage in enumerate(stages) if rest[0] in stage)
             own: dict[str, Any] = {"stage": s} if len(stages) > 1 else {}
             own["blocks"] = text_of(layer - stages[s].start for layer in rest)
-            kept.append(Entry({**own, **split_place(entry.options)[1]}, tuple(rest)))
+            kept.append(Entry(_placed(own, entry.options), tuple(rest)))
     return [*kept, Entry({**written, **mechanism}, layers)]
 
 
@@ -130,6 +158,12 @@ def split_place(entry: Mechanism) -> tuple[dict[str, Any], dict[str, Any]]:
     """The place that an entry names, empty without one, and its mechanism with its options; nothing is checked."""
     options = {"name": entry} if isinstance(entry, str) else dict(entry)
     return {name: options.pop(name) for name in Place.__dataclass_fields__ if name in options}, options
+
+
+def factories_of(attention: Mechanism | Sequence[Mechanism]) -> list[AttentionFactory]:
+    """The factory of every entry of the attention of a run, which has been checked."""
+    entries = [attention] if isinstance(attention, str | Mapping) else attention
+    return [_check(entry, "attention").factory for entry in entries]
 
 
 def mechanisms_of(attention: Mechanism | Sequence[Mechanism]) -> list[dict[str, Any]]:
@@ -172,11 +206,18 @@ def text_of(numbers: Iterable[int]) -> str:
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
-def _read_entry(entry: Any, path: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """`split_place`, after checking the mechanism."""
+def _check(entry: Any, path: str) -> Checked:
+    """Parses the mechanism of an entry, unless it is `Checked`."""
+    if isinstance(entry, Checked):
+        return entry
     place, mechanism = split_place(entry) if isinstance(entry, str | Mapping) else ({}, entry)
-    AttentionFactory.from_options(mechanism, path)
-    return place, mechanism
+    return Checked.of(AttentionFactory.from_options(mechanism, path), {**place, **mechanism})
+
+
+def _placed(place: Mapping[str, Any], entry: dict[str, Any]) -> dict[str, Any]:
+    """The mechanism of an entry in another place."""
+    options = {**place, **split_place(entry)[1]}
+    return Checked.of(entry.factory, options) if isinstance(entry, Checked) else options
 
 
 def _stages(depths: Sequence[int]) -> list[range]:

@@ -1,24 +1,19 @@
-"""Shared parts of the model families: the transformer block, and their common part of timm's model contract."""
+"""The base of the model families, which has their common part of timm's model contract, and questions to all models."""
 
 import math
-from collections.abc import Callable, Collection
-from functools import partial
+from collections.abc import Collection
 from typing import Any, ClassVar, cast
 
 import torch
-from timm.layers import DropPath, LayerNorm, calculate_drop_path_rates, register_notrace_module
-from timm.models import checkpoint
-from timm.models.vision_transformer import init_weights_vit_timm
+from timm.layers import calculate_drop_path_rates, register_notrace_module
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from attention import Attention, Grid, OptionError
+from models.block import INIT_STD, Block, compiled, init_linears
 
 MAX_TOKENS = 2**16
 """Largest number of tokens of a model's grid: masks and tables grow with it without showing in the weights."""
-
-INIT_STD = 0.02
-"""Std of the initial weights of linear layers in timm's models, and in attention layers."""
 
 # fx cannot trace the geometry that mechanisms compute from a grid, so attention layers are leaves of its graphs.
 register_notrace_module(Attention)
@@ -32,89 +27,6 @@ def _transposed(graph: Any, x: Any) -> Any:
 
 # torch.onnx.export(dynamo=False), which timm's onnx_export calls by default, has no translation of this operator.
 torch.onnx.register_custom_op_symbolic("aten::mT", _transposed, 9)
-
-
-def init_linears(module: nn.Module, std: float) -> None:
-    """Draws the weights of the linear layers of `module` from timm's truncated normal; biases are 0, others stay."""
-    module.apply(partial(init_weights_vit_timm, needs_reset=False))
-    scale_linears(module, std)
-
-
-@torch.no_grad()
-def scale_linears(module: nn.Module, std: float) -> None:
-    """Makes `std` of the `INIT_STD` with which the weights of the linear layers of `module` were drawn."""
-    for layer in module.modules():
-        if isinstance(layer, nn.Linear):
-            layer.weight *= std / INIT_STD
-
-
-class StochasticDepth(DropPath):
-    """timm's DropPath with a rate that may be a tensor in compiled graphs, so that blocks of any rate share one graph.
-
-    Attributes:
-        rate: scalar tensor, see `Backbone.compile_blocks`; None if the rate is a constant.
-    """
-
-    rate: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.rate is None or not torch.compiler.is_compiling():
-            return super().forward(x)
-        if not self.training:
-            return x
-        kept = torch.rand(x.shape[0], *(1,) * (x.ndim - 1), device=x.device) >= self.rate
-        return x * (kept / (1 - self.rate)).to(x.dtype)
-
-
-def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """`torch.compile` for one graph of static shapes, whose backward pass runs without autocast, as in eager mode.
-
-    torch would run it under the autocast of the forward pass, which would compute in half types those gradients that
-    need full precision.
-
-    Args:
-        options: options of `torch.compile`, such as its backend.
-    """
-    without_autocast = torch._functorch.config.patch(backward_pass_autocast="off")
-    return without_autocast(torch.compile(function, dynamic=False, fullgraph=True, **options))
-
-
-class Block(nn.Module):
-    """Pre-norm transformer block: x + attention(norm(x)), then x + mlp(norm(x)).
-
-    Args:
-        dim: channels C. drop_path: rate of stochastic depth, for both branches.
-        init_std: std of the initial weights of linear layers.
-        attn, mlp: new modules (B, N, C), grid, key_mask -> (B, N, C); N includes prefix tokens.
-    Attributes:
-        compiled_layers: compiled `layers`, for batches of `compiled_sizes` only. See `Backbone.compile_blocks`.
-    """
-
-    compiled_layers: Callable[..., Tensor]
-    compiled_sizes: Collection[int] = ()
-
-    def __init__(self, dim: int, attn: Attention, mlp: nn.Module, drop_path: float, init_std: float = INIT_STD):
-        super().__init__()
-        self.norm1 = LayerNorm(dim)
-        self.attn = attn
-        scale_linears(attn, init_std)  # it draws its own
-        self.drop_path1 = StochasticDepth(drop_path)
-        self.norm2 = LayerNorm(dim)
-        self.mlp = mlp
-        init_linears(mlp, init_std)
-        self.drop_path2 = StochasticDepth(drop_path)
-        self.grad_checkpointing = False
-
-    def forward(self, x: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
-        """Tokens (B, N, C) of an (H, W) grid -> tokens; key_mask (B, H W): true for tokens of the grid that count."""
-        is_compiled = x.shape[0] in self.compiled_sizes and key_mask is None
-        layers = self.compiled_layers if is_compiled else Block.layers
-        given = (self, x, grid) if key_mask is None else (self, x, grid, key_mask)
-        return checkpoint(layers, *given) if self.grad_checkpointing else layers(*given)
-
-    def layers(self, x: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
-        x = x + self.drop_path1(self.attn(self.norm1(x), grid, key_mask))
-        return x + self.drop_path2(self.mlp(self.norm2(x), grid, key_mask))
 
 
 class Backbone(nn.Module):

@@ -92,8 +92,8 @@ def resample_pos_embed(state_dict: StateDict, model: nn.Module, grid: Grid | Non
 
 
 def assume_grid(state_dict: StateDict, own: Grid) -> Grid:
-    """Returns the (H, W) grid of position embeddings that do not say it: a model's `own` one if their number is the
-    same, and a square otherwise.
+    """Returns the likely (H, W) grid of position embeddings: a model's `own` one if their number is the same, and a
+    square otherwise.
 
     Raises:
         OptionError: it is neither.

@@ -6,8 +6,9 @@ from timm.layers import to_2tuple, trunc_normal_
 from torch import Tensor, nn
 
 from attention import Grid, OptionError
-from models.base import init_linears
+from models.block import init_linears
 from models.deit import Deit
+from models.deit_options import DeitConfig
 
 
 class MaskedDeit(Deit):
@@ -17,7 +18,7 @@ class MaskedDeit(Deit):
     """
 
     @staticmethod
-    def check(config: Deit.Config) -> None:
+    def check(config: DeitConfig) -> None:
         """Refuses options that would let the model see masked pixels, and those that act on predictions of classes.
 
         Raises:
@@ -85,7 +86,7 @@ class TokenDeit(Deit):
     """DeiT of tokens of a vocabulary, `vocab_size: n`: the pixels of an image (B, 1, H, W) are numbers of tokens."""
 
     @staticmethod
-    def check(config: Deit.Config) -> None:
+    def check(config: DeitConfig) -> None:
         """Refuses options that act on pixels.
 
         Raises:
@@ -109,4 +110,4 @@ class TokenDeit(Deit):
 
 
 WITH_PARTS: dict[str, type[MaskedDeit | TokenDeit]] = {"mask_token": MaskedDeit, "vocab_size": TokenDeit}
-"""Option of `Deit.Config` -> the class of models for which it is set."""
+"""Option of `DeitConfig` -> the class of models for which it is set."""

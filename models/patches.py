@@ -26,7 +26,7 @@ def conv_stem(in_chans: int, dim: int, patch_size: int) -> nn.Sequential:
 
 
 def unmasked_parts(key_mask: Tensor) -> list[Grid]:
-    """The (h, w) part of the grid, at its upper left, that the mask (B, H, W) of each image is true for.
+    """The (h, w) of each image's rectangle at the upper left of the grid, in which its mask (B, H, W) is true.
 
     Raises:
         ValueError: a mask that is true for nothing, or for another shape.

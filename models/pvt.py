@@ -19,7 +19,6 @@ from attention.options import Options, option
 from models.assignment import LayerFactory
 from models.base import (
     Backbone,
-    Block,
     check_grids,
     check_heads,
     check_key_mask,
@@ -28,6 +27,10 @@ from models.base import (
     fill_masked,
     intermediate_outputs,
 )
+from models.block import Block
+
+REDUCTIONS = 8, 4, 2, 1
+"""Spatial reduction R that is offered to the mechanism, per stage."""
 
 
 class OverlapPatchEmbed(nn.Module):
@@ -107,9 +110,6 @@ class Pvt(Backbone):
             (8.0, 8.0, 4.0, 4.0), "width of the MLP over that of a token, per stage", above=0, high=64
         )
         mlp_relu: bool = option(False, "ReLU before an MLP's convolution, as in PVT-v2-Li (with attention linear_sra)")
-        reductions: tuple[int, int, int, int] = option(
-            (8, 4, 2, 1), "spatial reduction R offered to the mechanism, per stage", low=1
-        )
         qkv_bias: bool = option(True, "bias of the query, key and value projections")
         global_pool: Literal["avg", ""] = option("avg", "classifier's input: mean over the grid, or '': the grid")
         drop_rate: float = option(0.0, "dropout rate before the classifier", low=0, below=1)
@@ -132,7 +132,7 @@ class Pvt(Backbone):
         for s in range(len(depths)):
             first, hidden_dim, drop = sum(depths[:s]), int(dims[s] * config.mlp_ratios[s]), config.proj_drop_rate
             where["grid"] = tuple(math.ceil(side / (4 * 2**s)) for side in to_2tuple(config.img_size))
-            where |= {"dim": dims[s], "num_heads": config.num_heads[s], "reduction": config.reductions[s]}
+            where |= {"dim": dims[s], "num_heads": config.num_heads[s], "reduction": REDUCTIONS[s]}
             blocks = []
             for layer in range(first, first + depths[s]):
                 attn = attention[layer](**where, layer=layer, proj_drop=drop)

@@ -14,7 +14,6 @@ ROOT = Path(__file__).parents[1]
 SCRIPTS = {path.stem for path in ROOT.glob("*.py")}
 CONTRACT = {"attention.base", "attention.costs", "attention.options", "attention.window_options"}
 EXPORT = {"onnxruntime", "onnxscript"}
-TRACKERS = {"mlflow", "wandb"}
 LIBRARIES = {
     "attention": {"torch", "triton"},
     "models": {"torch", "timm"},
@@ -23,7 +22,7 @@ LIBRARIES = {
         "textalloc",
         "fsspec",
         *EXPORT,
-        *TRACKERS,
+        "wandb",
     },
     "bench": {"torch", "torchvision", "timm", "yaml", "numpy", "PIL", "matplotlib", "tqdm", "triton", "onnxruntime"},
     "analysis": {"torch", "timm", "yaml", "matplotlib", "tqdm"},

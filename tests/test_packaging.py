@@ -22,7 +22,7 @@ from tests.test_layers import EVERY_FILE, LIBRARIES, ROOT, SCRIPTS, imports
 
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT = PYPROJECT["project"]
-NOT_INSTALLED = ("wandb", "mlflow")
+NOT_INSTALLED = ("wandb",)
 """Extras that the tests do not install; their packages are tested where they are present."""
 
 EXTRAS = ("triton", "export", "stream", *NOT_INSTALLED)

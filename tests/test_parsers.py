@@ -21,6 +21,7 @@ OPENERS = {"open", "read_text", "read_bytes"}
 OF_READER = "engine.data.splits.refusing, in which every split is opened, refuses whatever a reader raises"
 OF_CHECKPOINT = "engine.checkpoints.files.load_checkpoint refuses whatever a file raises"
 MAY_PARSE = {
+    "ablation/names.py": "texts of options that the sweep has formatted itself",
     "ablation/report.py": "texts of options that the sweep has formatted itself",
     "ablation/settings.py": "texts of options that the sweep has formatted itself",
     "engine/checkpoints/files.py": OF_CHECKPOINT,

@@ -43,6 +43,15 @@ class Progress:
         done = self.epoch * updates_per_epoch + self.images // run.train.total_batch_size
         return self.step + run.schedule.epochs * updates_per_epoch - done
 
+    def ends_in_evaluation(self, run: Run) -> bool:
+        """Returns whether an evaluation follows the updates of the current epoch."""
+        return (self.epoch + 1) % run.train.eval_every == 0 or self.epoch + 1 == run.schedule.epochs
+
+    def take_loss(self) -> float:
+        """Returns the mean loss of the updates since the last log line, and counts from here."""
+        loss, self.loss_sum, self.num_summed = self.loss_sum / self.num_summed, 0.0, 0
+        return loss
+
     def rank(self, epoch: int, keep: int, best_by: str | None = None) -> None:
         """Ranks `epoch` by `best_by`, None: `default_ranking`; keeps the `keep` best by each kind of weights.
 

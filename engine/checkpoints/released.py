@@ -132,7 +132,6 @@ def _deit(state: State, args: Arguments) -> dict[str, Any]:
         "depth": block["depth"],
         "num_heads": args.take("num_heads", int),
         "mlp_ratio": block["mlp_ratio"],
-        "use_glu": block["use_glu"],
         "qkv_bias": "blocks.0.attn.qkv.bias" in state,
     }
 
@@ -159,10 +158,10 @@ def _pvt(state: State, args: Arguments) -> dict[str, Any]:
 def _block_sizes(state: State, prefix: str) -> dict[str, Any]:
     """Returns the sizes and the number of the blocks ``prefix.0.``, ``prefix.1.``, ..."""
     dim, hidden_dim = state[f"{prefix}.0.mlp.fc2.weight"].shape
-    use_glu = len(state[f"{prefix}.0.mlp.fc1.weight"]) == 2 * hidden_dim
-    ratio = (math.ceil(1.5 * hidden_dim) if use_glu else hidden_dim) / dim
+    if len(state[f"{prefix}.0.mlp.fc1.weight"]) == 2 * hidden_dim:
+        refuse("use_glu", True, "a DeiT of this project has plain MLPs")
     depth = len({name.split(".")[1] for name in state if name.startswith(f"{prefix}.")})
-    return {"dim": dim, "depth": depth, "mlp_ratio": ratio, "use_glu": use_glu}
+    return {"dim": dim, "depth": depth, "mlp_ratio": hidden_dim / dim}
 
 
 def _data(args: Arguments, model: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,8 +26,8 @@ def build_model(run: Run, state: Mapping[str, Any], source: str) -> nn.Module:
 
 
 def check_predicts_classes(run: Run, source: str, of_metrics: bool = False) -> None:
-    """Refuses, by a UserError, a model that predicts no classes of images, see `Objective.refuse_prediction`."""
-    if problem := choose_objective(run).refuse_prediction(source, of_metrics):
+    """Refuses, by a UserError, a model that predicts no classes of images, see `Objective.prediction_refusal`."""
+    if problem := choose_objective(run).prediction_refusal(source, of_metrics):
         raise UserError(f"{source}: {problem}")
 
 

@@ -312,10 +312,9 @@ class Train:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Experiment trackers that receive the records of a run, besides its directory, and a profile."""
+    """Experiment tracker that receives the records of a run, besides its directory, and a profile."""
 
     wandb: str | None = option(None, "Weights & Biases: project; needs the extra wandb; null: none")
-    mlflow: str | None = option(None, "MLflow: experiment; needs the extra mlflow; null: none")
     profile: tuple[int, int] | None = option(
         None,
         "[step, steps]: torch.profiler's trace of this number of updates after that step of the run (at most 100), in"

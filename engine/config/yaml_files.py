@@ -250,6 +250,7 @@ class _Writer(yaml.SafeDumper):
 
 for _class in (_Reader, _Writer):
     _class.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+.0123456789"))
+_Writer.add_multi_representer(dict, _Writer.represent_dict)
 
 
 def dump_yaml(value: Any, **style: Any) -> str:

@@ -1,15 +1,17 @@
 """Identity of the data of a run: names of its classes, and digests of the names and the content of its images."""
 
 import hashlib
+import sys
 from collections.abc import Mapping
 from itertools import islice, pairwise
 from typing import Any, Literal
 
 import numpy as np
 
-from engine.config.schema import Data
+from engine.config.schema import Data, Run
 from engine.data.splits import Images, classes_of
 from engine.data.subset import SubsetReader
+from engine.runtime.distributed import World
 from engine.runtime.errors import UserError
 from engine.runtime.text import to_nfc
 
@@ -22,6 +24,13 @@ def identify_data(train: Images, val: Images) -> dict[str, Any]:
 def is_one_split(identity: Mapping[str, Any]) -> bool:
     """Returns whether the training images of `identify_data` are those of the validation, by whatever name."""
     return all(identity[f"train_{what}"] == identity[f"val_{what}"] for what in ("files", "content"))
+
+
+def warn_of_one_split(identity: Mapping[str, Any], run: Run, world: World) -> None:
+    """Prints a warning on the primary rank if the training images are those of the validation."""
+    if world.is_primary and is_one_split(identity):
+        splits = f"data.val_split = {run.data.val_split} has the images of data.train_split"
+        print(f"warning: {splits}; top-1 is not that of new images", file=sys.stderr, flush=True)
 
 
 def identify_split(name: Literal["train", "val"], images: Images) -> dict[str, str]:

@@ -30,7 +30,7 @@ class LayerCall(NamedTuple):
 
 
 def record_calls(model: nn.Module) -> list[Attention]:
-    """Makes the attention layers of `model` keep their last call, a `LayerCall`, see `last_call`; returns them.
+    """Makes the attention layers of `model` keep their last `LayerCall`, for `last_call`. Returns the layers.
 
     The hooks have no state of their own, so that compiled blocks that are alike still share a graph.
     """
@@ -63,13 +63,14 @@ def relative_error(y: Tensor, expected: Tensor, dim: int | None = None) -> Tenso
 def mean_relative_error(y: Tensor, expected: Tensor) -> Tensor:
     """Mean over the images of a batch of their `relative_error`, a scalar, for outputs (B, ...).
 
-    It is the mean of those of the batch's parts, which the ratio of means over all images is not.
+    The mean over micro-batches equals that of the whole batch. A ratio of means over all images would not have this
+    property.
     """
     return relative_error(y.flatten(1), expected.flatten(1), dim=1).mean()
 
 
 class FittedLayers(nn.Module):
-    """A model of which a training step calls some attention layers alone.
+    """A model whose training step calls some attention layers directly.
 
     Args:
         layers: numbers of these attention layers. with_outputs: also call the model on the images.

@@ -1,7 +1,7 @@
 """The copy task (Katharopoulos et al., 2020, section 4.1; Scatterbrain, Table 2): the model repeats a sequence.
 
-A sequence is `0 w 0 w`, with w uniform over the other tokens. A causal model predicts every token from those before it,
-and learns the second w alone, as nothing tells the first.
+A sequence is `0 w 0 w`, with w uniform over the other tokens. A causal model predicts every token from the earlier
+ones. It learns the second w alone, because the first cannot be predicted.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,9 +24,10 @@ MAX_DRAWN = 2**27
 
 
 def predict_copies(network: Callable[[Tensor], Tensor], sequences: Tensor) -> tuple[Tensor, Tensor]:
-    """Sequences (B, 1, 1, N) -> logits (B, n, tokens) of the second w, each from what is before it, and that w, (B, n).
+    """Returns logits for the second copy, (B, n, tokens), and its targets, (B, n); n = N / 2 - 1.
 
-    n is N / 2 - 1.
+    Args:
+        sequences: (B, 1, 1, N).
     """
     tokens = sequences.flatten(1).long()
     second = tokens.shape[1] // 2
@@ -42,7 +43,7 @@ def rate_copies(model: nn.Module, sequences: Tensor, targets: Tensor, rows: list
 
 
 COPIES = Measure(("top1", "top5", "loss"), rate_copies)
-"""Means over the tokens of the second w; top1, top5: percent of them that have the highest / one of the five highest
+"""Means over the tokens of the second w. top1, top5: percent of them with the highest, or one of the five highest
 logits. loss: cross-entropy, nats; its exponential is the perplexity."""
 
 
@@ -96,7 +97,7 @@ class Copying(Objective):
         refuse_options(run, neutral, "the copy task has sequences of tokens")
 
     @staticmethod
-    def refuse_prediction(source: str, of_metrics: bool) -> str:
+    def prediction_refusal(source: str, of_metrics: bool) -> str:
         return "" if of_metrics else "trained to copy sequences, it does not take images; name a run of images"
 
     @staticmethod

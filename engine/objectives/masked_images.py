@@ -1,4 +1,4 @@
-"""Pre-training on masked images, SimMIM (Xie et al., 2022, arXiv:2111.09886): its loss, and what is shown of it."""
+"""Pre-training on masked images, SimMIM (Xie et al., 2022, arXiv:2111.09886): its loss and its pictures."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -17,12 +17,12 @@ from engine.objectives.objective import Measure, Objective
 from engine.objectives.sequences import refuse_options
 
 NUM_SHOWN = 8
-"""Images of which TensorBoard shows the reconstruction."""
+"""Number of images whose reconstruction TensorBoard shows."""
 
 
 @dataclass(frozen=True)
 class MaskGenerator:
-    """Draws which patches of an image are masked: whole squares, always as many.
+    """Draws the masked patches of an image: a fixed number of whole squares.
 
     Args:
         squares: (H, W), the grid of squares. patches: along the side of one. count: squares to mask.
@@ -44,9 +44,10 @@ class MaskGenerator:
 
 
 def rate_masked(model: nn.Module, images: Tensor, masks: Tensor, rows: list[Tensor] | None) -> list[Tensor]:
-    """The `masked_l1` of every image of a batch; the first of an evaluation leaves a strip in `rows`.
+    """Computes the `masked_l1` of every image of a batch. The first batch of an evaluation adds a picture to `rows`.
 
-    It is (n, C, 3 x height, width): images above the same with masked pixels at the mean, and with these reconstructed.
+    The picture, (n, C, 3 x height, width), shows each image three times from top to bottom: as it is, with masked
+    pixels at the mean, and with masked pixels reconstructed.
     """
     pixels = model(images, masks)
     if rows is not None and not rows:
@@ -117,7 +118,7 @@ class MaskedImages(Objective):
             raise OptionError("simmim.mask_ratio", problem)
 
     @staticmethod
-    def refuse_prediction(source: str, of_metrics: bool) -> str:
+    def prediction_refusal(source: str, of_metrics: bool) -> str:
         remedy = f"train a classifier from it (init.weights={source}), and name that run"
         return f"pre-trained on masked images, it predicts no classes; {remedy}"
 

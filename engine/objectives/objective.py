@@ -74,7 +74,7 @@ class Objective:
         """
 
     @staticmethod
-    def refuse_prediction(source: str, of_metrics: bool) -> str:
+    def prediction_refusal(source: str, of_metrics: bool) -> str:
         """Returns why a model of this objective predicts no classes of images, with the remedy; "" if it does.
 
         Args:

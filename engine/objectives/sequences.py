@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-from attention import ATTENTION, AttentionFactory
+from attention import ATTENTION
 from attention.options import OptionError
 from engine.config.schema import Augment, Data, Distill, Run
 from engine.objectives.classification import Classification
-from models.assignment import mechanisms_of
+from models.assignment import factories_of
 
 NO_AUGMENTATION: dict[str, Any] = {
     **dict.fromkeys(("scale", "ratio"), (1.0, 1.0)),
@@ -52,10 +52,9 @@ class SequenceClassification(Classification):
         refuse_options(run, neutral, "with model.vocab_size, pixels are numbers of tokens")
         if run.model["pad_token"] is None:
             return
-        for mechanism in mechanisms_of(run.attention):
-            name, config = mechanism["name"], AttentionFactory.from_options(mechanism).config
-            if refusal := ATTENTION[name].refuses_key_mask(config):
-                problem = f" = {run.model['pad_token']}: attention({name}) takes no key_mask: {refusal}"
+        for factory in factories_of(run.attention):
+            if refusal := ATTENTION[factory.name].refuses_key_mask(factory.config):
+                problem = f" = {run.model['pad_token']}: attention({factory.name}) takes no key_mask: {refusal}"
                 raise OptionError("model.pad_token", f"{problem}; set it to null, or choose another mechanism")
         if run.train.compile:
             raise OptionError(
@@ -63,5 +62,5 @@ class SequenceClassification(Classification):
             )
 
     @staticmethod
-    def refuse_prediction(source: str, of_metrics: bool) -> str:
+    def prediction_refusal(source: str, of_metrics: bool) -> str:
         return "" if of_metrics else "trained on sequences of tokens, it does not take images; name a run of images"

@@ -17,17 +17,17 @@ class StepProfiler:
 
     Args:
         directory: of the run, which gets the trace ``profile_step_S.json.gz`` of the updates until step S;
-            ui.perfetto.dev and chrome://tracing show it. None: profiles nothing.
+            ui.perfetto.dev and chrome://tracing show it.
     """
 
-    def __init__(self, directory: Path | None, options: Report, device: torch.device):
+    def __init__(self, directory: Path, options: Report, device: torch.device):
         self.directory, self.device = directory, device
         self.begin, self.steps = options.profile or (-1, 0)
         self.running: profile | None = None
 
     def at_step(self, step: int) -> bool:
         """Begins or ends the profile, if it is time to after update `step`; returns whether that has taken time."""
-        if step == self.begin and self.directory is not None and self.running is None:
+        if step == self.begin and self.running is None:
             if self.device.type != "cuda":
                 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # without a GPU the profiler reports errors
             activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] * (self.device.type == "cuda"))]
@@ -41,7 +41,7 @@ class StepProfiler:
 
     def close(self, step: int) -> None:
         """Ends a profile that is running, and writes its trace."""
-        if self.running is not None and self.directory is not None:
+        if self.running is not None:
             running, self.running = self.running, None
             running.stop()
             path = self.directory / f"profile_step_{step}.json.gz"

@@ -25,7 +25,7 @@ from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -40,7 +40,7 @@ from engine.reporting.console import SHOWN, format_values
 from engine.reporting.metrics import EPOCHS, METRICS, EpochTable, epochs_csv, is_until, stream_records
 from engine.reporting.profiling import StepProfiler
 from engine.reporting.speed import StepSpeed
-from engine.reporting.trackers import Launch, OpenTrackers
+from engine.reporting.trackers import Launch, Tracker
 from engine.run.load import dump_run
 from engine.runtime.distributed import World
 from engine.runtime.files import append_whole, naming, write_atomically
@@ -64,32 +64,86 @@ NOTHING = Resumption()
 """A new run resumes from nothing."""
 
 
-class Recorder:
-    """Writes the records of a run; as a context manager, it also records how the run ends.
+class SilentRecorder:
+    """Recorder of the ranks that record nothing: it takes part in the measurement of speed, which is collective."""
+
+    def __init__(self, directory: Path, run: Run, progress: Progress, total_steps: int, world: World):
+        self.speed, self.step = StepSpeed(run, world), progress.step
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        """Records how the run ends."""
+
+    def start(self, epoch: int, processes: int, resumption: Resumption = NOTHING, **values: Any) -> None:
+        """Records how the run starts, or resumes after `epoch` epochs, its configuration, and changes of options.
+
+        A run that resumes says from where, and what differs: options, data, and since the last start code and machine.
+        """
+        self.speed.set_macs(values.get("macs", 0), processes)
+
+    def images(self, images: torch.Tensor) -> None:
+        """Shows training images (B, C, H, W) as the model gets them; ignores integer tokens."""
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Writes the table of the epochs before `epoch`, which counts from 1, and starts the clock of the next step.
+
+        The time of evaluation and checkpoints is thus no part of a step.
+        """
+        self.speed.begin_step()
+
+    def end_step(self) -> None:
+        """Counts an update and its time."""
+        self.speed.end_step()
+        self.step += 1
+
+    def train(self, epoch: int, **values: float) -> None:
+        """Records `values` of the updates since the last such record, and their speed; `epoch` counts from 1."""
+        self.speed.since_last()
+
+    def skip(self, epoch: int, num_skipped: int) -> None:
+        """Records that an update was skipped, the `num_skipped`-th of the run."""
+
+    def eval(self, epoch: int, metrics: Mapping[str, float], pictures: Mapping[str, torch.Tensor] = {}) -> None:
+        """Records an evaluation after `epoch` epochs, and shows its `pictures`: name -> (B, C, H, W), normalised."""
+
+    def final(self, **values: float) -> None:
+        """Records the end of the run and its median speed since it was started or resumed."""
+        self.speed.median()
+
+    def predictions(self, predictions: Mapping[str, PredictionTable]) -> None:
+        """Shows the predictions of the last evaluation for single images: kind of weights -> table."""
+
+    def sync(self) -> None:
+        """Waits until the records are on disk, so that no checkpoint outlives them."""
+
+
+class Recorder(SilentRecorder):
+    """Writes the records of a run, on the primary rank; as a context manager, it also records how the run ends.
 
     Args:
-        directory: of the run; None: record nothing (ranks other than the primary).
+        directory: of the run.
         progress: point from which the run goes on. Later records of an interrupted run are dropped, because they will
             be repeated, but the time that they took counts.
         total_steps: updates of the whole run.
     """
 
-    def __init__(self, directory: Path | None, run: Run, progress: Progress, total_steps: int, world: World):
-        self.directory, self.run, self.total_steps = directory, run, total_steps
-        self.device, self.speed = world.device, StepSpeed(run, world)
-        self.progress, self.step, self.num_gpus, self.began = progress, progress.step, 0, time.monotonic()
+    def __init__(self, directory: Path, run: Run, progress: Progress, total_steps: int, world: World):
+        super().__init__(directory, run, progress, total_steps, world)
+        self.directory, self.run, self.total_steps, self.device = directory, run, total_steps, world.device
+        self.progress, self.num_gpus, self.began = progress, 0, time.monotonic()
         self.images_seen, self.run_id, self.epochs = 0, uuid.uuid4().hex, EpochTable()
         self.former: dict[str, Any] = {}  # the last start
         self.spent = {"elapsed_seconds": 0.0, "gpu_hours": 0.0}
-        self.trackers: OpenTrackers | None = None
+        self.tracker: Tracker | None = None
         self.warned_input_bound = False
         self.profiler = StepProfiler(directory, run.report, world.device)
-        if directory is not None:
-            self.metrics = directory / METRICS
-            self.charts = Charts(directory, self.step)
-            self._go_on()
-            title, batch_size = self._title(progress.epoch + 1), run.train.total_batch_size
-            self.bar = progress_bar(title, total_steps * batch_size, initial=self.step * batch_size)
+        self.metrics = directory / METRICS
+        self.charts = Charts(directory, self.step)
+        self._go_on()
+        title, batch_size = self._title(progress.epoch + 1), run.train.total_batch_size
+        self.bar = progress_bar(title, total_steps * batch_size, initial=self.step * batch_size)
 
     def _go_on(self) -> None:
         """Continues from the records of earlier launches, and drops those that will be repeated.
@@ -113,9 +167,6 @@ class Recorder:
         self.images_seen = images + (self.step - step) * self.run.train.total_batch_size
         self.run_id = run_id or self.run_id
 
-    def __enter__(self) -> "Recorder":
-        return self
-
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         epoch = self.progress.epoch
         if error is not None:
@@ -124,33 +175,28 @@ class Recorder:
                 self._record("fail", epoch, {"reason": one_line(reason, 200)})
         elif epoch < self.run.schedule.epochs:
             self._record("stop", epoch, {})
-        if self.trackers is not None:
-            self.trackers.close(failed=error is not None)
+        if self.tracker is not None:
+            self.tracker.close(failed=error is not None)
         self.close()
-        if error is None and self.directory is not None:
+        if error is None:
             files = f"{EPOCHS} (a row per epoch)  {METRICS} (all records)  {CONSOLE}"
             print_fields(f"logs of {self.directory}:  {files}  tensorboard --logdir {self.directory}")
 
     def start(self, epoch: int, processes: int, resumption: Resumption = NOTHING, **values: Any) -> None:
-        """Records how the run starts, or resumes after `epoch` epochs, its configuration, and changes of options.
-
-        A run that resumes says from where, and what differs: options, data, and since the last start code and machine.
-        """
+        super().start(epoch, processes, resumption, **values)
         config = dump_yaml(dump_run(self.run))
-        if self.directory is not None:
-            if resumption.checkpoint is None:
-                mark_origin(self.directory)
-            write_atomically(self.directory / CONFIG, config.encode())
-            self.charts.show_config(config, self.step)
-            self.trackers = OpenTrackers(Launch(self.run, self.directory, self.run_id))
-            origin = provenance(self.device)
-            if resumption.checkpoint is not None:
-                names = [name for name in origin if name != "command" and name in self.former]
-                others = {name: (self.former[name], origin[name]) for name in names}
-                print(f"resumes from {resumption.describe(self._place(epoch), others)}", flush=True)
-            values |= origin
+        if resumption.checkpoint is None:
+            mark_origin(self.directory)
+        write_atomically(self.directory / CONFIG, config.encode())
+        self.charts.show_config(config, self.step)
+        self.tracker = Tracker(Launch(self.run, self.directory, self.run_id))
+        origin = provenance(self.device)
+        if resumption.checkpoint is not None:
+            names = [name for name in origin if name != "command" and name in self.former]
+            others = {name: (self.former[name], origin[name]) for name in names}
+            print(f"resumes from {resumption.describe(self._place(epoch), others)}", flush=True)
+        values |= origin
         self.num_gpus = processes if self.device.type == "cuda" else 0
-        self.speed.set_macs(values.get("macs", 0), processes)
         if self.run.train.elastic:
             before, _ = resumption.differences.get("processes", (processes, processes))
             values["ranks"] = describe_ranks(self.run, processes, before)
@@ -166,41 +212,31 @@ class Recorder:
             self._record("change", epoch, {"option": option, "before": _short(before), "now": _short(now)})
 
     def images(self, images: torch.Tensor) -> None:
-        """Shows training images (B, C, H, W) as the model gets them; ignores integer tokens."""
-        if self.directory is not None and images.is_floating_point():
+        if images.is_floating_point():
             self.charts.show_images("train/images", images, self.run.data, self.step)
 
     def begin_epoch(self, epoch: int) -> None:
-        """Writes the table of the epochs before `epoch`, which counts from 1, and starts the clock of the next step.
-
-        The time of evaluation and checkpoints is thus no part of a step.
-        """
         self._tabulate(epoch)
         self.profiler.at_step(self.step)
         self.speed.begin_step()
         self.workers_start = True
-        if self.directory is not None:
-            self.bar.unpause()
-            self.bar.set_description(self._title(epoch))
+        self.bar.unpause()
+        self.bar.set_description(self._title(epoch))
 
     def end_step(self) -> None:
-        """Counts an update and its time."""
-        self.speed.end_step()
-        self.step += 1
+        super().end_step()
         self.images_seen += self.run.train.total_batch_size
-        if self.directory is not None:
-            self.bar.update(self.run.train.total_batch_size)
+        self.bar.update(self.run.train.total_batch_size)
         if self.profiler.at_step(self.step):
             self.speed.begin_step()
 
     def train(self, epoch: int, **values: float) -> None:
-        """Records `values` of the updates since the last such record, and their speed; `epoch` counts from 1."""
         speed = self.speed.since_last()
         self._record("train", epoch, {**values, **speed})
         data_wait = speed["data_wait"]
         is_input_bound = data_wait > INPUT_BOUND and not self.workers_start
         self.workers_start = False
-        if is_input_bound and self.directory is not None and not self.warned_input_bound:
+        if is_input_bound and not self.warned_input_bound:
             self.warned_input_bound = True
             print(
                 f"input-bound: {data_wait:.0f} % of the time goes into waiting for data; raise data.workers"
@@ -210,43 +246,33 @@ class Recorder:
             )
 
     def skip(self, epoch: int, num_skipped: int) -> None:
-        """Records that an update was skipped, the `num_skipped`-th of the run."""
         self._record("skip", epoch, {"num_skipped": num_skipped})
 
     def eval(self, epoch: int, metrics: Mapping[str, float], pictures: Mapping[str, torch.Tensor] = {}) -> None:
-        """Records an evaluation after `epoch` epochs, and shows its `pictures`: name -> (B, C, H, W), normalised."""
         self._record("eval", epoch, metrics)
-        if self.directory is not None:
-            for name, value in self.progress.unranked().items():
-                problem = f"{name} = {value:g} of epoch {epoch} is no score: by it, the epoch is not among the best"
-                print(f"warning: {problem}", file=sys.stderr, flush=True)
-            for name, images in pictures.items():
-                self.charts.show_images(f"eval/{name}", images, self.run.data, self.step)
+        for name, value in self.progress.unranked().items():
+            problem = f"{name} = {value:g} of epoch {epoch} is no score: by it, the epoch is not among the best"
+            print(f"warning: {problem}", file=sys.stderr, flush=True)
+        for name, images in pictures.items():
+            self.charts.show_images(f"eval/{name}", images, self.run.data, self.step)
 
     def final(self, **values: float) -> None:
-        """Records the end of the run and its median speed since it was started or resumed."""
         values |= self.speed.median()
         self._record("final", self.run.schedule.epochs, values)
         self._tabulate()
-        if self.directory is not None:
-            self.charts.show_result(self.run, values, self.step)
+        self.charts.show_result(self.run, values, self.step)
 
     def predictions(self, predictions: Mapping[str, PredictionTable]) -> None:
-        """Shows the predictions of the last evaluation for single images: kind of weights -> table."""
-        if self.directory is not None:
-            self.charts.show_predictions(predictions, self.step)
+        self.charts.show_predictions(predictions, self.step)
 
     def sync(self) -> None:
-        """Waits until the records are on disk, so that no checkpoint outlives them."""
-        if self.directory is not None:
-            with naming(self.metrics), open_regular(self.metrics) as file:
-                os.fsync(file.fileno())
+        with naming(self.metrics), open_regular(self.metrics) as file:
+            os.fsync(file.fileno())
 
     def close(self) -> None:
         """Closes the progress bar, and a profile that is not complete."""
         self.profiler.close(self.step)
-        if self.directory is not None:
-            self.bar.close()
+        self.bar.close()
 
     def _place(self, epoch: int) -> str:
         return describe_place(self.run, epoch, self.step, self.total_steps)
@@ -256,9 +282,8 @@ class Recorder:
 
     def _tabulate(self, before: float = math.inf) -> None:
         """Writes the table of the epochs before `before`."""
-        if self.directory is not None:
-            rows = [row for row in self.epochs.rows() if row["epoch"] < before]
-            write_atomically(self.directory / EPOCHS, epochs_csv(rows))
+        rows = [row for row in self.epochs.rows() if row["epoch"] < before]
+        write_atomically(self.directory / EPOCHS, epochs_csv(rows))
 
     def _totals(self) -> dict[str, Any]:
         """Returns the `TOTALS` of the run until now."""
@@ -272,16 +297,14 @@ class Recorder:
         }
 
     def _record(self, kind: str, epoch: int, values: Mapping[str, Any]) -> None:
-        if self.directory is None:
-            return
         record = {"kind": kind, "epoch": epoch, "step": self.step, **self._totals(), **values}
         record = {name: _finite(value) for name, value in record.items()}
         append_whole(self.metrics, f"{json.dumps(record)}\n".encode())
         self.epochs.add(record)
-        if self.trackers is not None and kind not in ("start", "change", "stop", "fail"):
+        if self.tracker is not None and kind not in ("start", "change", "stop", "fail"):
             sent = {f"{kind}/{name}": value for name, value in values.items()} | {"epoch": epoch, **self._totals()}
             numbers = {name: x for name, x in sent.items() if isinstance(x, int | float) and math.isfinite(x)}
-            self.trackers.log(numbers, self.step)
+            self.tracker.log(numbers, self.step)
         self.charts.add(kind, values, self.step, self.images_seen)
         if kind in ("change", "fail"):  # shown by `start`; shown last
             return

@@ -1,4 +1,4 @@
-"""Options that a checkpoint, an export or a run directory may bring: a stranger may have made it.
+"""Options that a checkpoint, an export or a run directory may choose, because a stranger may have made the file.
 
 Such a file describes its model, the preparation of images and its training. It never chooses a host, a file or cache to
 open, a number of processes or a size of memory: a run directory of this machine chooses its images, and otherwise the

@@ -7,30 +7,28 @@ one line: the file and line (or the override), the dotted path, the value and th
 
 import copy
 import dataclasses
-import difflib
 import functools
 import os
-import re
-import shlex
 import sys
 import typing
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-from attention import ATTENTION
-from attention.options import OptionError, UnknownOptionError, parse_options, to_yaml
-from attention.plugins import FLAG, load_plugin, plugin_of
-from attention.registry import UnknownMechanism
+from attention import AttentionFactory
+from attention.options import OptionError, parse_options
+from attention.plugins import load_plugin, plugin_of
 from engine.config.schema import Run
 from engine.config.yaml_files import Keys, Tree, override, parse_yaml, read_config
+from engine.run.advice import naming_origins
 from engine.run.checks import check_run
 from engine.runtime.errors import ConfigError
-from models import MODELS, create_model, parse_model, resolve_attention, split_name
-from models.assignment import Place, assign, split_place
+from models import MODELS, create_model, parse_model, split_name
+from models.assignment import Checked, Entry, as_option, assign, split_place
 from models.base import attention_layers
 from models.freeze import freeze
 
@@ -78,13 +76,16 @@ def load_unbuilt(path: str | Path, overrides: Sequence[str] = ()) -> Run:
     return _read(path, overrides)[1]
 
 
-REMOVED: dict[str, list[Any]] = {
+REMOVED: dict[str, list[Any] | None] = {
     "distill.layers": [None],
     "distill.distance": ["squared"],
     "data.order": ["list"],
     "train.async_checkpoint": [False, True],
+    "model.use_glu": [False],
+    "model.reductions": [[8, 4, 2, 1]],
+    "report.mlflow": None,
 }
-"""Options of earlier versions -> values without an effect."""
+"""Options of earlier versions -> values without an effect on the weights; None: all values."""
 
 
 def parse_run(options: Mapping[str, Any], source: str, overrides: Sequence[str] = ()) -> Run:
@@ -99,7 +100,8 @@ def parse_run(options: Mapping[str, Any], source: str, overrides: Sequence[str] 
     tree = Tree(copy.deepcopy(options), {(): source})
     for key, harmless in REMOVED.items():
         section, _, name = key.partition(".")
-        if isinstance(there := options.get(section), Mapping) and name in there and there[name] in harmless:
+        there = options.get(section)
+        if isinstance(there, Mapping) and name in there and (harmless is None or there[name] in harmless):
             del tree.values[section][name]
     run = _parse(tree, overrides)
     given = [name for name in ("val_split", "val_fraction", "folds") if is_overridden(f"data.{name}", overrides)]
@@ -140,7 +142,7 @@ def _read(path: str | Path, overrides: Sequence[str]) -> tuple[Tree, Run]:
         _unset(tree, keys)
     run = _parse(tree, overrides)
     for plugin in run.plugins:
-        with _naming_origins(tree, run, overrides):
+        with naming_origins(tree, run, overrides):
             load_plugin(plugin, "plugins")
     return tree, run
 
@@ -151,7 +153,7 @@ def _parse(tree: Tree, overrides: Sequence[str]) -> Run:
         with suppress(OptionError):  # the error of a wrong model or mechanism names its origin later
             _write_out_list(tree.values, text.partition("=")[0].split("."))
         override(tree, text)
-    with _naming_origins(tree, None, overrides):
+    with naming_origins(tree, None, overrides):
         _check_plain(tree.values, "")
         if missing := [key for key, value in flatten(tree.values).items() if value == MISSING]:
             raise MissingOptions(
@@ -162,7 +164,7 @@ def _parse(tree: Tree, overrides: Sequence[str]) -> Run:
 
 
 def _write_out_list(values: dict[str, Any], path: Sequence[str]) -> None:
-    """Writes out the list that an override changes an item of, where the options do not state it.
+    """Writes out a list that the options do not state, if an override changes one of its items.
 
     That is an option of the model that its size gives (``model.depths.2``), or the attention of each stage of a pyramid
     that has one mechanism (``attention.2.window_size``).
@@ -178,15 +180,16 @@ def _write_out_list(values: dict[str, Any], path: Sequence[str]) -> None:
     elif path[0] == "attention" and isinstance(attention, str | dict):
         entries = assign(name, attention, parse_model(name, options).depths)
         if len(entries) > 1:
-            values["attention"] = [entry.options for entry in entries]
+            values["attention"] = [dict(entry.options) for entry in entries]
 
 
 def _build(tree: Tree, run: Run, overrides: Sequence[str], world_size: int) -> Run:
     """Checks all of the `run` that `_parse` has made of `tree`, and writes out the options of model and attention."""
-    with _naming_origins(tree, run, overrides):
+    with naming_origins(tree, run, overrides):
         name, options = split_name(run.model)
         config = parse_model(name, options)
-        attention = resolve_attention(name, run.attention, options)
+        entries = assign(name, run.attention, config.depths)
+        attention = as_option([entry.options for entry in entries], run.attention)
         try:
             with torch.device("meta"):
                 model = create_model(name, attention=attention, **options)
@@ -195,75 +198,18 @@ def _build(tree: Tree, run: Run, overrides: Sequence[str], world_size: int) -> R
         run = dataclasses.replace(
             run,
             model={"name": name, **plain(dataclasses.asdict(config))},
-            attention=_written_out(name, attention, config.depths, model),
-            plugins=_plugins_of(attention),
+            attention=as_option(_write_out(entries, model), run.attention),
+            plugins=_plugins_of(entries),
         )
         check_run(run, world_size)
         freeze(model, run.train.freeze)
         return run
 
 
-@contextmanager
-def _naming_origins(tree: Tree, run: Run | None, overrides: Sequence[str]) -> Iterator[None]:
-    """Context in which an `OptionError` becomes a `ConfigError` that names the place of the option."""
-    try:
-        yield
-    except UnknownOptionError as error:
-        raise ConfigError(f"{tree.origin(error.key)}: {_advise(error, tree.values, overrides)}") from None
-    except UnknownMechanism as error:
-        plugins = run.plugins if run else ()
-        raise ConfigError(f"{tree.origin(error.key)}: {_advise_plugins(error, plugins)}") from None
-    except OptionError as error:
-        raise ConfigError(f"{tree.origin(error.key)}: {error}") from None
-
-
-def _plugins_of(attention: Any) -> tuple[str, ...]:
-    """Returns what `--plugin` takes to load the mechanisms in a run's attention; built-in ones need nothing."""
-    names = [value for key, value in flatten({"attention": attention}).items() if key.endswith(".name")]
-    return tuple(dict.fromkeys(filter(None, map(plugin_of, names))))
-
-
-def _advise_plugins(error: UnknownMechanism, plugins: Sequence[str]) -> str:
-    """Returns the message of `error`, with the plugins that its configuration names."""
-    if not plugins:
-        return str(error)
-    flags = " ".join(f"{FLAG} {shlex.quote(plugin)}" for plugin in plugins)
-    return f"{error.key}: the mechanism {error.name!r} came from a plugin; add {flags} if you trust it"
-
-
-def _advise(error: UnknownOptionError, values: Mapping[str, Any], overrides: Sequence[str]) -> str:
-    """Returns the message of `error`, with what the user may have meant in another section."""
-    for text in overrides:
-        key, _, name = text.partition("=")
-        if re.fullmatch(r"attention(\.\d+)?\.name", key) and error.key.startswith("attention"):
-            whole = key.removesuffix(".name")
-            entry = values["attention"][int(whole.partition(".")[2])] if "." in whole else values["attention"]
-            place, _ = split_place(entry)
-            mapping = to_yaml({**place, "name": name}).replace("}", ", ...}")
-            remedy = f"give it as a whole, {f'{whole}={name} or ' * (not place)}{whole}={mapping}"
-            return f"{error.key}: unknown option; {text} keeps the other options that the file gives: {remedy}"
-    section, _, name = re.sub(r"\(\w+\)|\]", "", error.key).replace("[", ".").rpartition(".")
-    options = sorted(_known_options(values.get("attention")), key=lambda option: option.startswith(f"{section}."))
-    found = [option for option in options if option.endswith(f".{name}")]
-    if not found and len(longer := [option for option in options if option.endswith(f"_{name}")]) == 1:
-        found = longer
-    if not found and "did you mean" not in str(error):
-        names = {option.rpartition(".")[2]: option for option in options}
-        found = [names[match] for match in difflib.get_close_matches(name, names, n=1, cutoff=0.75)]
-    return f"{error.key}: unknown option; did you mean {' or '.join(map(repr, found))}?" if found else str(error)
-
-
-def _known_options(attention: Any) -> list[str]:
-    """Returns the paths of all options of a run whose attention has the plain options `attention`."""
-    kinds = [(name, kind) for name, kind in typing.get_type_hints(Run).items() if dataclasses.is_dataclass(kind)]
-    kinds += [("model", family.Config) for family, _ in MODELS.values()]
-    entries = {f"attention.{i}": entry for i, entry in enumerate(attention)} if isinstance(attention, list) else {}
-    kinds += [(path, Place) for path in entries]
-    for path, entry in (entries or {"attention": attention}).items():
-        name = entry.get("name") if isinstance(entry, Mapping) else entry
-        kinds += [(path, ATTENTION[name].Config)] if isinstance(name, str) and name in ATTENTION else []
-    options = (f"{section}.{field.name}" for section, kind in kinds for field in dataclasses.fields(kind))
-    return list(dict.fromkeys(options))
+def _plugins_of(entries: Sequence[Entry]) -> tuple[str, ...]:
+    """Returns what `--plugin` takes to load the mechanisms of `entries`; built-in ones need nothing."""
+    plugins = (plugin_of(entry.options["name"]) for entry in entries)
+    return tuple(dict.fromkeys(filter(None, plugins)))
 
 
 def _unset(tree: Tree, keys: Keys) -> None:
@@ -287,17 +233,18 @@ def _tell(text: str) -> None:
     print(text, file=sys.stderr)
 
 
-def _written_out(name: str, attention: Any, depths: Sequence[int], model: Any) -> Any:
-    """Adds to `attention`, or to each entry of a list, the options of its layers in `model`.
+def _write_out(entries: Sequence[Entry], model: nn.Module) -> list[Checked]:
+    """Returns the options of `entries` with all options of their layers in `model`.
 
     The options have the sizes that the layers have: with the option `fit`, those that the grids allow.
     """
-    layers, entries = attention_layers(model), []
-    for entry in assign(name, attention, depths):
+    layers, written = attention_layers(model), []
+    for entry in entries:
         layer = layers[entry.layers[0]]
+        options = {"name": layer.name(), **plain(dataclasses.asdict(layer.config))}
         place, _ = split_place(entry.options)
-        entries.append({**place, "name": layer.name(), **plain(dataclasses.asdict(layer.config))})
-    return entries if isinstance(attention, list) else entries[0]
+        written.append(Checked.of(AttentionFactory(layer.name(), layer.config), {**place, **options}))
+    return written
 
 
 def plain(value: Any) -> Any:

@@ -140,6 +140,14 @@ class World:
         if self.size > 1:
             dist.barrier(device_ids=[self.device.index] if self.on_cuda else None)
 
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        """Context after which the process group is destroyed."""
+        try:
+            yield
+        finally:
+            self.destroy()
+
     def destroy(self) -> None:
         """Destroys the process group, if there is one; nothing else may own it, see `average_gradients`."""
         if dist.is_initialized():
@@ -251,16 +259,17 @@ def autocast(amp: Amp, device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, AMP_DTYPE[amp] if amp else None, enabled=amp is not None)
 
 
-def set_deterministic(deterministic: bool) -> None:
-    """Chooses deterministic algorithms (an operation without one raises) or the fastest. Call before CUDA is used."""
+def set_arithmetic(deterministic: bool, tf32: bool) -> None:
+    """Chooses the algorithms of torch. Call it before CUDA is used.
+
+    Args:
+        deterministic: only deterministic ones, so that an operation without one raises; otherwise the fastest.
+        tf32: on a GPU, matrix products of fp32 in TF32. Convolutions keep torch's default, TF32.
+    """
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(deterministic)
     torch.backends.cudnn.benchmark = not deterministic
-
-
-def set_tf32(tf32: bool) -> None:
-    """Chooses whether a GPU computes matrix products of fp32 in TF32. Convolutions keep torch's default, TF32."""
     torch.backends.cuda.matmul.allow_tf32 = tf32
 
 

@@ -29,7 +29,6 @@ RESUMABLE_OPTIONS = {
     "train.max_skipped",
     "train.max_overflows",
     "report.wandb",
-    "report.mlflow",
     "report.profile",
     "plugins",
 }
@@ -41,7 +40,7 @@ TEACHER = "teacher_weights"
 CONTENT = ("train_content", "val_content")
 """Metadata of the data that checkpoints of earlier versions lack."""
 
-NAMES_ONLY = "an earlier version made it, which kept the names of its images, not their content; the names are compared"
+NAMES_ONLY = "this older checkpoint stores image names only, so names are compared"
 """Note on a checkpoint without `CONTENT`."""
 
 ABSENT = "absent"

@@ -22,7 +22,7 @@ class UpdateExchange:
         progress: counts the broken images. check: `FiniteGuard.check`.
     Attributes:
         norm: gradient norm of the last update that was read. stopped: whether any rank was asked to stop.
-        overdue: whether it was time to save, by the first rank's clock; the save sets it to false.
+        overdue: whether it was time to save, by the first rank's clock.
     """
 
     def __init__(self, run: Run, world: World, progress: Progress, check: Callable[..., bool]):
@@ -53,6 +53,11 @@ class UpdateExchange:
         if self.unread:
             read, self.unread = self.unread, None
             self._receive(read(), 1)
+
+    def begin_save(self) -> None:
+        """Waits for the update before, as `settle`; after it, no save is overdue."""
+        self.settle()
+        self.overdue = False
 
     def _receive(self, rows: list[list[float]], updates_ago: int) -> bool:
         losses, norms, stops, nums_broken, overdue = zip(*rows, strict=True)

@@ -23,7 +23,7 @@ class FiniteGuard:
     """Checks the losses of all ranks and the gradient norm of every update.
 
     If `UpdateExchange` reads them one update late, the weights may already be corrupt, but nothing has been saved. A
-    fused optimiser leaves them unchanged, see `keep_weights_finite`. With fp16, loss scaling expects gradients that are
+    fused optimiser leaves them unchanged, see `keep_finite`. With fp16, loss scaling expects gradients that are
     not finite and skips their updates itself; here they are counted.
 
     Args:

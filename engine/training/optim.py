@@ -69,9 +69,13 @@ def without_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def keep_weights_finite(optimizer: Optimizer, norm: Tensor) -> None:
-    """Makes the next step of a fused optimiser change nothing if the gradient norm, a scalar on the device, is not
-    finite. Other optimisers have no such switch. Unlike a branch, this does not wait for the device.
+def keep_finite(optimizer: Optimizer, norm: Tensor) -> None:
+    """Makes the next step of a fused optimiser change nothing if the gradient norm is not finite.
+
+    Other optimisers have no such switch. Unlike a branch, this does not wait for the device.
+
+    Args:
+        norm: scalar on the device.
     """
     if optimizer.param_groups[0].get("fused"):
         vars(optimizer)["found_inf"] = norm.isfinite().logical_not().float()  # as torch's GradScaler does

@@ -1,8 +1,10 @@
 """Configuration files are read back as written, and a mistake is refused in one line that names its place."""
 
+import copy
 import dataclasses
 import importlib
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -14,12 +16,15 @@ import pytest
 import torch
 import yaml
 
-from attention import OptionError
+from attention import ATTENTION, OptionError
+from attention.options import parse_options
 from engine.config.schema import Augment, Optim, Run
 from engine.config.yaml_files import dump_yaml, read_yaml
-from engine.run.load import REMOVED, dump_run, load_run, parse_run
+from engine.run.load import REMOVED, dump_run, load_run, parse_run, plain
 from engine.runtime.errors import ConfigError, refuse_bad_input
 from models import create_model
+from models.base import attention_layers
+from models.costs import count_costs
 
 VALID = """\
 model:
@@ -91,7 +96,8 @@ def test_dump_and_parse_are_inverse_also_through_yaml(tmp_path, model):
 
 def test_options_of_earlier_versions_without_an_effect_are_passed_over():
     options = {"model": {"name": "deit_tiny_p16"}, "attention": "softmax"}
-    former = flatten_back({key: values[-1] for key, values in REMOVED.items()})
+    removed = flatten_back({key: (values or ["any"])[-1] for key, values in REMOVED.items()})
+    former = removed | {"model": removed["model"] | options["model"]}
     assert parse_run(options | former, "last.pt") == parse_run(options, "last.pt")
     assert former["distill"] == {"layers": None, "distance": "squared"}  # not changed
     former["distill"]["layers"] = [1]
@@ -674,3 +680,30 @@ def test_every_option_of_a_run_says_what_it_means():
     assert len(sections) == 9
     for section in sections:
         assert all(field.metadata["meaning"] for field in dataclasses.fields(section))
+
+
+@pytest.mark.parametrize(("path", "entries"), [("deit_tiny_p8/eva.yaml", 1), ("pvtv2_b3_2xheads/eva.yaml", 3)])
+def test_every_mechanism_is_parsed_once(monkeypatch, path, entries):
+    """Also what is built from the run afterwards parses nothing, but a copy with other options is parsed."""
+    parsed = []
+
+    def parse(cls, *arguments):
+        parsed.append(cls)
+        return parse_options(cls, *arguments)
+
+    monkeypatch.setattr("attention.parse_options", parse)
+    run = load_run(f"configs/{path}")
+    assert parsed.count(ATTENTION["eva"].Config) == entries
+    count = len(parsed)
+    layers = attention_layers(create_model(attention=run.attention, **run.model, device="meta"))
+    count_costs(run.model, run.attention)
+    assert len(parsed) == count
+    first, *_ = run.attention if isinstance(run.attention, list) else [run.attention]
+    assert plain(dataclasses.asdict(layers[0].config)).items() <= first.items()
+    with pytest.raises(TypeError, match="change a copy"):
+        first["window_size"] = 1
+    for copied in (pickle.loads(pickle.dumps(run)), copy.deepcopy(run)):
+        assert copied == run
+    changed = {**first, "window_size": 1}
+    other = create_model(run.model["name"], [changed] * 4 if path.startswith("pvt") else changed, device="meta")
+    assert attention_layers(other)[0].config.window_size == 1

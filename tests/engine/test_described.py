@@ -38,7 +38,7 @@ HANDS = {
         **{"cache_dir": "CACHE", "cache_gb": 0.0003, "workers": 200, "timeout_minutes": 9.0, "shuffle_shards": 999},
     },
     "train": {"device": "cuda", "compile": True, "timeout_minutes": 9.0},
-    "report": {"wandb": "theirs", "mlflow": "theirs"},
+    "report": {"wandb": "theirs"},
 }
 
 

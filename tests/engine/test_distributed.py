@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import train
-from engine.runtime.distributed import World, init_distributed, mix_seeds, seed_everything, set_deterministic, set_tf32
+from engine.runtime.distributed import World, init_distributed, mix_seeds, seed_everything, set_arithmetic
 from engine.runtime.errors import UserError
 from engine.runtime.locks import lock_directory
 
@@ -159,21 +159,21 @@ def test_every_library_is_seeded():
 def test_the_tf32_switch():
     assert not torch.backends.cuda.matmul.allow_tf32  # torch's own choice, which is the option's default
     try:
-        set_tf32(True)
+        set_arithmetic(deterministic=False, tf32=True)
         assert torch.backends.cuda.matmul.allow_tf32
     finally:
-        set_tf32(False)
+        set_arithmetic(deterministic=False, tf32=False)
 
 
 def test_the_deterministic_switch(monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)  # and put back what was
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
-    set_deterministic(False)
+    set_arithmetic(deterministic=False, tf32=False)
     assert not torch.are_deterministic_algorithms_enabled()
     assert torch.backends.cudnn.benchmark
     try:
-        set_deterministic(True)
+        set_arithmetic(deterministic=True, tf32=False)
         assert torch.are_deterministic_algorithms_enabled()
         assert not torch.backends.cudnn.benchmark
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"  # cuBLAS is deterministic only with it

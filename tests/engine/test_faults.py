@@ -26,7 +26,7 @@ from torch import nn
 import train
 from engine.checkpoints.files import find_checkpoint, list_checkpoints, load_checkpoint
 from engine.checkpoints.progress import Progress
-from engine.config.schema import Data, Train
+from engine.config.schema import Data, Schedule, Train
 from engine.data.augment import PairMixup
 from engine.data.sampler import EpochSampler
 from engine.reporting.runs import summarise
@@ -600,7 +600,8 @@ def test_all_ranks_save_by_the_clock_of_the_first(first: int, late: int, saved: 
     )
     trainer.sampler = SimpleNamespace(stop=4, updates_per_epoch=4)
     trainer.update = lambda batches: exchange.accepts(torch.tensor(1.0), torch.tensor(1.0), False, 0, not first)
-    trainer.checkpoints.is_due = trainer.is_evaluated = lambda number: False
+    trainer.run = SimpleNamespace(train=Train(eval_every=9), schedule=Schedule())
+    trainer.checkpoints.is_due = lambda number: False
     trainer.checkpoints.save = lambda progress, stateful: steps.append(progress.step)
     trainer.save = partial(train.Trainer.save, trainer)
     trainer.optimizer.param_groups = [{"lr": 1.0}]

@@ -45,7 +45,7 @@ class Position(Objective):
         return run.train.seed == SEED
 
     @staticmethod
-    def refuse_prediction(source: str, of_metrics: bool) -> str:
+    def prediction_refusal(source: str, of_metrics: bool) -> str:
         return "it predicts positions; name another run"
 
     @staticmethod

@@ -22,7 +22,7 @@ from engine.training.optim import (
     check_optimizer,
     create_optimizer,
     create_schedule,
-    keep_weights_finite,
+    keep_finite,
     restore_optimizer,
 )
 from engine.training.resume import Checkpoints, Resumed
@@ -280,10 +280,10 @@ def test_a_run_may_go_on_with_a_fused_optimizer_or_without(fused_before: bool):
 def test_a_fused_optimizer_keeps_its_weights_finite(value: float):
     model = nn.Linear(3, 5)
     optimizer, before = fuse(create_optimizer(model, Optim(), 8)), model.weight.detach().clone()
-    keep_weights_finite(optimizer, torch.tensor(value))
+    keep_finite(optimizer, torch.tensor(value))
     trained(optimizer, model, value)
     assert torch.equal(model.weight, before)
-    keep_weights_finite(optimizer, torch.tensor(1.0))
+    keep_finite(optimizer, torch.tensor(1.0))
     trained(optimizer, model)
     assert not torch.equal(model.weight, before)
     assert model.weight.isfinite().all()
@@ -291,5 +291,5 @@ def test_a_fused_optimizer_keeps_its_weights_finite(value: float):
 
 def test_other_optimizers_have_no_such_switch():
     optimizer = create_optimizer(nn.Linear(3, 5), Optim(), 8)
-    keep_weights_finite(optimizer, torch.tensor(torch.nan))
+    keep_finite(optimizer, torch.tensor(torch.nan))
     assert not hasattr(optimizer, "found_inf")

@@ -41,7 +41,7 @@ from engine.evaluation.evaluate import evaluate
 from engine.evaluation.predictions import PredictionTable
 from engine.reporting.charts import Charts
 from engine.reporting.metrics import TOTALS, read_records
-from engine.reporting.recorder import Recorder
+from engine.reporting.recorder import Recorder, SilentRecorder
 from engine.run.checks import check_profile
 from engine.runtime.distributed import World
 from engine.runtime.errors import UserError
@@ -65,9 +65,9 @@ RUN = Run(
 IMAGES = torch.tensor([0.0, 0.5, 1.0])[:, None, None, None] * torch.ones(3, 3, 4, 4)
 
 
-def record_run(directory: Path | None) -> None:
+def record_run(directory: Path, kind: type[SilentRecorder] = Recorder) -> None:
     """A run of one update."""
-    recorder = Recorder(directory, RUN, Progress(), total_steps=1, world=WORLD)
+    recorder = kind(directory, RUN, Progress(), total_steps=1, world=WORLD)
     recorder.start(0, processes=1, parameters=1234, macs=5678)
     mean, std = (torch.tensor(values)[:, None, None] for values in (RUN.data.mean, RUN.data.std))
     recorder.images((IMAGES - mean) / std)
@@ -77,7 +77,8 @@ def record_run(directory: Path | None) -> None:
     recorder.eval(1, {"top1": 50.0, "top5": 90.0, "loss": 1.5, "ema_top1": 40.0})
     recorder.final(top1=50.0, best_top1=50.0, macs=5678)
     recorder.sync()
-    recorder.close()
+    if kind is Recorder:
+        recorder.close()
 
 
 def records(directory: Path) -> list[dict]:
@@ -101,9 +102,9 @@ def test_records(tmp_path: Path):
 
 
 def test_a_metric_that_is_no_score_is_said(tmp_path: Path, capsys: pytest.CaptureFixture):
-    """Only where it ranks epochs, and by the primary rank."""
+    """Only where it ranks epochs."""
     progress = Progress(metrics={"top1": 50.0, "loss": math.nan, "ema_top1": 50.0, "ema_loss": math.inf})
-    for directory, best_by, lines in ((tmp_path, "loss", 2), (tmp_path, "top1", 0), (None, "loss", 0)):
+    for directory, best_by, lines in ((tmp_path, "loss", 2), (tmp_path, "top1", 0)):
         progress.rank(7, 3, best_by)
         Recorder(directory, RUN, progress, total_steps=1, world=WORLD).eval(7, progress.metrics)
         err = capsys.readouterr().err
@@ -424,7 +425,7 @@ def test_records_are_on_disk_before_the_checkpoint(tmp_path: Path, monkeypatch: 
     trainer = SimpleNamespace(
         recorder=recorder,
         checkpoints=checkpoints,
-        exchange=SimpleNamespace(settle=lambda: None),
+        exchange=SimpleNamespace(begin_save=lambda: None),
         progress=None,
         stateful=None,
     )
@@ -468,7 +469,7 @@ def go_on(directory: Path, saved: list[Progress], patch: pytest.MonkeyPatch) -> 
         trainer.optimizer.param_groups = [{"lr": 1.0}]
         trainer.objective.pictures.return_value = {}
         trainer.checkpoints.save = lambda progress, stateful: saved.append(deepcopy(progress))
-        for name in ("train_epoch", "finish_epoch", "save"):
+        for name in ("train_epoch", "evaluate_and_save", "save"):
             setattr(trainer, name, partial(getattr(Trainer, name), trainer))
 
         def begin() -> None:
@@ -571,7 +572,7 @@ def test_records_are_whole_whichever_call_fails(where: str, how: str, tmp_path: 
 
 def test_other_ranks_record_nothing(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    record_run(None)
+    record_run(tmp_path, SilentRecorder)
     assert capsys.readouterr() == ("", "")
     assert not any(tmp_path.iterdir())
 

@@ -62,7 +62,7 @@ WITHIN_STEP = [
     "train.nn.utils.clip_grad_norm_",
     "engine.training.exchange.UpdateExchange.accepts",
     "engine.training.optim.ModelEmaV3.update",
-    "engine.reporting.recorder.Recorder.end_step",
+    "engine.reporting.recorder.SilentRecorder.end_step",
 ]
 """Functions that a run calls once in every update."""
 

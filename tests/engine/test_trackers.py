@@ -1,4 +1,4 @@
-"""Weights & Biases and MLflow: off by default, refused in time where they are missing."""
+"""Weights & Biases: off by default, refused in time where it is missing."""
 
 import sys
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from engine.checkpoints.progress import Progress
 from engine.config.schema import Report
 from engine.reporting import trackers
 from engine.reporting.recorder import Recorder
-from engine.reporting.trackers import Launch, OpenTrackers, check_trackers
+from engine.reporting.trackers import Launch, Tracker, check_tracker
 from engine.runtime.distributed import World
 from engine.runtime.errors import UserError
 from tests.engine.test_recorder import RUN
@@ -42,7 +42,7 @@ class Fake:
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> type[Fake]:
-    monkeypatch.setitem(trackers.TRACKERS, "wandb", Fake)
+    monkeypatch.setattr(trackers, "Wandb", Fake)
     monkeypatch.setattr(Fake, "launches", [])
     return Fake
 
@@ -85,25 +85,24 @@ def test_what_cannot_be_opened_is_refused(tmp_path: Path, monkeypatch):
     def refuse(name: str, launch: Launch) -> None:
         raise ValueError("not logged in")
 
-    monkeypatch.setitem(trackers.TRACKERS, "mlflow", refuse)
-    with pytest.raises(UserError, match=r"report\.mlflow = 'digits': ValueError: not logged in; or leave it out"):
-        OpenTrackers(Launch(replace(RUN, report=Report(mlflow="digits")), tmp_path, "1"))
+    monkeypatch.setattr(trackers, "Wandb", refuse)
+    with pytest.raises(UserError, match=r"report\.wandb = 'digits': ValueError: not logged in; or leave it out"):
+        Tracker(Launch(replace(RUN, report=Report(wandb="digits")), tmp_path, "1"))
 
 
-@pytest.mark.parametrize("package", trackers.TRACKERS)
-def test_a_missing_package_is_named_before_any_work(package: str, tmp_path: Path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, package, None)
+def test_a_missing_package_is_named_before_any_work(tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(SystemExit) as ended:
-        start(tmp_path, f"report.{package}=digits")
+        start(tmp_path, "report.wandb=digits")
     error = capsys.readouterr().err
     assert (ended.value.code, error.count("\n"), (tmp_path / "run").exists()) == (2, 1, False)
-    assert error.startswith(f"error: report.{package} = 'digits': needs the package {package} (")
-    assert error.endswith(f"); pip install {package}, or leave it out\n")
+    assert error.startswith("error: report.wandb = 'digits': needs the package wandb (")
+    assert error.endswith("); pip install wandb, or leave it out\n")
 
 
 def test_a_name_is_needed():
     with pytest.raises(OptionError, match=r"report\.wandb = ' ': name a project, or leave it out"):
-        check_trackers(Report(wandb=" "))
+        check_tracker(Report(wandb=" "))
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -117,18 +116,3 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert first.name == second.name
     for content in (first.read_bytes(), second.read_bytes()):
         assert all(text in content for text in (b"digits", b"train/loss", b"eval/top1", b"images_seen"))
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_mlflow_in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    mlflow = pytest.importorskip("mlflow")
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # which needs no database
-    mlflow.set_tracking_uri((tmp_path / "mlruns").as_uri())
-    for step in (0, 1):
-        train(tmp_path, Report(mlflow="digits"), Progress(step=step))
-    (found,) = mlflow.search_runs(experiment_names=["digits"], output_format="list")
-    history = mlflow.MlflowClient().get_metric_history(found.info.run_id, "images_seen")
-    assert found.info.status == "FINISHED"
-    assert found.data.params["train.total_batch_size"] == "8"
-    assert found.data.metrics["train/loss"] == 2.5
-    assert {(metric.step, metric.value) for metric in history} == {(1, 8.0), (2, 16.0)}

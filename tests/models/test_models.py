@@ -17,7 +17,8 @@ from attention import ATTENTION, OptionError, create_attention
 from attention.options import parse_options
 from attention.parts.features import full_precision
 from models import MODELS, create_model, layer_contexts, parse_model, resolve_attention
-from models.base import StochasticDepth, attention_layers, compiled
+from models.base import attention_layers
+from models.block import Block, StochasticDepth, compiled
 from models.convert import resample_pos_embed
 from models.costs import count_costs
 from models.deit import Deit
@@ -233,14 +234,6 @@ def test_contract(name):
     with pytest.raises(OptionError, match="global_pool = 'token' is not one of"):
         model.reset_classifier(0, "token")
     assert tiny_model(name, num_classes=0, global_pool="")(images).shape == final
-
-
-def test_gated_mlps_have_two_thirds_of_the_width():
-    mlp = create_model("deit", **TINY["deit"], use_glu=True, mlp_ratio=3.5).eval().blocks[0].mlp
-    x = torch.randn(2, 30, 24)
-    values, gates = mlp.fc1(x).chunk(2, -1)
-    assert gates.shape[-1] == 56  # 2/3 of 84
-    torch.testing.assert_close(mlp(x, (5, 6)), mlp.fc2(torch.nn.functional.gelu(values) * gates))
 
 
 def test_class_token():
@@ -588,7 +581,7 @@ def test_sites_of_pvt():
 @families
 def test_drop_path_grows_with_depth(name):
     model = tiny_model(name, drop_path_rate=0.4)
-    blocks = [module for module in model.modules() if isinstance(module, models.base.Block)]
+    blocks = [module for module in model.modules() if isinstance(module, Block)]
     rates = [[block.drop_path1.drop_prob, block.drop_path2.drop_prob] for block in blocks]
     expected = torch.linspace(0, 0.4, len(blocks))
     torch.testing.assert_close(torch.tensor(rates), expected[:, None].expand(-1, 2))
@@ -652,7 +645,7 @@ def test_blocks_work_on_contiguous_tokens(name, memory_format):
     expected = model(images)
     strides = []
     for module in model.modules():
-        if isinstance(module, models.base.Block):
+        if isinstance(module, Block):
             module.register_forward_pre_hook(lambda _, inputs: strides.append(inputs[0].is_contiguous()))
     model.to(memory_format=memory_format)
     torch.testing.assert_close(model(images.to(memory_format=memory_format)), expected)

@@ -252,11 +252,11 @@ def record_state() -> None:
     import torch
 
     from engine.data.sampler import SeededDataset
-    from engine.reporting.recorder import Recorder
+    from engine.reporting.recorder import SilentRecorder
 
-    end_step, getitem = Recorder.end_step, SeededDataset.__getitem__
+    end_step, getitem = SilentRecorder.end_step, SeededDataset.__getitem__
 
-    def function(self: Recorder) -> None:
+    def function(self: SilentRecorder) -> None:
         state = pickle.dumps((random.getstate(), np.random.get_state(), torch.get_rng_state().tolist()))  # noqa: NPY002
         record("random", self.step + 1, hashlib.sha256(state).hexdigest())
         record("ranks", self.step + 1, self.speed.world.size, time.monotonic())
@@ -268,7 +268,7 @@ def record_state() -> None:
         record("place", *place)
         return getitem(self, place)
 
-    Recorder.end_step, SeededDataset.__getitem__ = function, getitem_and_record
+    SilentRecorder.end_step, SeededDataset.__getitem__ = function, getitem_and_record
 
 
 def use_few_images(train: int, val: int, patch: Callable = setattr) -> None:
