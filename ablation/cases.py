@@ -1,4 +1,4 @@
-"""Runs of a sweep: their results, and the options and data of those that have begun."""
+"""Runs of a sweep: their results, and the options and data of runs that have begun."""
 
 import functools
 import sys

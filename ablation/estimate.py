@@ -78,7 +78,7 @@ class Estimate:
 
 
 class Speed(NamedTuple):
-    """Seconds of a run that has begun: of the whole, and of what is left of it."""
+    """Seconds of a run that has begun: `whole`, from start to end, and `left`, until its end."""
 
     whole: float
     left: float

@@ -28,11 +28,7 @@ from engine.reporting.plots import (
 )
 from engine.reporting.tables import plus_minus
 
-LABELS = {
-    "E": "|E| (tokens)",
-    "C": "C (landmarks)",
-    "S": "S (samples)",
-}
+LABELS = {"E": "|E| (tokens)", "C": "C (landmarks)", "S": "S (samples)"}
 """Symbol in the names of settings -> label of an axis."""
 
 

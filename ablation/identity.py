@@ -87,7 +87,7 @@ def list_differences(before: Ablation, now: Ablation) -> list[str]:
 
 
 def compare_grids(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Returns option -> what is lost of it, None or new values."""
+    """Returns option -> the lost values, and the values in their place (None: no others)."""
     found: dict[str, tuple[Any, Any]] = {}
     for option in {**old, **new}:
         if option not in old or option not in new:

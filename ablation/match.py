@@ -50,7 +50,7 @@ class Matched:
 
     @property
     def deviation(self) -> float:
-        """Deviation from the target, a share of it."""
+        """Deviation from the target, relative to the target."""
         return self.reached / self.match.target - 1
 
     @property

@@ -66,7 +66,7 @@ class Progress:
             print(text, file=stream, flush=True)
 
     def tick(self) -> None:
-        """Shows what has changed, if it is time to look; called about once a second."""
+        """Shows changes at intervals of `LOOK_SECONDS`; called about once a second."""
         now = time.monotonic()
         if now - self.looked < LOOK_SECONDS or not (self.is_live or self.announces):
             return

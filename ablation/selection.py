@@ -41,7 +41,7 @@ def has_value(setting: Setting, option: str, value: Any) -> bool:
 
 
 def contains(held: Any, wanted: Any) -> bool:
-    """Returns whether the plain value `held` is what is `wanted`, see `select`."""
+    """Returns whether the plain value `held` matches `wanted`, see `select`."""
     if isinstance(held, Mapping):
         asked = wanted if isinstance(wanted, Mapping) else {"name": wanted}
         return all(name in held and contains(held[name], value) for name, value in asked.items())
@@ -51,7 +51,7 @@ def contains(held: Any, wanted: Any) -> bool:
 
 
 def select_only(settings: Sequence[Setting], texts: Sequence[str]) -> list[Setting]:
-    """Returns the settings that the values ``"OPTION=VALUE"`` of --only name; all of them without any.
+    """Returns the settings that match every ``"OPTION=VALUE"`` of --only; without any, all settings.
 
     Raises:
         ConfigError: a text of another form, or a value that no row has.

@@ -75,8 +75,9 @@ class Setting:
         return values
 
     def text_of(self, option: str) -> str:
-        """Returns the YAML text of the value that holds for an option; for what the setting does not change itself, the
-        name in place of a mapping that has one. Empty if the run has no such option.
+        """Returns the YAML text of the value that holds for an option; empty if the run has no such option.
+
+        If the setting does not change the option itself, the name of a mapping stands for the mapping.
         """
         if option in self.changes:
             return self.changes[option]
@@ -113,7 +114,7 @@ def has_replicates(settings: Sequence[Setting]) -> bool:
 
 
 def replicate_of(settings: Sequence[Setting]) -> str:
-    """Returns the word for what the runs of a setting differ in, "seed" or "fold"."""
+    """Returns "seed" or "fold", in which the runs of a setting differ."""
     return settings[0].replicated_by.rpartition(".")[2]
 
 

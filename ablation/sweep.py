@@ -137,8 +137,9 @@ def combine(grid: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def check_effect(overrides: Sequence[str], rows: Sequence[Row], path: Path) -> None:
-    """Raises a ConfigError if every row of the ablation file `path` sets what one of the `overrides` sets, or a whole
-    of which that is a part: the override would change nothing.
+    """Raises a ConfigError for one of the `overrides` that changes nothing.
+
+    Every row of the ablation file `path` sets the same option itself, or an option that contains it.
     """
     keys = [{text.partition("=")[0] for text in to_overrides(row.options)} for row in rows]
     for text in overrides:
@@ -200,7 +201,7 @@ class Planner:
         return name, Setting(changes, self._paper(row), cases, matched, self.replicates.option)
 
     def _check_replicates(self, run: Run, given: Sequence[str]) -> None:
-        """Refuses overrides that set what tells the runs of a setting apart, and folds that cannot be.
+        """Refuses overrides of the option in which the runs of a setting differ, and impossible folds.
 
         Raises:
             ConfigError: the first problem.
@@ -238,7 +239,7 @@ class Planner:
         return matched, load_run(row.base, given, world_size=self.world_size)
 
     def _paper(self, row: Row) -> PaperRow | None:
-        """Returns the figures of a paper: those that the row gives itself, or those of its configuration."""
+        """Returns the paper's figures that the row gives itself, or else the figures for its configuration."""
         given = row.options.get("paper")
         if isinstance(given, float | int):
             given = {"top1": given}

@@ -30,17 +30,14 @@ ERROR = re.compile(r"(\[rank\d+\]: )?(error: |(?!.*ChildFailedError)[\w.]*(Error
 """Beginning of a line that names an error: one of the scripts here, or an exception of Python; not torchrun's own."""
 
 MOST_ERRORS = 2**16
-"""Bytes that are kept of the end of what a run prints on stderr."""
+"""Number of bytes kept from the end of a run's stderr."""
 
 PIPE_SECONDS = 5
-"""Longest wait for the rest of what a run has printed, when it has ended."""
+"""Longest wait for the remaining output of a run that has ended."""
 
 
 def train_all(
-    cases: Sequence[Case],
-    failures: Mapping[Path, int | None],
-    wait: bool,
-    progress: Progress,
+    cases: Sequence[Case], failures: Mapping[Path, int | None], wait: bool, progress: Progress
 ) -> Iterator[Case]:
     """Trains the runs that are neither finished nor running elsewhere, and yields each after it.
 

@@ -24,7 +24,7 @@ BATCH_SIZE = 24
 
 OPTIM = Optim(lr=1e-2, lr_base_size=BATCH_SIZE, weight_decay=0.0, clip_grad=1.0)
 SCHEDULE = Schedule(epochs=1, warmup_epochs=0)
-"""Optimiser, and cosine schedule over the steps: those of configs/fashion_mnist/align_lara.yaml."""
+"""Optimiser, and cosine schedule over the steps, as in configs/fashion_mnist/align_lara.yaml."""
 
 RECIPE: dict[str, Any] = {"batch_size": BATCH_SIZE, "optim": asdict(OPTIM), "schedule": asdict(SCHEDULE)}
 
@@ -57,7 +57,7 @@ def open_training_images(trained: Trained, sample: Sample) -> tuple[Images, Tens
 
 
 def validates_on_training_images(trained: Trained) -> bool:
-    """Returns whether the split of the training images is that of the validation, and none are held out."""
+    """Returns whether training and validation images are the same split, and none are held out."""
     data = replace(trained.run.data, subset=None)
     if data.held_out_by:
         return False

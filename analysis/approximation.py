@@ -31,12 +31,11 @@ class Row:
     Attributes:
         name: the mechanism on the command line. options: its options, including the budget's. budget: None for
             mechanisms without an option of size. temperature: divisor of the logits. entropies: entropy of softmax's
-            weights in each layer, nats. layers: numbers of those that have the mechanism, of which means are taken;
-            the last stage of a pyramid keeps softmax (None: all). mode: see `merge_modes`. errors: `relative_error`
-            for each draw and layer, mean over the passes. variances: the part of it that is variance over the passes;
-            the rest is squared bias. untrained: number of untrained parameters. macs: see `layer_macs`. peak:
-            highest peak bytes of a layer for `CHUNK` images. steps: of alignment with softmax attention. problem: why
-            there is no result.
+            weights in each layer, nats. layers: numbers of the layers with the mechanism, over which means are taken
+            (None: all); the last stage of a pyramid keeps softmax. mode: see `merge_modes`. errors: `relative_error`
+            for each draw and layer, mean over the passes. variances: their variance over the passes; the rest is
+            squared bias. untrained: number of untrained parameters. macs: see `layer_macs`. peak: highest peak bytes
+            of a layer for `CHUNK` images. steps: number of alignment steps. problem: reason for a missing result.
     """
 
     name: str
@@ -68,7 +67,7 @@ class Row:
         return spread_of_layers(self.errors, self.layers if layer is None else [layer])
 
     def spread_of_squared_bias(self, layer: int | None = None) -> Spread | None:
-        """Returns the same of error - variance, an unbiased estimate of the squared bias; it may be below zero."""
+        """Returns mean and standard deviation of error - variance, an unbiased estimate of the squared bias."""
         pairs = zip(self.errors, self.variances, strict=False)  # without samples there are no variances
         biases = [[e - v for e, v in zip(errors, variances, strict=True)] for errors, variances in pairs]
         return spread_of_layers(biases, self.layers if layer is None else [layer])
@@ -86,9 +85,9 @@ class Softmax:
     Attributes:
         temperature: divisor of the logits. state: weights whose queries and keys are divided by its root, both alike,
             because the error of features of queries and keys depends on the size of each. inputs: tokens (B, P + N, C)
-            and grid of every attention layer of the trained model. compute: what of a layer is compared, `attended` or
-            `outputs`. expected: it, of every layer. entropies: entropy of the weights of each layer,
-            nats, mean over queries and heads. macs: see `layer_macs`.
+            and grid of every attention layer of the trained model. compute: tensor to compare, `attended` or `outputs`.
+            expected: that tensor for every layer of the trained model. entropies: entropy of the weights of each
+            layer, nats, mean over queries and heads. macs: see `layer_macs`.
     """
 
     temperature: float
@@ -152,8 +151,9 @@ def measure(
     args: Namespace,
     fit: Callable[[nn.Module, int], None] | None = None,
 ) -> Iterator[Row]:
-    """Yields the rows of a mechanism: one for each budget, or for each budget and mode if the modes differ; then the
-    same of the aligned model.
+    """Yields the rows of a mechanism: one for each budget, or for each budget and mode if the modes differ.
+
+    The rows of the aligned model follow.
 
     Args:
         fit: aligns a model by a seed; None: no alignment.
@@ -208,7 +208,7 @@ def check_draws(attention: Mapping[str, Any]) -> None:
 
 @torch.no_grad()
 def decompose_errors(model: nn.Module, softmax: Softmax, samples: int) -> list[tuple[float, float]]:
-    """Returns for every attention layer its `relative_error`, mean over `samples` passes, and how much is variance.
+    """Returns the mean `relative_error` of every attention layer over `samples` passes, and its part that is variance.
 
     The error of a random y against a fixed t is E (y - t)^2 = (E y - t)^2 + Var y. The variance is estimated over the
     passes, divided by samples - 1; a single pass has none. Every pass must draw its own samples, see `check_draws`.

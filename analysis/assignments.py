@@ -1,7 +1,7 @@
 """Assignments of mechanisms to layers: predicted losses and costs, the order of measurements, and the front.
 
-The loss of an assignment is predicted as a sum over layers of the rise of the loss when that layer alone has its
-mechanism. Its cost is predicted from single layers too.
+The predicted loss of an assignment is the trained model's loss, plus the increase for each layer that was measured with
+that layer alone replaced. The cost is predicted from single layers too.
 """
 
 import itertools
@@ -17,7 +17,7 @@ from analysis.laboratory import Score
 from engine.checkpoints.progress import is_score
 
 MOST_CANDIDATES = 100_000
-"""Largest number of assignments that are all predicted; of more, those of a beam are."""
+"""Largest number of assignments that are all predicted; of a larger number, only a beam is."""
 
 WIDTH = 20_000
 SLICES = 100
@@ -25,7 +25,11 @@ SLICES = 100
 
 
 class Candidate(NamedTuple):
-    """An assignment. predicted: loss, the trained model's and the rises of its layers, or nan. cost: by `Prices`."""
+    """An assignment.
+
+    predicted: loss of the trained model, plus the increase measured for each replaced layer; NaN if unknown. cost: by
+    `Prices`.
+    """
 
     choices: Choices
     predicted: float
@@ -76,9 +80,8 @@ def search(
             choices = (*own[:layer], name, *own[layer + 1 :])
             if choices not in points:
                 score, cost = evaluate(choices)
-                points[choices] = Point(
-                    len(points), Candidate(choices, score.loss, prices.predict(choices)), score, cost
-                )
+                candidate = Candidate(choices, score.loss, prices.predict(choices))
+                points[choices] = Point(len(points), candidate, score, cost)
             rises[layer, name] = points[choices].score.loss - points[own].score.loss
         order = predict(points[own].score.loss, rises, prices)
         order.sort(key=lambda candidate: (candidate.predicted, candidate.cost))
@@ -132,8 +135,9 @@ def thin(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def is_best(point: Point, points: Iterable[Point]) -> bool:
-    """Returns whether no other point has a loss as low at a cost as low; of equal ones the first is best, and an
-    infinite loss never is.
+    """Returns whether no other point has a loss as low at a cost as low.
+
+    The first of equal points is best. A point of infinite loss never is.
     """
 
     def rank(one: Point) -> tuple[float, float, int]:

@@ -86,7 +86,7 @@ class Cost(ABC):
         """Returns the cost of a hybrid, counted or measured once."""
 
     def price(self, layer: int, name: str) -> float:
-        """Returns what a mechanism in one layer alone adds to the trained model's cost."""
+        """Returns the cost that a mechanism in one layer alone adds to the trained model's."""
         return self.measure(self.hybrids.single(layer, name)) - self.start()
 
     def start(self) -> float:
@@ -103,7 +103,7 @@ class Cost(ABC):
         return Prices(self.start(), layers, self.combine)
 
     def cheapest(self, prices: Prices) -> float:
-        """Returns the cost of the hybrid of the lowest predicted cost, as predicted or measured: the lower one."""
+        """Returns the lower of the predicted and the measured cost of the hybrid with the lowest prediction."""
         choices = prices.cheapest()
         return min(prices.predict(choices), self.measure(choices))
 
@@ -128,7 +128,7 @@ class Cost(ABC):
         return call
 
     def once(self, choices: Choices, compute: Callable[[], Found], **question: Any) -> float:
-        """Returns what is kept of a measurement with this device, number of threads and batch, or makes it."""
+        """Returns the kept cost of a hybrid with this device, number of threads and batch; measures it if absent."""
         place = {"device": device_name(self.device), "threads": torch.get_num_threads(), "batch": len(self.images)}
         options = self.hybrids.laboratory.trained.run.train
         place |= {"amp": options.amp, "kernels": options.kernels}

@@ -62,7 +62,7 @@ def is_own(row: Row) -> bool:
 
 
 def paired(row: Row, control: Row, step: float) -> Spread | None:
-    """Returns the spread over seeds of the tuned top-1 less that of `control`; `step` is that of one image."""
+    """Returns the spread over seeds of the tuned top-1 minus `control`'s; `step` is one image's share of top-1."""
     pairs = [(a.tuned, b.tuned) for a, b in zip(row.draws, control.draws, strict=False)]
     if row is control:
         return None

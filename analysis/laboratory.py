@@ -70,7 +70,7 @@ class Measured(NamedTuple):
     """Measurements of a mechanism with one seed.
 
     Attributes:
-        stages: by mode, replaced and aligned (None: it was not asked for). seconds: of the alignment, on a CPU of
+        stages: mode -> replaced and aligned stage (None: no alignment). seconds: time of the alignment; on a CPU,
             processor time. untrained: number of untrained parameters. peak: peak bytes of a forward pass of
             `NUM_COMPARED` images. weights: export of the aligned model, or file of the trained model.
     """

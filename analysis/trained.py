@@ -30,8 +30,8 @@ class Trained:
 
     Attributes:
         path: its checkpoint. run: its configuration. source: its weights. model: in evaluation mode.
-        classes: names of its classes, if known. device: device of the model. train_split: the split that it was trained
-            on, where the command line names another.
+        classes: names of its classes, if known. train_split: the split that it was trained on; the command line may
+            name another.
     """
 
     path: Path

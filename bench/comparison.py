@@ -102,10 +102,7 @@ def on_path(text: str, path: str) -> str:
 
 
 def compare(
-    comparison: Comparison,
-    rounds: int,
-    device: torch.device,
-    clock: Callable[[], float] = time.perf_counter,
+    comparison: Comparison, rounds: int, device: torch.device, clock: Callable[[], float] = time.perf_counter
 ) -> list[dict[str, Any]]:
     """Measures all subjects. Returns a row of results.csv for each; None for subjects that exceed the memory."""
     torch.compiler.reset()  # otherwise the next shape would be compiled as a dynamic one, which is slower

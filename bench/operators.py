@@ -21,7 +21,7 @@ from attention.parts import tables
 
 ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 OVERWRITING = {"copy_", "fill_", "zero_"}
-"""In-place operators that do not read what they overwrite."""
+"""In-place operators that overwrite a tensor without reading it."""
 PARTIAL = {"embedding", "gather", "index", "index_select"}
 """Operators that read as many elements of their first argument as they return."""
 SEARCHES = {"argmax", "argmin", "max", "min", "searchsorted", "sort", "topk"}

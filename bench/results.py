@@ -61,11 +61,7 @@ def describe(metadata: Mapping[str, Any]) -> str:
 
 def format_results(metadata: Mapping[str, Any], rows: Sequence[dict[str, Any]]) -> str:
     """Formats the conditions of the measurements, and a table for each kind of subject, as Markdown."""
-    lines = [
-        describe(metadata),
-        "",
-        f"{MEMORY} Speed-up: of the same round's times, median and quartiles.",
-    ]
+    lines = [describe(metadata), "", f"{MEMORY} Speed-up: of the same round's times, median and quartiles."]
     for kind, same_kind in itertools.groupby(rows, key=itemgetter("kind")):
         table = alike([readable(row) for row in same_kind])
         settings = {name: text for name, text in table[0].items() if name in SETTINGS}
@@ -80,7 +76,7 @@ def format_results(metadata: Mapping[str, Any], rows: Sequence[dict[str, Any]]) 
 
 
 def alike(table: Sequence[dict[str, str]]) -> Sequence[dict[str, str]]:
-    """Gives all rows the same columns: speed-ups over several baselines share a title that names none of them."""
+    """Gives all rows the same columns: speed-ups over several baselines share one title without a baseline's name."""
     if len({tuple(line) for line in table}) == 1:
         return table
     own = "speed-up over its baseline"

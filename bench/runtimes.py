@@ -17,7 +17,7 @@ from engine.checkpoints.export import to_onnx
 
 
 def onnx(model: nn.Module, images: Tensor) -> Call:
-    """Exports `model`, and returns a call of the exported model with these images; so do all functions here."""
+    """Exports `model`, and returns a call of the exported model with these images. All functions here do the same."""
     return _session(_export(model, images), images)
 
 

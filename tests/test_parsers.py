@@ -23,7 +23,6 @@ OF_CHECKPOINT = "engine.checkpoints.files.load_checkpoint refuses whatever a fil
 MAY_PARSE = {
     "ablation/names.py": "texts of options that the sweep has formatted itself",
     "ablation/report.py": "texts of options that the sweep has formatted itself",
-    "ablation/settings.py": "texts of options that the sweep has formatted itself",
     "engine/checkpoints/files.py": OF_CHECKPOINT,
     "engine/checkpoints/format.py": OF_CHECKPOINT,
     "engine/checkpoints/local_dir.py": OF_CHECKPOINT,

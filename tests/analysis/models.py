@@ -1,11 +1,14 @@
 """Checkpoints of small models with random weights, as train.py writes them."""
 
 import argparse
+import csv
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
 import torch
 
+import analyze
 from analysis.trained import Trained, load_trained
 from engine.checkpoints.files import save_checkpoint
 from engine.checkpoints.progress import Progress
@@ -13,6 +16,8 @@ from engine.run.load import dump_run, load_run
 from models import create_model
 
 ROOT = Path(__file__).parents[2]
+SMALL = ["model.depth=2", "model.embed_dim=24", "model.img_size=16", "model.stem=linear"]
+"""Options of a model on 4x4 tokens."""
 
 
 def save_model(directory: Path, options: Sequence[str], scale: float = 1.0, config: str = "quickstart") -> Path:
@@ -36,3 +41,22 @@ def save_pyramid(directory: Path) -> Path:
 def load_model(path: Path, *overrides: str, reads_images: bool = True) -> Trained:
     args = argparse.Namespace(checkpoint=path, select="best", weights=None, overrides=overrides)
     return load_trained(args, reads_images)
+
+
+def ask(checkpoint: Path, output: Path, question: str, *arguments: str) -> list[dict[str, str]]:
+    """The rows of the table that analyze.py writes."""
+    analyze.main([question, str(checkpoint), "--output", str(output), *arguments])
+    return read_rows(output / f"{question}.csv")
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def refusal(capsys: pytest.CaptureFixture, *arguments: str) -> str:
+    """What analyze.py prints on stderr when it refuses these arguments."""
+    with pytest.raises(SystemExit) as caught:
+        analyze.main(arguments)
+    assert caught.value.code == 2
+    return capsys.readouterr().err

@@ -1,6 +1,5 @@
 """analyze.py replace --align: what it fits, on which images, what it leaves, and how it goes on."""
 
-import csv
 import json
 from pathlib import Path
 
@@ -9,9 +8,8 @@ import pytest
 import torch
 from PIL import Image
 
-import analyze
 from analysis import align as alignment
-from analysis import laboratory, replace
+from analysis import laboratory
 from analysis.align import BATCH_SIZE, align, draw_batches, open_training_images
 from analysis.drop_in import drop_in, layer_errors, layer_inputs, outputs
 from analysis.measurements import Measurements
@@ -21,35 +19,15 @@ from engine.checkpoints.files import find_weights
 from engine.data.arrays import DigitsReader
 from engine.run.load import parse_run
 from models.base import attention_layers
-from tests.analysis.models import load_model, save_model
+from tests.analysis.models import ask, load_model
 from tests.analysis.plans import follow_plans
 
-OPTIONS = ["model.depth=2", "model.embed_dim=24", "model.img_size=16", "model.stem=linear"]
 EVA = "{name: eva, window_size: 2, num_landmarks: 4}"
 HYBRID = [{"name": "softmax", "blocks": 0}, {"name": "linear", "blocks": 1}]
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory) -> Path:
-    """A checkpoint of a model on 4x4 tokens, with queries and keys of variance about 1."""
-    return save_model(tmp_path_factory.mktemp("analysis"), OPTIONS, scale=10)
-
-
-@pytest.fixture(scope="module")
-def trained(checkpoint) -> Trained:
-    return load_model(checkpoint)
-
-
-@pytest.fixture(autouse=True)
-def without_figures(monkeypatch):
-    monkeypatch.setattr(replace, "encode", lambda figure: b"")
-
-
-def ask(checkpoint: Path, output: Path, *arguments: str, images: int = 60) -> list[dict[str, str]]:
-    options = "--images", str(images), "--draws", "1", "--output", str(output)
-    analyze.main(["replace", str(checkpoint), *options, *arguments])
-    with (output / "replace.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
+def replaced(checkpoint: Path, output: Path, *arguments: str, images: int = 60) -> list[dict[str, str]]:
+    return ask(checkpoint, output, "replace", "--images", str(images), "--draws", "1", *arguments)
 
 
 def aligned(trained: Trained, attention: object, steps: int, seed: int = 0) -> torch.nn.Module:
@@ -148,7 +126,7 @@ def test_a_split_under_another_name_is_the_same(checkpoint, tmp_path):
 @pytest.mark.complete
 def test_the_table_has_both_stages_and_the_aligned_model_is_an_export(checkpoint, tmp_path, capsys):
     """The export has the accuracy of the table, and its configuration the new attention."""
-    linear, eva = ask(checkpoint, tmp_path, "--align", "40", "--attention", "linear", EVA)
+    linear, eva = replaced(checkpoint, tmp_path, "--align", "40", "--attention", "linear", EVA)
     for row in (linear, eva):
         assert float(row["aligned_output_error"]) < 0.7 * float(row["output_error"])
         assert float(row["aligned_seconds"]) > 0
@@ -170,25 +148,25 @@ def test_the_table_has_both_stages_and_the_aligned_model_is_an_export(checkpoint
 def test_the_same_question_is_not_measured_again(checkpoint, tmp_path, monkeypatch):
     """Another number of steps, a missing model, or other code is."""
     asked = "--attention", "linear", "--align"
-    first = ask(checkpoint, tmp_path, *asked, "2")
+    first = replaced(checkpoint, tmp_path, *asked, "2")
     with (tmp_path / laboratory.MEASUREMENTS_FILE).open("a") as file:
         file.write('{"key": "torn')
     measured, measure = [], laboratory.Laboratory._measure
     monkeypatch.setattr(laboratory.Laboratory, "_measure", lambda *given: measured.append(given) or measure(*given))
-    assert ask(checkpoint, tmp_path, *asked, "2") == first
+    assert replaced(checkpoint, tmp_path, *asked, "2") == first
     assert not measured
-    ask(checkpoint, tmp_path, *asked, "3")
+    replaced(checkpoint, tmp_path, *asked, "3")
     assert len(measured) == 1
-    ask(checkpoint, tmp_path, *asked, "2", images=59)
+    replaced(checkpoint, tmp_path, *asked, "2", images=59)
     assert len(measured) == 2
     for path in (tmp_path / "aligned").glob("*.safetensors"):
         path.unlink()
-    again = ask(checkpoint, tmp_path, *asked, "2")
+    again = replaced(checkpoint, tmp_path, *asked, "2")
     assert len(measured) == 3
     assert again[0]["aligned_top1"] == first[0]["aligned_top1"]
     monkeypatch.setattr(laboratory, "digest_code", lambda: "other")
-    ask(checkpoint, tmp_path, *asked, "2")
-    ask(checkpoint, tmp_path, *asked, "2")
+    replaced(checkpoint, tmp_path, *asked, "2")
+    replaced(checkpoint, tmp_path, *asked, "2")
     assert len(measured) == 4
 
 
@@ -210,33 +188,14 @@ def test_alignment_that_diverges_is_a_row_with_the_reason(checkpoint, tmp_path, 
         return (torch.full((BATCH_SIZE, 3, 16, 16), float("nan") if next(steps) == 2 else 1.0),)
 
     monkeypatch.setattr(alignment, "read_images", read)
-    [row] = ask(checkpoint, tmp_path, "--align", "5", "--attention", "linear")
+    [row] = replaced(checkpoint, tmp_path, "--align", "5", "--attention", "linear")
     assert row["problem"] == "a gradient is not finite in step 3 of --align"
     assert row["top1"] == ""
 
 
-@pytest.mark.parametrize(
-    ("split", "images", "expected"),
-    [
-        (
-            "absent",
-            60,
-            "data.train_split: 'absent' is no split of the digits; known: train, val; --align",
-        ),
-        ("val", 340, "data.train_split = 'val' leaves 20 images for --align"),
-    ],
-)
-def test_alignment_without_images_is_refused(checkpoint, tmp_path, capsys, split, images, expected):
-    with pytest.raises(SystemExit) as caught:
-        ask(checkpoint, tmp_path, "--align", "2", "--attention", "linear", f"data.train_split={split}", images=images)
-    assert caught.value.code == 2
-    assert expected in capsys.readouterr().err
-    assert not (tmp_path / "aligned").exists()
-
-
 def test_training_on_starts_from_the_aligned_weights(checkpoint, tmp_path, monkeypatch):
     plans = follow_plans(monkeypatch)
-    ask(checkpoint, tmp_path, "--align", "2", "--attention", "linear", "--finetune", "1")
+    replaced(checkpoint, tmp_path, "--align", "2", "--attention", "linear", "--finetune", "1")
     text = plans[0].read_text()
     [path] = (tmp_path / "aligned").glob("linear-seed0-*.safetensors")
     assert f"init.weights: {path}" in text

@@ -1,6 +1,5 @@
 """Costs that a budget of analyze.py search limits: what single layers predict, and what is measured and kept."""
 
-import csv
 import itertools
 import operator
 from functools import partial
@@ -10,15 +9,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import analyze
-from analysis import costs, search
+from analysis import costs
 from analysis.costs import COSTS, Prices
 from analysis.hybrids import OWN
 from attention.ops import kernels
 from bench.timing import Times, time_rounds
-from tests.analysis.models import save_model
+from tests.analysis.models import SMALL, ask, save_model
 
-OPTIONS = ["model.depth=2", "model.embed_dim=24", "model.img_size=16", "model.stem=linear"]
 SECONDS = {(OWN, OWN): 4.0, ("a", OWN): 3.0, (OWN, "a"): 3.5, ("b", OWN): 6.0, ("a", "a"): 2.75}
 LAYERS = {(layer, name): 10 * layer + ord(name[0]) % 7 for layer in range(3) for name in (OWN, "a", "b")}
 
@@ -92,12 +89,10 @@ def test_no_assignment_is_cheaper_than_the_least_cost(combine, start):
     assert prices.predict(prices.cheapest()) == min(every) < max(every)
 
 
-def ask(checkpoint: Path, directory: Path, *options: str) -> list[dict[str, str]]:
+def every_assignment(checkpoint: Path, directory: Path, *options: str) -> list[dict[str, str]]:
     """The rows of all four assignments of softmax and the own attention to two layers."""
-    common = "--images", "40", "--align", "2", "--strategy", "all", "--output", str(directory)
-    analyze.main(["search", str(checkpoint), *common, "--attention", "softmax", *options])
-    with (directory / "search.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    common = "--images", "40", "--align", "2", "--strategy", "all", "--attention", "softmax"
+    rows = ask(checkpoint, directory, "search", *common, *options)
     assert len(rows) == 4
     return rows
 
@@ -106,14 +101,7 @@ def own_row(rows: list[dict[str, str]]) -> dict[str, str]:
     return next(row for row in rows if row["layer 0"] == row["layer 1"] == OWN)
 
 
-@pytest.fixture
-def _kept(monkeypatch):
-    """Figures are not rendered."""
-    monkeypatch.setattr(search, "encode", lambda figure: b"")
-
-
 @pytest.mark.complete
-@pytest.mark.usefixtures("_kept")
 @pytest.mark.parametrize(("kind", "column", "replaced"), [("ms", "ms", 1), ("memory", "peak_mib", 2)])
 def test_the_answer_is_within_the_budget_as_measured(tmp_path, monkeypatch, capsys, kind, column, replaced):
     """A second search in the directory measures nothing again. EVA, the own attention, costs more than softmax.
@@ -124,15 +112,15 @@ def test_the_answer_is_within_the_budget_as_measured(tmp_path, monkeypatch, caps
     monkeypatch.setattr(costs, "ROUNDS", 3)
     monkeypatch.setattr(costs, "time_rounds", partial(time_rounds, sample_seconds=0))
     own_attention = "attention={name: eva, window_size: 2, num_landmarks: 4}"
-    checkpoint = save_model(tmp_path, [*OPTIONS, own_attention], scale=10)
-    own = own_row(first := ask(checkpoint, tmp_path, "--budget", f"{kind}=1e6", "--batch-size", "3"))
+    checkpoint = save_model(tmp_path, [*SMALL, own_attention], scale=10)
+    own = own_row(first := every_assignment(checkpoint, tmp_path, "--budget", f"{kind}=1e6", "--batch-size", "3"))
     assert min(float(row[column]) for row in first) < float(own[column])
     printed = capsys.readouterr().out.partition(f": {kind}=")[2].partition(" in fp32, top-1")[0]
     assert float(printed) == pytest.approx(float(own[column]), rel=2e-3)
     monkeypatch.setattr(costs, "time_rounds", None)
     monkeypatch.setattr(costs, "peak_bytes", None)
     limit = float(own[column]) + 1e-4
-    rows = ask(checkpoint, tmp_path, "--budget", f"{kind}={limit}", "--batch-size", "3")
+    rows = every_assignment(checkpoint, tmp_path, "--budget", f"{kind}={limit}", "--batch-size", "3")
     within = [row for row in rows if float(row[column]) <= limit]
     answer = min(within, key=lambda row: (float(row["loss"]), float(row[column])))
     assert own_row(rows) == own_row(within)

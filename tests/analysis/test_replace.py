@@ -1,10 +1,8 @@
 """analyze.py replace and error, on a model of random weights whose logits vary."""
 
 import argparse
-import csv
 import dataclasses
 import math
-import re
 from functools import partial
 from pathlib import Path
 
@@ -12,21 +10,12 @@ import pytest
 import torch
 import yaml
 
-import analyze
 from ablation.sweep import read_ablation
 from analysis import error, replace, tune
 from analysis.approximation import Row, attend_by_softmax, decompose_errors, measure
 from analysis.budgets import SIZES, size_option, with_budget
 from analysis.command_line import MODES, read_mechanisms
-from analysis.drop_in import (
-    attended,
-    drop_in,
-    layer_errors,
-    layer_inputs,
-    merge_modes,
-    outputs,
-    set_mode,
-)
+from analysis.drop_in import attended, drop_in, layer_errors, layer_inputs, merge_modes, outputs, set_mode
 from analysis.error import AXES, draw
 from analysis.laboratory import Laboratory, score
 from analysis.trained import Trained, read_sample
@@ -42,42 +31,9 @@ from engine.runtime.errors import UserError
 from engine.runtime.memory import peak_bytes
 from models import create_model
 from models.base import attention_layers, is_same_attention
-from tests.analysis.models import ROOT, load_model, save_model
+from tests.analysis.models import ROOT, SMALL, ask, load_model, read_rows, refusal, save_model
 from tests.analysis.plans import follow_plans
 from tests.support.facts import stated
-
-OPTIONS = ["model.depth=2", "model.embed_dim=24", "model.img_size=16", "model.stem=linear"]
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory) -> Path:
-    """A checkpoint of a model on 4x4 tokens, with queries and keys of variance about 1."""
-    return save_model(tmp_path_factory.mktemp("analysis"), OPTIONS, scale=10)
-
-
-@pytest.fixture(scope="module")
-def trained(checkpoint) -> Trained:
-    return load_model(checkpoint)
-
-
-@pytest.fixture(scope="module")
-def inputs(trained):
-    return layer_inputs(trained, read_sample(trained, 5).images)
-
-
-@pytest.fixture(autouse=True)
-def unrendered(request, monkeypatch):
-    """Figures are drawn, but rendered only in stress tests, because each takes a second."""
-    if "stress" not in request.keywords:
-        for module in (error, replace):
-            monkeypatch.setattr(module, "encode", lambda figure: b"")
-
-
-def ask(checkpoint: Path, output: Path, question: str, *arguments: str) -> list[dict[str, str]]:
-    """The rows of the table that analyze.py writes."""
-    analyze.main([question, str(checkpoint), "--output", str(output), *arguments])
-    with (output / f"{question}.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def test_softmax_in_the_place_of_softmax_changes_nothing(checkpoint, tmp_path, capsys):
@@ -200,19 +156,6 @@ def test_alignment_with_what_is_not_softmax_is_refused(trained):
     own = dataclasses.replace(trained, run=dataclasses.replace(trained.run, attention={"name": "linear"}))
     with pytest.raises(UserError, match="own attention, which is linear; give a run of softmax"):
         error.aligner(own, read_sample(trained, 4), 2)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--decompose", "8", "--modes", "evaluation"], r"--decompose 8: .* leave --modes out, or add sampled"),
-        (["--align", "2", "--temperatures", "2"], r"--align fits .* has temperature 1; leave --temperatures out"),
-    ],
-)
-def test_stages_that_cannot_be_measured_are_refused(checkpoint, tmp_path, capsys, arguments, message):
-    with pytest.raises(SystemExit):
-        ask(checkpoint, tmp_path, "error", *arguments)
-    assert re.search(message, capsys.readouterr().err)
 
 
 def test_errors_are_those_of_the_twin(trained, inputs):
@@ -493,16 +436,12 @@ def test_other_widths_of_keys_are_a_row_with_the_reason(checkpoint, tmp_path, qu
 @pytest.fixture(scope="module")
 def narrow(tmp_path_factory) -> Path:
     """A checkpoint whose keys are narrower than its values, with as many projected channels as two full ones."""
-    return save_model(tmp_path_factory.mktemp("narrow"), [*OPTIONS, f"attention={NARROW}"])
+    return save_model(tmp_path_factory.mktemp("narrow"), [*SMALL, f"attention={NARROW}"])
 
 
 def test_a_run_of_narrow_keys_is_refused_in_one_line(narrow, tmp_path, capsys):
-    with pytest.raises(SystemExit) as caught:
-        ask(narrow, tmp_path, "error", "--images", "4")
-    assert caught.value.code == 2
-    assert "attention(softmax) makes 72 channels of queries, keys and values, but efficient of the run 48" in (
-        capsys.readouterr().err
-    )
+    problem = "attention(softmax) makes 72 channels of queries, keys and values, but efficient of the run 48"
+    assert problem in refusal(capsys, "error", str(narrow), "--output", str(tmp_path), "--images", "4")
 
 
 def test_narrow_keys_serve_only_mechanisms_of_the_same(narrow):
@@ -590,14 +529,9 @@ def test_results_of_training_are_paired_by_seed(checkpoint, tmp_path, monkeypatc
     assert (float(linear["tuned_top1"]), float(linear["tuned_difference"])) == (89.0, -1.5)
     assert float(linear["tuned_difference_std"]) == pytest.approx(0.5**0.5)
     assert float(linear["tuned_minutes"]) == 1.5
-    with (tmp_path / "replace_draws.csv").open(newline="") as file:
-        found = [(row["attention"], row["seed"], row["tuned_top1"]) for row in csv.DictReader(file)]
-    assert found == [
-        ("softmax", "0", "90.0"),
-        ("softmax", "1", "91.0"),
-        ("linear", "0", "88.0"),
-        ("linear", "1", "90.0"),
-    ]
+    found = [(row["attention"], row["tuned_top1"]) for row in read_rows(tmp_path / "replace_draws.csv")]
+    assert found == [("softmax", "90.0"), ("softmax", "91.0"), ("linear", "88.0"), ("linear", "90.0")]
+    assert [row["seed"] for row in read_rows(tmp_path / "replace_draws.csv")] == [*"0101"]
 
 
 def test_softmax_in_the_list_is_the_control(checkpoint, tmp_path, monkeypatch):
@@ -628,24 +562,31 @@ def test_training_on_does_not_inherit_strictness_or_frozen_weights(trained):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--attention", "evaa"], "did you mean 'eva'"),
+        ("--attention evaa", "did you mean 'eva'"),
         (["--attention", "{name: eva, window: 7}"], "--attention(eva).window: unknown option"),
-        (["--finetune", "1", "data.train_split=val"], "data.train_split = 'val': --finetune would train on the images"),
-        (["--finetune", "1", "data.train_split=absent"], "data.train_split: 'absent' is no split of the digits"),
-        (["modle.depth=3"], "modle: unknown option; did you mean 'model'"),
-        (["--output", "/proc/absent"], "--output /proc/absent: cannot be made"),
-        (["--output", "/proc"], "cannot be written"),
-        (["--blocks", "0-2"], "--blocks = '0-2': there is no block 2; there are 0 to 1"),
-        (["--blocks", "first"], "--blocks = 'first': expected a number, a range as 0-8"),
-        (["--stage", "0"], "--stage = 0: this model has no stages; leave it out"),
+        ("--finetune 1 data.train_split=val", "data.train_split = 'val': --finetune would train on the images"),
+        ("--finetune 1 data.train_split=absent", "data.train_split: 'absent' is no split of the digits"),
+        ("modle.depth=3", "modle: unknown option; did you mean 'model'"),
+        ("--output /proc/absent", "--output /proc/absent: cannot be made"),
+        ("--output /proc", "cannot be written"),
+        ("--blocks 0-2", "--blocks = '0-2': there is no block 2; there are 0 to 1"),
+        ("--blocks first", "--blocks = 'first': expected a number, a range as 0-8"),
+        ("--stage 0", "--stage = 0: this model has no stages; leave it out"),
+        ("error --decompose 8 --modes evaluation", "--decompose 8: there is no variance over them; leave --modes out"),
+        ("error --align 2 --temperatures 2", "--align fits to the run's own attention, which has temperature 1; leave"),
+        (
+            "--align 2 --attention linear data.train_split=absent",
+            "is no split of the digits; known: train, val; --align",
+        ),
+        ("--align 2 --images 340 data.train_split=val", "data.train_split = 'val' leaves 20 images for --align"),
     ],
 )
 def test_refusals(checkpoint, tmp_path, capsys, arguments, expected):
-    output = [] if "--output" in arguments else ["--output", str(tmp_path)]
-    with pytest.raises(SystemExit) as caught:
-        analyze.main(["replace", str(checkpoint), *output, *arguments])
-    assert caught.value.code == 2
-    assert expected in capsys.readouterr().err
+    words = arguments.split() if isinstance(arguments, str) else arguments
+    question, *words = words if words[0] == "error" else ["replace", *words]
+    output = [] if "--output" in words else ["--output", str(tmp_path)]
+    assert expected in refusal(capsys, question, str(checkpoint), *output, *words)
+    assert not (tmp_path / "aligned").exists()
 
 
 def test_a_lack_of_memory_is_one_line(monkeypatch, capsys):
@@ -653,6 +594,5 @@ def test_a_lack_of_memory_is_one_line(monkeypatch, capsys):
         raise MemoryError
 
     monkeypatch.setattr(replace, "main", main)
-    with pytest.raises(SystemExit, match="2"):
-        analyze.main(["replace", "runs/eva"])
-    assert capsys.readouterr().err == "error: out of memory; give smaller numbers, or a smaller model\n"
+    problem = "error: out of memory; give smaller numbers, or a smaller model\n"
+    assert refusal(capsys, "replace", "runs/eva") == problem

@@ -1,6 +1,5 @@
 """analyze.py search: what it measures on known landscapes, the front, and the files that it leaves."""
 
-import csv
 import itertools
 import math
 import operator
@@ -20,9 +19,8 @@ from bench.timing import time_rounds
 from engine.run.load import load_run
 from engine.runtime.arguments import MOST
 from engine.runtime.ownership import RESULTS, claim
-from tests.analysis.models import load_model, save_model
+from tests.analysis.models import load_model, read_rows, refusal
 
-OPTIONS = ["model.depth=2", "model.embed_dim=24", "model.img_size=16", "model.stem=linear"]
 OWN_MACS = 100
 RISES = {(0, "a"): 0.5, (0, "b"): 0.1, (1, "a"): 0.3, (1, "b"): 0.4, (2, "a"): 0.02, (2, "b"): 0.01}
 OF_OWN = {(layer, OWN): 0 for layer in range(3)}
@@ -130,25 +128,28 @@ def test_an_assignment_above_the_budget_as_measured_is_no_answer():
     assert found.cost <= budget
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory) -> Path:
-    return save_model(tmp_path_factory.mktemp("analysis"), OPTIONS, scale=10)
+LINEAR = "--attention", "linear", "--budget", "macs=1"
+
+
+def arguments_of(checkpoint: Path, output: Path, *arguments: str, images: int = 20, steps: int = 2) -> list[str]:
+    options = ["--images", str(images), "--align", str(steps), "--output", str(output)]
+    return ["search", str(checkpoint), *options, *arguments]
+
+
+def searched(checkpoint: Path, output: Path, *arguments: str, **sizes: int) -> list[dict[str, str]]:
+    analyze.main(arguments_of(checkpoint, output, *arguments, **sizes))
+    return read_rows(output / "search.csv")
 
 
 @pytest.mark.complete
 def test_files_of_the_front_are_runs_of_train(checkpoint, tmp_path, monkeypatch, capsys):
     """Each YAML has the attention by block, and weights that give the stated top-1."""
-    monkeypatch.setattr(search, "encode", lambda figure: b"")
     claim(tmp_path / "front", RESULTS, ["77.yaml"])
     (tmp_path / "front/77.yaml").touch()
     eva = "{name: eva, window_size: 2, num_landmarks: 4}"
-    options = "--images", "60", "--align", "3", "--output", str(tmp_path)
-    analyze.main(["search", str(checkpoint), *options, "--attention", "linear", eva, "--budget", "macs=0.97", "macs=1"])
-    tables = []
-    for name in ("search.csv", "front.csv"):
-        with (tmp_path / name).open(newline="") as file:
-            tables.append(list(csv.DictReader(file)))
-    measured, front = tables
+    options = "--attention", "linear", eva, "--budget", "macs=0.97", "macs=1"
+    measured = searched(checkpoint, tmp_path, *options, images=60, steps=3)
+    front = read_rows(tmp_path / "front.csv")
     assert len(measured) == 9
     assert {row["number"] for row in front} <= {row["number"] for row in measured}
     assert sorted(path.name for path in (tmp_path / "front").glob("*.yaml")) == [
@@ -174,26 +175,21 @@ def test_files_of_the_front_are_runs_of_train(checkpoint, tmp_path, monkeypatch,
 
 def test_assignments_whose_loss_is_not_finite_are_said_and_not_on_the_front(checkpoint, tmp_path, monkeypatch, capsys):
     """All but the model's own."""
-    monkeypatch.setattr(search, "encode", lambda figure: b"")
     scores = lambda hybrids, choices: Score(50.0, math.inf if "linear" in choices else 1.0)  # noqa: E731
     monkeypatch.setattr(search.Hybrids, "score", scores)
-    options = "--images", "20", "--align", "2", "--output", str(tmp_path)
-    analyze.main(["search", str(checkpoint), *options, "--attention", "linear", "--budget", "macs=1"])
+    searched(checkpoint, tmp_path, *LINEAR)
     assert "warning: the loss of 3 of 4 assignments is not finite; they are not" in capsys.readouterr().out
-    with (tmp_path / "front.csv").open(newline="") as file:
-        assert [(row["layer 0"], row["layer 1"]) for row in csv.DictReader(file)] == [(OWN, OWN)]
+    assert [(row["layer 0"], row["layer 1"]) for row in read_rows(tmp_path / "front.csv")] == [(OWN, OWN)]
 
 
 def test_the_first_table_has_each_layer_alone(checkpoint, tmp_path, monkeypatch, capsys):
     """Softmax in the place of softmax changes nothing."""
-    monkeypatch.setattr(search, "encode", lambda figure: b"")
-    options = "--images", "60", "--align", "3", "--output", str(tmp_path), "--budget", "macs=1"
-    analyze.main(["search", str(checkpoint), *options, "--attention", "softmax", "linear"])
+    options = "--attention", "softmax", "linear", "--budget", "macs=1"
+    rows = searched(checkpoint, tmp_path, *options, images=60, steps=3)
+    measured = {(row["layer 0"], row["layer 1"]): row for row in rows}
     title, _, head, _, *rows = capsys.readouterr().out.splitlines()[:6]
     assert title == "One layer alone with another mechanism: rise of the loss (top-1 in %)"
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in (head, *rows)]
-    with (tmp_path / "search.csv").open(newline="") as file:
-        measured = {(row["layer 0"], row["layer 1"]): row for row in csv.DictReader(file)}
     own, alone = measured[OWN, OWN], [measured["linear", OWN], measured[OWN, "linear"]]
     assert cells[:2] == [["attention", "layer 0", "layer 1"], ["softmax", *[f"+0.0000 ({float(own['top1']):.2f})"] * 2]]
     assert cells[2][0] == "linear"
@@ -206,25 +202,10 @@ def test_the_first_table_has_each_layer_alone(checkpoint, tmp_path, monkeypatch,
 
 def test_a_budget_within_which_nothing_was_measured_is_named(checkpoint, tmp_path, monkeypatch, capsys):
     """What `random` has not predicted is blank, and other files in front/ stay."""
-    monkeypatch.setattr(search, "encode", lambda figure: b"")
     (tmp_path / "front").mkdir()
     (tmp_path / "front/2026.txt").touch()
-    options = (
-        "--images",
-        "20",
-        "--align",
-        "2",
-        "--output",
-        str(tmp_path),
-        "--attention",
-        "linear",
-        "--strategy",
-        "random",
-    )
-    budgets = "--budget", "macs=1", "macs=0.96", "--evaluations", "1", "--seed", "1"
-    analyze.main(["search", str(checkpoint), *options, *budgets])
-    with (tmp_path / "search.csv").open(newline="") as file:
-        [row] = csv.DictReader(file)
+    options = "--attention", "linear", "--strategy", "random", "--evaluations", "1", "--seed", "1"
+    [row] = searched(checkpoint, tmp_path, *options, "--budget", "macs=1", "macs=0.96")
     assert row["predicted_loss"] == ""
     named = "--budget macs=0.96: nothing within it was measured; raise --evaluations" in capsys.readouterr().out
     assert named == (float(row["macs_share"]) > 0.96)
@@ -234,64 +215,54 @@ def test_a_budget_within_which_nothing_was_measured_is_named(checkpoint, tmp_pat
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--budget", "macs=x"], "'macs=x': 'x' is not a number above 0; macs is multiply-accumulates, as a share"),
-        (["--budget", "macs=0"], "--budget: 'macs=0': '0' is not a number above 0"),
-        (["--budget", "ms=inf"], "--budget: 'ms=inf': 'inf' is not a number above 0; ms is milliseconds"),
-        (["--budget", "mac=0.9"], "--budget: 'mac=0.9': unknown budget; did you mean 'macs'?; write ms=5"),
-        (["--budget", "macs=1", "--batch-size", "4"], "--batch-size 4: macs= is for one image; leave it out"),
-        pytest.param(
-            ["--budget", "ms=9", "--batch-size", f"{MOST}"],
-            f"out of memory; lower --batch-size {MOST}",
-            marks=pytest.mark.complete,
-        ),
-        (["--budget", "macs=1", "--strategy", "all", "--evaluations", "2"], "--evaluations 2: --strategy all measures"),
-        (["--budget", "speed"], "--budget: 'speed': unknown budget; known: macs, memory, ms; write ms=5"),
-        (
-            ["--budget", "macs=1", "ms=5"],
-            "--budget macs=1 ms=5: macs and ms are of several kinds; run the command once",
-        ),
-        (["--budget", "ms=0.0001"], "--budget ms=0.0001: the cheapest assignment of these mechanisms takes ms="),
-        (
-            ["--budget", "memory=1e-4"],
-            "--budget memory=1e-4: the cheapest assignment of these mechanisms takes memory=",
-        ),
-        (["--budget", "macs=0.1"], "--budget macs=0.1: the cheapest assignment of these mechanisms takes macs=0.9"),
-        (
-            ["--budget", "macs=1", "--evaluations", "2"],
-            "--evaluations 2: the layers alone with each mechanism",
-        ),
-        ([], "the following arguments are required: --budget"),
+        ("--budget macs=x", "'macs=x': 'x' is not a number above 0; macs is multiply-accumulates, as a share"),
+        ("--budget macs=0", "--budget: 'macs=0': '0' is not a number above 0"),
+        ("--budget ms=inf", "--budget: 'ms=inf': 'inf' is not a number above 0; ms is milliseconds"),
+        ("--budget mac=0.9", "--budget: 'mac=0.9': unknown budget; did you mean 'macs'?; write ms=5"),
+        ("--budget macs=1 --batch-size 4", "--batch-size 4: macs= is for one image; leave it out"),
+        (f"--budget ms=9 --batch-size {MOST}", f"out of memory; lower --batch-size {MOST}"),
+        ("--budget macs=1 --strategy all --evaluations 2", "--evaluations 2: --strategy all measures"),
+        ("--budget speed", "--budget: 'speed': unknown budget; known: macs, memory, ms; write ms=5"),
+        ("--budget macs=1 ms=5", "--budget macs=1 ms=5: macs and ms are of several kinds; run the command once"),
+        ("--budget ms=0.0001", "--budget ms=0.0001: the cheapest assignment of these mechanisms takes ms="),
+        ("--budget memory=1e-4", "--budget memory=1e-4: the cheapest assignment of these mechanisms takes memory="),
+        ("--budget macs=0.1", "--budget macs=0.1: the cheapest assignment of these mechanisms takes macs=0.9"),
+        ("--budget macs=1 --evaluations 2", "--evaluations 2: the layers alone with each mechanism"),
+        ("", "the following arguments are required: --budget"),
     ],
 )
 def test_refusals(checkpoint, tmp_path, monkeypatch, capsys, arguments, expected):
     monkeypatch.setattr(costs, "time_rounds", partial(time_rounds, sample_seconds=0))
-    options = "--images", "20", "--output", str(tmp_path), "--attention", "linear"
-    with pytest.raises(SystemExit) as caught:
-        analyze.main(["search", str(checkpoint), *options, *arguments])
-    assert caught.value.code == 2
-    assert expected in capsys.readouterr().err
+    given = arguments_of(checkpoint, tmp_path, "--attention", "linear", *arguments.split())
+    assert expected in refusal(capsys, *given)
     assert not (tmp_path / "front").exists()
 
 
 @pytest.mark.parametrize("name", ["front", "aligned"])
 def test_files_in_the_place_of_directories_are_refused_first(checkpoint, tmp_path, capsys, name):
     (tmp_path / name).touch()
-    options = "--images", "20", "--output", str(tmp_path), "--attention", "linear", "--budget", "macs=1"
-    with pytest.raises(SystemExit):
-        analyze.main(["search", str(checkpoint), *options])
-    assert f"--output {tmp_path / name}" in capsys.readouterr().err
+    assert f"--output {tmp_path / name}" in refusal(capsys, *arguments_of(checkpoint, tmp_path, *LINEAR))
     assert not (tmp_path / laboratory.MEASUREMENTS_FILE).exists()
 
 
-def test_an_alignment_that_diverges_ends_in_a_line(checkpoint, tmp_path, monkeypatch, capsys):
-    def diverge(*given: object) -> None:
-        raise FloatingPointError("a gradient is not finite in step 2 of --align")
+def diverge(*given: object) -> None:
+    raise FloatingPointError("a gradient is not finite in step 2 of --align")
 
-    monkeypatch.setattr(laboratory, "align_by_seed", diverge)
-    options = "--images", "20", "--output", str(tmp_path), "--attention", "linear", "--budget", "macs=1"
-    with pytest.raises(SystemExit):
-        analyze.main(["search", str(checkpoint), *options])
-    assert "linear: a gradient is not finite in step 2 of --align; leave the mechanism out" in capsys.readouterr().err
+
+@pytest.mark.parametrize(
+    ("module", "name", "value", "expected"),
+    [
+        (laboratory, "align_by_seed", diverge, "linear: a gradient is not finite in step 2 of --align; leave the m"),
+        (assignments, "MOST_CANDIDATES", 3, "--strategy all: 4 assignments are more than 3"),
+        (hybrids, "score", lambda *given: Score(0.0, math.nan), "no measured assignment has a finite loss"),
+    ],
+    ids=["diverging", "too many", "without a finite loss"],
+)
+def test_a_search_without_a_result_ends_in_a_line(
+    checkpoint, tmp_path, monkeypatch, capsys, module, name, value, expected
+):
+    monkeypatch.setattr(module, name, value)
+    assert expected in refusal(capsys, *arguments_of(checkpoint, tmp_path, *LINEAR, "--strategy", "all"))
 
 
 @pytest.mark.complete
@@ -301,48 +272,23 @@ def test_layers_that_depend_on_those_before_are_refused(checkpoint, tmp_path, mo
     """
     shared = "{name: linformer, sharing: layers, num_landmarks: 4}"
     windows, still = "{name: shifted_window, window_size: 2}", "{name: shifted_window, window_size: 2, shift: false}"
-    options = "--images", "20", "--output", str(tmp_path), "--align", "2", "--budget", "macs=2"
+    options = "--budget", "macs=2", "--attention"
     for dependent in windows, shared:
-        with pytest.raises(SystemExit):
-            analyze.main(["search", str(checkpoint), *options, "--attention", dependent])
-        assert "layer 1 depends on the other layers with it" in capsys.readouterr().err
-    monkeypatch.setattr(search, "encode", lambda figure: b"")
-    analyze.main(["search", str(checkpoint), *options, "--attention", still])
-    assert "4 assignments measured" in capsys.readouterr().out
+        error = refusal(capsys, *arguments_of(checkpoint, tmp_path, *options, dependent))
+        assert "layer 1 depends on the other layers with it" in error
+    assert len(searched(checkpoint, tmp_path, *options, still)) == 4
 
 
 @pytest.mark.complete
 def test_without_a_choice_impossible_mechanisms_are_left_out(checkpoint, tmp_path, monkeypatch, capsys):
     known = {"linear": {"name": "linear"}, "wide": {"name": "shifted_window", "window_size": 2}}
     monkeypatch.setattr(search.command_line, "read_mechanisms", lambda texts: known)
-    monkeypatch.setattr(search, "encode", lambda figure: b"")
-    options = "--images", "20", "--output", str(tmp_path), "--align", "2", "--budget", "macs=2"
-    analyze.main(["search", str(checkpoint), *options])
-    out, err = capsys.readouterr()
-    assert "left out: --attention wide: layer 1" in err
-    assert "4 assignments measured" in out
+    assert len(searched(checkpoint, tmp_path, "--budget", "macs=2")) == 4
+    assert "left out: --attention wide: layer 1" in capsys.readouterr().err
 
 
 def test_the_files_of_the_front_train_on_the_split_of_the_run(checkpoint, tmp_path, monkeypatch):
     """The images of the alignment are of the split that chose the assignment."""
-    monkeypatch.setattr(search, "encode", lambda figure: b"")
-    options = "--images", "60", "--align", "2", "--output", str(tmp_path), "--attention", "linear"
-    analyze.main(["search", str(checkpoint), "data.train_split=val", *options, "--budget", "macs=1"])
+    searched(checkpoint, tmp_path, "data.train_split=val", *LINEAR, images=60)
     runs = [load_run(path, []) for path in (tmp_path / "front").glob("*.yaml")]
     assert {run.data.train_split for run in runs} == {"train"}
-
-
-def test_too_many_assignments_are_not_listed(checkpoint, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(assignments, "MOST_CANDIDATES", 3)
-    options = "--images", "20", "--output", str(tmp_path), "--attention", "linear", "--budget", "macs=1"
-    with pytest.raises(SystemExit):
-        analyze.main(["search", str(checkpoint), *options, "--strategy", "all"])
-    assert "--strategy all: 4 assignments are more than 3" in capsys.readouterr().err
-
-
-def test_a_search_without_a_finite_loss_ends_in_a_line(checkpoint, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(hybrids, "score", lambda *given: Score(0.0, math.nan))
-    options = "--images", "20", "--align", "2", "--output", str(tmp_path), "--attention", "linear"
-    with pytest.raises(SystemExit):
-        analyze.main(["search", str(checkpoint), *options, "--budget", "macs=1", "--strategy", "all"])
-    assert "no measured assignment has a finite loss" in capsys.readouterr().err

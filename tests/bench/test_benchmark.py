@@ -463,10 +463,7 @@ def test_models_are_compiled_as_in_training(tmp_path, monkeypatch):
         ("--models timm:vit_tiny_patch16_224:patchsize=8", "unexpected keyword argument 'patchsize'"),
         ("--models absent.yaml", "absent.yaml: No such file"),
         ("--attention eva@", "'eva@': kernels.use(''): unknown path"),
-        (
-            "--attention eva@fast",
-            "'eva@fast': kernels.use('fast'): unknown path; one of auto, torch, triton, lean, ",
-        ),
+        ("--attention eva@fast", "'eva@fast': kernels.use('fast'): unknown path; one of auto, torch, triton, lean, "),
         ("--attention eva@triton", "'eva@triton', path triton: Triton's kernels need a GPU; use the path auto"),
         ("--against triton --attention eva", "'eva@triton', path triton: Triton's kernels need a GPU"),
         ("--attention eva --execution cuda-graph", "--execution cuda-graph needs a GPU; use eager"),
@@ -477,6 +474,17 @@ def test_models_are_compiled_as_in_training(tmp_path, monkeypatch):
                 f"--execution {execution} exports definitions, on no path; use the path auto",
             )
             for path, execution in (("plain", "onnx"), ("lean", "onnx-int8"), ("plain", "aot"))
+        ),
+        *(
+            (
+                f"{arguments} --execution eager aot",
+                "--execution aot: takes --models, --modes inference and --device cpu,",
+            )
+            for arguments in (
+                "--attention eva --modes inference",
+                "--models deit_tiny_p8:eva --modes train",
+                "--models deit_tiny_p8:eva --modes inference --dtypes bf16",
+            )
         ),
         ("--attention eva --budget mss=5", "--budget: 'mss=5': unknown budget; did you mean 'ms'?; write ms=5"),
         ("--attention eva --budget ms", "--budget: 'ms': '' is not a number above 0; ms is milliseconds of a call"),
@@ -508,6 +516,10 @@ def test_refuses_with_one_line(arguments, message, capsys):
         ("--macs --budget ms=5", "--budget: give --attention, without --models"),
         ("--attention eva --baseline eva --budget ms=5", "--budget: give --attention, without --models"),
         ("--device cuda --attention eva", "--device: cuda is not available here; use auto or cpu"),
+        (
+            "--models deit_tiny_p8:eva --modes inference --execution aot",
+            "--execution aot: takes --models, --modes infer",
+        ),
         ("--processor-time --attention eva --threads 2", "--processor-time: give --threads 1, and --device cpu"),
     ],
 )

@@ -65,23 +65,6 @@ def test_exported_models_have_rows_beside_the_baseline_of_their_runtime(tmp_path
     assert not any(peaks[2:])  # torch does not see what other programs allocate
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--attention", "eva", "--modes", "inference", "--device", "cpu"],
-        ["--models", "deit_tiny_p8:eva", "--modes", "train", "--device", "cpu"],
-        ["--models", "deit_tiny_p8:eva", "--modes", "inference", "--device", "cpu", "--dtypes", "bf16"],
-        ["--models", "deit_tiny_p8:eva", "--modes", "inference"],
-    ],
-    ids=" ".join,
-)
-def test_exported_models_run_in_inference_on_a_cpu_alone(arguments, capsys):
-    with pytest.raises(SystemExit):
-        benchmark.main([*arguments, "--execution", "eager", "aot"])
-    message = "--execution aot: takes --models, --modes inference and --device cpu, in fp32"
-    assert message in capsys.readouterr().err
-
-
 @pytest.mark.complete
 def test_eight_bits_hold_the_accuracy_of_the_reference():
     """On 500 test images, as stated; other CPUs round the products in 8 bits otherwise."""

@@ -67,8 +67,7 @@ def test_processor_time_leaves_out_what_the_process_waits_for():
 
 
 @pytest.mark.parametrize(
-    ("values", "expected"),
-    [([1.0, 2, 3, 4, 5], (3, 2, 4, 0.93 * 2 / 5**0.5 / 3)), ([2.0, 2], (2, 2, 2, 0))],
+    ("values", "expected"), [([1.0, 2, 3, 4, 5], (3, 2, 4, 0.93 * 2 / 5**0.5 / 3)), ([2.0, 2], (2, 2, 2, 0))]
 )
 def test_quartiles(values, expected):
     found = Quartiles.of(values)

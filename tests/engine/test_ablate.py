@@ -47,15 +47,8 @@ from engine.runtime.ownership import RESULTS, claim
 from engine.runtime.processes import run_to_end
 from engine.runtime.signals import STOPPED
 from engine.training.differences import NAMES_ONLY
+from tests.support.sweeps import BASE, write_records
 
-BASE = """\
-model: {name: deit, img_size: 32, patch_size: 8, embed_dim: 12, depth: 1, num_heads: 2, num_classes: 10}
-attention: {name: local, window_size: 2}
-data: {dataset: digits, workers: 0}
-augment: {auto_augment: null, mixup: 0.0, cutmix: 0.0}
-schedule: {epochs: 1, warmup_epochs: 0}
-train: {total_batch_size: 64, amp: null, device: cpu}
-"""
 ABLATION = """\
 caption: Windows
 base: base.yaml
@@ -134,6 +127,10 @@ def announce(config: Path, *overrides: str) -> None:
     (config.parent / "announced").write_text(json.dumps(dumped))
 
 
+def sweep(config: Path, launcher: str, *arguments: str) -> None:
+    ablate.main([str(config), "--output", str(config.parent / "out"), "--launcher", launcher, *arguments])
+
+
 def read_csv(path: Path) -> list[dict[str, str]]:
     with path.open() as file:
         return list(csv.DictReader(file))
@@ -176,7 +173,7 @@ def test_runs_are_trained_tabulated_and_skipped_once_finished(config, launcher, 
 def test_averaged_weights_have_a_column_of_their_own(config, launcher):
     config.write_text("base: base.yaml\nruns:\n  - {train.ema_decay: 0.9}\n  - {}\n")
     announce(config)
-    ablate.main([str(config), "--output", str(config.parent / "out"), "--launcher", launcher])
+    sweep(config, launcher)
     assert [(row["top-1 (%)"], row["EMA top-1 (%)"]) for row in rows(config.parent / "out")] == [("97.50", "98.50")] * 2
 
 
@@ -187,8 +184,7 @@ def test_runs_made_with_other_options_are_refused_before_any_run(config, launche
     config.write_text(ABLATION + "  - {schedule.epochs: 3}\n")
     announce(config, "schedule.epochs=2")
     only, others = ["--only", "attention.window_size=1"], ["--only", "attention.name=softmax"]
-    arguments = [str(config), "--output", str(output), "--launcher", launcher]
-    ablate.main([*arguments, "schedule.epochs=2", *only])
+    sweep(config, launcher, "schedule.epochs=2", *only)
     directory = output / NAMES[0]
     if trace != "metrics.jsonl":
         (directory / "metrics.jsonl").rename(directory / trace)
@@ -197,7 +193,7 @@ def test_runs_made_with_other_options_are_refused_before_any_run(config, launche
 
     def refusal(*more: str) -> str:
         with pytest.raises(SystemExit) as ended:
-            ablate.main([*arguments, *more])
+            sweep(config, launcher, *more)
         assert ended.value.code == 2
         assert log.read_text().split() == NAMES[:1]
         assert {name: (output / name).read_bytes() for name in before} == before
@@ -215,9 +211,8 @@ def test_an_elastic_run_goes_on_with_other_accumulation_steps(config, launcher):
     """As train.py does."""
     config.write_text("base: base.yaml\nruns:\n  - {train.elastic: true}\n")
     announce(config, "train.grad_accum_steps=2")
-    arguments = [str(config), "--output", str(config.parent / "out"), "--launcher", launcher]
-    ablate.main([*arguments, "train.grad_accum_steps=2"])
-    ablate.main(arguments)
+    sweep(config, launcher, "train.grad_accum_steps=2")
+    sweep(config, launcher)
     assert len((config.parent / "log").read_text().splitlines()) == 1
 
 
@@ -231,12 +226,11 @@ def test_a_finished_run_may_be_written_otherwise(config, launcher, capsys, chang
     output = config.parent / "out"
     config.write_text("base: base.yaml\nruns:\n  - {attention: softmax}\n")
     announce(config)
-    arguments = [str(config), "--output", str(output), "--launcher", launcher]
-    ablate.main(arguments)
+    sweep(config, launcher)
     (path,) = output.glob("*/config.yaml")
     path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | change))
     with nullcontext() if is_finished else pytest.raises(SystemExit, match="2"):
-        ablate.main(arguments)
+        sweep(config, launcher)
     assert (f"{path.parent}: was trained with other options" in capsys.readouterr().err) != is_finished
     assert len((config.parent / "log").read_text().splitlines()) == 1
 
@@ -246,9 +240,8 @@ def test_a_finished_run_may_be_asked_for_otherwise(config, launcher):
     output = config.parent / "out"
     config.write_text("base: base.yaml\nruns:\n  - {attention: softmax}\n")
     announce(config)
-    arguments = [str(config), "--output", str(output), "--launcher", launcher]
-    ablate.main(arguments)
-    ablate.main([*arguments, "data.workers=3", "train.log_every=7"])
+    sweep(config, launcher)
+    sweep(config, launcher, "data.workers=3", "train.log_every=7")
     assert len((config.parent / "log").read_text().splitlines()) == 1
     assert [row["top-1 (%)"] for row in rows(output)] == ["97.50"]
 
@@ -258,13 +251,12 @@ def test_a_run_that_was_changed_within_is_marked(config, launcher):
     """Its result belongs to no setting alone."""
     output = config.parent / "out"
     announce(config)
-    arguments = [str(config), "--output", str(output), "--launcher", launcher]
-    ablate.main(arguments)
+    sweep(config, launcher)
     assert "changed" not in read_csv(output / "runs.csv")[0]
     with (output / NAMES[1] / "metrics.jsonl").open("a") as file:
         change = {"kind": "change", "epoch": 0, "step": 3, "option": "optim.lr", "before": 1e-3, "now": 5e-4}
         print(json.dumps(change), file=file)
-    ablate.main(arguments)
+    sweep(config, launcher)
     text = "optim.lr 0.001 -> 0.0005 at step 3"
     assert [row["changed"] for row in read_csv(output / "runs.csv")] == ["", text, ""]
     assert f"\n{NAMES[1]} changed options during training: {text}.\n" in (output / "table.md").read_text()
@@ -321,19 +313,18 @@ def test_a_run_that_another_process_trains_is_left_to_it(config, launcher, capfd
     config.write_text("base: base.yaml\nruns:\n  - {attention: softmax}\n  - {attention: linear}\n")
     announce(config)
     output, log = config.parent / "out", config.parent / "log"
-    arguments = [str(config), "--output", str(output), "--launcher", launcher]
     directory = output / "attention=softmax"
     directory.mkdir(parents=True)
     hold = "file = open(sys.argv[1], 'a'); fcntl.lockf(file, fcntl.LOCK_EX); print(flush=True); sys.stdin.read()"
     other = [sys.executable, "-c", f"import fcntl, sys; {hold}", str(directory / lock)]
     with subprocess.Popen(other, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         process.stdout.readline()
-        ablate.main([*arguments, "--no-wait"])
+        sweep(config, launcher, "--no-wait")
         process.communicate()
     assert log.read_text().split() == ["attention=linear"]
     assert f"1 of 2 runs are running elsewhere: {directory}\n" in capfd.readouterr().out
     assert [row["top-1 (%)"] for row in rows(output)] == ["", "97.50"]
-    ablate.main(arguments)
+    sweep(config, launcher)
     assert log.read_text().split() == ["attention=linear", "attention=softmax"]
     assert [row["top-1 (%)"] for row in rows(output)] == ["97.50"] * 2
 
@@ -517,14 +508,34 @@ def test_two_ablations_share_one_output(config, figure):
     figure("X2", f"two ablate.py on one output: both 0, no run trained twice, {shared} left to the other")
 
 
-@pytest.mark.parametrize("file", ["table.md", "heat_map.png"])
-def test_a_table_that_cannot_be_written_is_one_line_before_any_run(config, launcher, capsys, file):
-    output = config.parent / "out"
-    (output / file).mkdir(parents=True)
-    with pytest.raises(SystemExit) as ended:
-        ablate.main([str(config), "--output", str(output), "--launcher", launcher])
-    error = capsys.readouterr().err
-    assert (ended.value.code, error) == (2, f"error: {output / file}: cannot be written: Is a directory\n")
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ("--output /dev/null/sweep", "--output /dev/null/sweep: cannot be made: Not a directory"),
+        ("--output /dev/null/sweep --dry-run", "--output /dev/null/sweep: cannot be made: Not a directory"),
+        (f"--output {256 * 'x'} --dry-run", f"--output {256 * 'x'}: cannot be made: File name too long"),
+        ("--output /nowhere/out --dry-run", "--output /nowhere/out: cannot be made: / is not writable"),
+        ("--output run --dry-run", f"--output run/{NAMES[1]}: cannot be made: Not a directory"),
+        ("--output table", "table/table.md: cannot be written: Is a directory"),
+        ("--output figure", "figure/heat_map.png: cannot be written: Is a directory"),
+        ("--output out --launcher torchrum", "--launcher: 'torchrum' is not a command here"),
+        (
+            "base.yaml --output out",
+            "base.yaml: the configuration of one run; give it to train.py, or name it as base of a sweep",
+        ),
+    ],
+)
+def test_what_cannot_begin_is_one_line_before_any_run(config, launcher, capsys, monkeypatch, arguments, problem):
+    for name in ("table/table.md", "figure/heat_map.png", "run"):
+        (config.parent / name).mkdir(parents=True)
+    (config.parent / "run" / NAMES[1]).touch()
+    monkeypatch.chdir(config.parent)
+    if "/nowhere" in arguments:
+        monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK | os.X_OK)
+    words = arguments.split() if arguments.startswith("base") else [config.name, *arguments.split()]
+    with pytest.raises(SystemExit, match="2"):
+        ablate.main(words if "--launcher" in words else [*words, "--launcher", launcher])
+    assert capsys.readouterr().err == f"error: {problem}\n"
     assert not (config.parent / "log").exists()
 
 
@@ -537,7 +548,7 @@ def test_a_disk_that_is_full_ends_a_sweep_in_one_line(config, launcher, capsys, 
 
     monkeypatch.setattr(ablate, "store_sweep", lambda *_: monkeypatch.setattr(files, "write_atomically", fill_disk))
     with pytest.raises(SystemExit) as ended:
-        ablate.main([str(config), "--output", str(output), "--launcher", launcher])
+        sweep(config, launcher)
     shown = capsys.readouterr()
     problem = f"{output}/table.md: cannot be written: No space left on device; what was there is unchanged"
     assert (ended.value.code, shown.err) == (2, f"error: {problem}\n")
@@ -550,14 +561,13 @@ def test_a_failed_run_is_reported_and_the_others_go_on(config, launcher, picture
     (config.parent / "fail").touch()
     config.write_text(ABLATION.replace(", paper: 77.16", ""))  # nothing to plot when the first run has failed
     announce(config)
-    arguments = [str(config), "--output", str(output), "--launcher", launcher]
     with pytest.raises(SystemExit) as ended:
-        ablate.main(arguments)
+        sweep(config, launcher)
     assert ended.value.code == f"error: 1 of 3 runs failed: {output / NAMES[0]}"
     assert "run 1/3 failed, status 3: it has printed no error\n  " in capfd.readouterr().err
     assert [row["top-1 (%)"] for row in rows(output)] == ["", "97.50", "97.50"]
     (config.parent / "fail").unlink()
-    ablate.main(arguments)
+    sweep(config, launcher)
     assert [row["top-1 (%)"] for row in rows(output)] == ["97.50"] * 3
     assert (config.parent / "log").read_text().split() == [*NAMES, NAMES[0]]
 
@@ -573,7 +583,7 @@ def test_a_signal_is_left_to_the_run_which_saves(config, capfd):
     assert run_to_end([sys.executable, "-c", stopping.replace("75", "1")]) == 75  # torchrun, of stopped ranks
     launcher = shlex.join([sys.executable, "-c", "raise SystemExit(75)"])
     with pytest.raises(SystemExit) as ended:
-        ablate.main([str(config), "--output", str(config.parent / "out"), "--launcher", launcher])
+        sweep(config, launcher)
     assert ended.value.code == 75
     assert "run 1/3 is stopped; the same command goes on" in capfd.readouterr().out
 
@@ -664,13 +674,29 @@ def test_dry_run_shows_everything_and_writes_nothing(config, capsys):
             " did you mean 'EVA Table 2'?",
         ),
         (ABLATION, "base: base.yaml\n", "windows.yaml:1: runs: no runs; give grid or runs"),
+        (
+            "grid:",
+            "folds: 3\nseeds: 2\ngrid:",
+            "windows.yaml:3: folds = 3 is given beside seeds; leave one of them out",
+        ),
+        ("grid:", "folds: 1\ngrid:", "windows.yaml:3: folds = 1 is below the least valid value 2"),
+        (
+            "grid:",
+            "folds: 3\ngrid:\n  data.fold: [0, 1]",
+            "windows.yaml:4: grid: data.fold is given beside folds; leave",
+        ),
+        (
+            "grid:",
+            "folds: 3\ngrid:\n  data.val_fraction: [0.1]",
+            "windows.yaml:4: grid: data.val_fraction = 0.1: folds",
+        ),
     ],
 )
 def test_all_runs_are_checked_before_the_first_starts(config, launcher, capsys, old, new, expected):
     config.write_text(ABLATION.replace(old, new))
     before = sorted(config.parent.rglob("*"))
     with pytest.raises(SystemExit) as ended:
-        ablate.main([str(config), "--output", str(config.parent / "out"), "--launcher", launcher])
+        sweep(config, launcher)
     assert ended.value.code == 2
     error = capsys.readouterr().err
     assert error.replace(f"{config.parent}/", "").startswith(f"error: {expected}")
@@ -698,38 +724,6 @@ def test_a_long_name_of_a_directory_ends_in_a_hash(config):
 
 
 @pytest.mark.parametrize(
-    ("output", "problem"),
-    [("/dev/null/sweep", "Not a directory"), ("x" * 256, "File name too long"), ("/nowhere/out", "/ is not writable")],
-)
-def test_a_dry_run_refuses_a_directory_that_cannot_be_made(config, capsys, monkeypatch, output, problem):
-    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK | os.X_OK)
-    with pytest.raises(SystemExit, match="2"):
-        ablate.main([str(config), "--output", output, "--launcher", sys.executable, "--dry-run"])
-    assert capsys.readouterr().err == f"error: --output {output}: cannot be made: {problem}\n"
-
-
-def test_a_dry_run_refuses_a_file_in_the_place_of_a_run(config, capsys):
-    (config.parent / "out").mkdir()
-    (path := config.parent / "out" / NAMES[1]).touch()
-    with pytest.raises(SystemExit, match="2"):
-        ablate.main([str(config), "--output", str(config.parent / "out"), "--dry-run"])
-    assert capsys.readouterr().err == f"error: --output {path}: cannot be made: Not a directory\n"
-
-
-def test_a_directory_that_cannot_be_made_is_refused(config, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        ablate.main([str(config), "--output", "/dev/null/sweep"])
-    assert capsys.readouterr().err == "error: --output /dev/null/sweep: cannot be made: Not a directory\n"
-
-
-def test_the_configuration_of_a_run_is_no_sweep(config, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        ablate.main([str(config.with_name("base.yaml")), "--output", str(config.parent / "out")])
-    problem = "the configuration of one run; give it to train.py, or name it as base of a sweep"
-    assert capsys.readouterr().err == f"error: {config.with_name('base.yaml')}: {problem}\n"
-
-
-@pytest.mark.parametrize(
     ("launcher", "ranks"),
     [
         ("python", 1),
@@ -745,13 +739,6 @@ def test_ranks_of_a_launcher(launcher, ranks):
 def test_a_batch_that_the_launchers_ranks_cannot_share_is_refused(config):
     with pytest.raises(ConfigError, match="total_batch_size = 64 is not divisible by 3 ranks x 1 accumulation steps"):
         read_ablation(config, [], config.parent, ["torchrun", "--nproc_per_node=3"])
-
-
-def test_an_absent_launcher_is_refused(config, capsys):
-    with pytest.raises(SystemExit) as ended:
-        ablate.main([str(config), "--output", str(config.parent / "out"), "--launcher", "torchrum --nnodes 2"])
-    assert ended.value.code == 2
-    assert capsys.readouterr().err == "error: --launcher: 'torchrum' is not a command here\n"
 
 
 @pytest.mark.complete
@@ -770,10 +757,8 @@ def test_a_run_is_trained_for_real(config):
 
 def finish(case: Case, **final: float) -> None:
     """Writes the files of a finished run of train.py."""
-    case.directory.mkdir(parents=True, exist_ok=True)
-    (case.directory / "config.yaml").write_text(yaml.safe_dump(dump_run(case.run)))
-    record = {"kind": "final", "epoch": 1, "step": 9, "step_seconds": 0.0123, "memory_mb": 321.4} | final
-    (case.directory / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    record = {"kind": "final", "epoch": 1, "step": 9, "step_seconds": 0.0123, "memory_mb": 321.4}
+    write_records(case, record | final)
 
 
 def test_seeds_are_runs_of_their_own_and_a_row_together(config):
@@ -830,22 +815,6 @@ def test_folds_are_runs_of_their_own_and_a_row_together(config):
     assert "share training images" in table
     assert [run["data.fold"] for run in read_csv(output / "runs.csv")] == [*"000111222"]
     assert [*json.loads((output / "table.json").read_bytes())["rows"][0]["runs"]] == [*"012"]
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ("folds: 3\nseeds: 2", "folds = 3 is given beside seeds; leave one of them out"),
-        ("folds: 1", "folds = 1 is below the least valid value 2"),
-        ("folds: 3\ngrid: {data.fold: [0, 1]}", "data.fold is given beside folds; leave one of them out"),
-        ("folds: 3\ngrid: {data.val_fraction: [0.1]}", "folds already holds images out"),
-    ],
-)
-def test_folds_that_cannot_be_are_refused(config, change, message):
-    config.write_text(REPLICATED.replace("seeds: 3", change))
-    with pytest.raises(ConfigError) as error:
-        read_ablation(config, [], config.parent, ["python"])
-    assert message in str(error.value)
 
 
 def test_what_is_the_same_in_all_rows_goes_to_the_caption(config):

@@ -12,16 +12,9 @@ from attention import ATTENTION
 from engine.run.load import load_run
 from models import layer_contexts
 from models.costs import count_costs
-from tests.support.sweeps import read, refusal
+from tests.support.sweeps import BASE, read, refusal
 
-BASE = """\
-model: {name: deit, img_size: 32, patch_size: 4, embed_dim: 12, depth: 2, num_heads: 2, num_classes: 10}
-attention: {name: local, window_size: 7}
-data: {dataset: digits, workers: 0}
-augment: {auto_augment: null, mixup: 0.0, cutmix: 0.0}
-schedule: {epochs: 1, warmup_epochs: 0}
-train: {total_batch_size: 64, amp: null, device: cpu}
-"""
+BASE = BASE.replace("patch_size: 8", "patch_size: 4").replace("depth: 1", "depth: 2").replace("size: 2}", "size: 7}")
 SWEEP = """\
 base: base.yaml
 match: {layer_macs: 24.0e3}

@@ -14,7 +14,6 @@ import termios
 from pathlib import Path
 
 import pytest
-import yaml
 
 import ablate
 from ablation import progress, worker
@@ -28,18 +27,9 @@ from ablation.settings import in_order
 from ablation.sweep import read_ablation
 from ablation.tables import tabulate
 from ablation.worker import ErrorLines, describe_status
-from engine.run.load import dump_run
 from engine.runtime.processes import run_to_end
-from tests.support.sweeps import read, refusal
+from tests.support.sweeps import BASE, read, refusal, write_records
 
-BASE = """\
-model: {name: deit, img_size: 32, patch_size: 8, embed_dim: 12, depth: 1, num_heads: 2, num_classes: 10}
-attention: {name: local, window_size: 2}
-data: {dataset: digits, workers: 0}
-augment: {auto_augment: null, mixup: 0.0, cutmix: 0.0}
-schedule: {epochs: 4, warmup_epochs: 0}
-train: {total_batch_size: 64, amp: null, device: cpu}
-"""
 SWEEP = """\
 caption: Windows & more
 base: base.yaml
@@ -58,7 +48,7 @@ attention: {name: local, window_size: 2}
 
 @pytest.fixture
 def config(tmp_path) -> Path:
-    (tmp_path / "base.yaml").write_text(BASE)
+    (tmp_path / "base.yaml").write_text(BASE.replace("epochs: 1", "epochs: 4"))
     (tmp_path / "sweep.yaml").write_text(SWEEP)
     return tmp_path / "sweep.yaml"
 
@@ -68,15 +58,9 @@ def no_pictures(monkeypatch) -> None:
     monkeypatch.setattr(ablate, "write_figures", lambda *arguments: None)
 
 
-def write_records(case: Case, *records: dict[str, object]) -> None:
-    case.directory.mkdir(parents=True, exist_ok=True)
-    (case.directory / "config.yaml").write_text(yaml.safe_dump(dump_run(case.run)))
-    lines = [json.dumps({"epoch": 4, "step": 40, **record}) for record in records]
-    (case.directory / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-
-
 def finish(case: Case, **values: float) -> None:
-    write_records(case, {"kind": "final", "top1": 90.0, "elapsed_seconds": 36.0, **values})
+    record = {"kind": "final", "epoch": 4, "step": 40, "top1": 90.0, "elapsed_seconds": 36.0}
+    write_records(case, record | values)
 
 
 def output_of(config: Path) -> Path:

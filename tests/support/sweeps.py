@@ -1,13 +1,26 @@
-"""Sweeps of tests, read beside their file."""
+"""Sweeps of tests, read beside their file, and runs that stand for finished ones."""
 
+import json
 from pathlib import Path
 
 import pytest
+import yaml
 
+from ablation.cases import Case
 from ablation.schema import Ablation
 from ablation.settings import Setting
 from ablation.sweep import read_ablation
+from engine.run.load import dump_run
 from engine.runtime.errors import ConfigError
+
+BASE = """\
+model: {name: deit, img_size: 32, patch_size: 8, embed_dim: 12, depth: 1, num_heads: 2, num_classes: 10}
+attention: {name: local, window_size: 2}
+data: {dataset: digits, workers: 0}
+augment: {auto_augment: null, mixup: 0.0, cutmix: 0.0}
+schedule: {epochs: 1, warmup_epochs: 0}
+train: {total_batch_size: 64, amp: null, device: cpu}
+"""
 
 
 def read(config: Path) -> tuple[Ablation, list[Setting], list[str]]:
@@ -22,3 +35,10 @@ def refusal(config: Path) -> str:
     text = str(caught.value).replace(f"{config.parent}/", "")
     assert "\n" not in text
     return text
+
+
+def write_records(case: Case, *records: dict[str, object]) -> None:
+    """Writes the files of a run of train.py with these records."""
+    case.directory.mkdir(parents=True, exist_ok=True)
+    (case.directory / "config.yaml").write_text(yaml.safe_dump(dump_run(case.run)))
+    (case.directory / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
