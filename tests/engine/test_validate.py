@@ -17,8 +17,7 @@ from PIL import Image
 import train
 import validate
 from engine.checkpoints import convert
-from engine.checkpoints.files import find_checkpoint, load_checkpoint, save_checkpoint
-from engine.checkpoints.preference import prefer
+from engine.checkpoints.files import find_checkpoint, load_checkpoint, prefer, save_checkpoint
 from engine.data.arrays import DigitsReader
 from engine.data.identity import identify_split
 from engine.data.idx import write_idx
