@@ -18,7 +18,7 @@ test test-all: .venv/ready
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
-	.venv/bin/python -m pytest -n $(JOBS) --dist loadgroup $(PYTEST)
+	.venv/bin/python -m pytest -n $(JOBS) $(PYTEST)
 
 test-all: PYTEST = -m 'not stress and not timm'
 

@@ -4,9 +4,8 @@
     python predict.py eva.safetensors photos/ --top 1 --output predictions.csv
     find photos -name '*.jpg' | python predict.py runs/eva - --output predictions.json
 
-Images are prepared as in validation, and predictions keep their order. A folder stands for all images in it and
-its subfolders. A path that does not exist is refused; a file that cannot be read as an image is named, counted and left
-out.
+Images are prepared as in validation, and predictions keep their order. A folder stands for all images below it. A path
+that does not exist is refused; a file that cannot be read as an image is named, counted and left out.
 
 Exit status: 0 all images have a prediction, 1 some have none: a file was not read, or the logits are not finite; 2 the
 input was refused.

@@ -22,9 +22,8 @@ from typing import Any
 
 from engine.checkpoints.adapt import build_models
 from engine.checkpoints.export import check_target, export
-from engine.checkpoints.files import Weights, find_weights, parse_weights
+from engine.checkpoints.files import Weights, find_weights, parse_weights, prefer
 from engine.checkpoints.origin import is_made_here
-from engine.checkpoints.preference import prefer
 from engine.checkpoints.weights import check_predicts_classes
 from engine.config.schema import Data, Run
 from engine.data.identity import check_held_out, identify_split
@@ -51,9 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="options in place of the checkpoint's")
     parser.add_argument("--weights", type=parse_weights, help="plain or ema: the kind of weights (each that is kept)")
     parser.add_argument("--select", choices=("best", "last"), default="best", help="which of a run directory (best)")
-    parser.add_argument(
-        "--batch-size", type=Count(), help="images per process and step (128, fewer where they are large)"
-    )
+    parser.add_argument("--batch-size", type=Count(), help="images per process and step (128, fewer if they are large)")
     parser.add_argument("--skip-broken", action="store_true", help="leave out and count images that cannot be read")
     parser.add_argument(
         "--export",
@@ -138,8 +135,8 @@ def validate(
         records: where given, what was found of single images is added, for each of `kinds`.
     Raises:
         BrokenImage: there is one, and `skip_broken` is not set.
-        OptionError: data that cannot be used. UserError: weights that do not fit the model that `run` describes, data
-            that are not the same on all ranks, or held-out images that may have been trained on.
+        OptionError, UserError: data that cannot be used, or are not the same on all ranks; weights that do not fit; or
+            held-out images that may have been trained on.
     """
     img_size, num_classes = run.model["img_size"], run.model["num_classes"]
     loader = create_val_loader(run, world, img_size=img_size, batch_size=batch_size, skip_broken=skip_broken)

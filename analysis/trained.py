@@ -11,9 +11,8 @@ from timm.layers import to_2tuple
 from torch import Tensor, nn
 
 from engine.checkpoints.adapt import build_models
-from engine.checkpoints.files import trained_config
+from engine.checkpoints.files import choose_weights, trained_config
 from engine.checkpoints.origin import is_made_here
-from engine.checkpoints.preference import choose_weights
 from engine.checkpoints.weight_sources import Source, source_of
 from engine.checkpoints.weights import check_predicts_classes
 from engine.config.schema import Run, num_channels

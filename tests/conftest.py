@@ -31,21 +31,16 @@ def pytest_configure(config: pytest.Config) -> None:
         config.args.append(file)
 
 
-SLOW = {"fork_server": None, "interpreted": "interpreter"}
-"""Fixtures whose tests run in `make test-all` alone unless they are marked `quick`, and the group of those tests, which
-one worker runs.
-"""
+SLOW = {"fork_server", "interpreted"}
+"""Fixtures whose tests run in `make test-all` alone unless they are marked `quick`."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks the tests of slow fixtures, and keeps the tests of the mechanisms whose facts are given."""
     for item in items:
-        for fixture in SLOW.keys() & getattr(item, "fixturenames", ()):
-            if not item.get_closest_marker("quick"):
-                item.add_marker("complete")
-            if SLOW[fixture]:
-                item.add_marker(pytest.mark.xdist_group(SLOW[fixture]))
+        if SLOW.intersection(getattr(item, "fixturenames", ())) and not item.get_closest_marker("quick"):
+            item.add_marker("complete")
     files = [Path(file).resolve() for file in config.getoption("--mechanism-facts")]
     if files:
         theirs = [item for item in items if item.path in files or any(name in item.name for name in OUTSIDE)]

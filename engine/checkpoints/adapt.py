@@ -1,4 +1,4 @@
-"""Fits the weights of another model to a model: resamples, leaves out, and tells what became of each."""
+"""Fits the weights of another model to a model: resamples some, leaves out some, and reports the outcome of each."""
 
 import dataclasses
 import re
@@ -246,9 +246,10 @@ def _list_learned(source: nn.Module | None, model: nn.Module) -> dict[str, str]:
 
 
 def check_heads(there: int | Sequence[int], here: int | Sequence[int], place: str) -> None:
-    """Raises the UserError for weights of another number of attention heads than the model's, or the stages' numbers.
+    """Refuses weights of another number of attention heads than the model's, or the stages' numbers.
 
-    `place` begins its message.
+    Raises:
+        UserError: they differ; `place` begins the message.
     """
     theirs, own = ([*heads] if isinstance(heads, Sequence) else heads for heads in (there, here))
     if theirs != own:
@@ -273,8 +274,7 @@ their value from a model, ours or timm's."""
 def list_other_options(source: nn.Module, model: nn.Module, has_head: bool) -> dict[str, tuple[Any, Any]]:
     """Returns the `WEIGHTLESS` options that differ between two models: option -> its values in `source` and `model`.
 
-    Args:
-        has_head: the classifier is taken from `source`; a new one learns from any pooling.
+    The pooling counts only with a classifier of the source (`has_head`): a new one learns from any pooling.
     """
     compared = {option: read for option, read in WEIGHTLESS.items() if has_head or option != "global_pool"}
     pairs = {option: (read(source), read(model)) for option, read in compared.items()}

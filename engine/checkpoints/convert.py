@@ -4,11 +4,10 @@
     python -m engine.checkpoints.convert released.pth eva.safetensors model.num_heads=3 attention.window_size=7
     python -m engine.checkpoints.convert best.pth.tar eva.safetensors --config CONFIG.yaml attention=eva
 
-The export holds all options. If a checkpoint of the released code of EVA and LARA lacks options, the command names
-them, and they are given as key.path=value. Weights of other programs (timm, DeiT, PVT-v2) come without options: a
-configuration describes their model, and nothing is written unless all of them load unchanged. The configuration must
-agree with what a file of timm's train.py states: options of the model and its images, and the attention where it has
-trained a model of this project.
+The export holds all options. Those that a checkpoint of the released code of EVA and LARA lacks are named, and given as
+key.path=value. Weights of other programs (timm, DeiT, PVT-v2) come without options: a configuration describes their
+model, and nothing is written unless all of them load unchanged. It must agree with what a file of timm's train.py
+states: options of the model and its images, and the attention where it has trained a model of this project.
 """
 
 import json
@@ -22,12 +21,11 @@ import torch
 from timm.layers import to_2tuple
 
 from engine.checkpoints.export import check_target, export
-from engine.checkpoints.files import Weights, parse_weights
+from engine.checkpoints.files import Weights, choose_weights, parse_weights
 from engine.checkpoints.identify import FOREIGN, Found, Kind, identify
 from engine.checkpoints.initial_weights import load_initial_weights
 from engine.checkpoints.local_dir import preprocessing_of
 from engine.checkpoints.origin import is_made_here
-from engine.checkpoints.preference import choose_weights
 from engine.checkpoints.progress import Progress
 from engine.checkpoints.weight_sources import read_timm_arguments
 from engine.config.schema import Init, Run
@@ -90,10 +88,7 @@ def read_with_config(run: Run, path: Path) -> dict[str, Any]:
 def check_arguments(run: Run, global_pool: str, found: Found) -> None:
     """Compares `run` with what a file of timm's train.py states, which its weights need not show.
 
-    Args:
-        global_pool: the pooling of the model, which `run` may leave to the model.
-    Raises:
-        UserError: something differs.
+    The model's `global_pool` is given, which `run` may leave to the model. UserError: something differs.
     """
     options, images = read_timm_arguments(found)
     values, remedies = [], []

@@ -5,9 +5,8 @@ FILE.safetensors   the weights with the run's configuration, for the scripts her
 FILE.onnx          the graph for ONNX Runtime, images of one size, any number of them
 FILE.pt2           the same graph for torch.export.load
 
-Graphs compute in fp32, as evaluation without `train.amp` does. They are compared with the model before they are
-written, and hold config.json of the first form, with preprocessing and labels. If an export cannot be written
-completely or computes something else, existing files stay unchanged.
+Graphs compute in fp32, are compared with the model before they are written, and hold config.json of the first form. If
+an export cannot be written completely or computes something else, existing files stay unchanged.
 """
 
 import importlib
@@ -114,10 +113,7 @@ def export_checkpoint(path: Path, checkpoint: Mapping[str, Any], weights: Weight
 
 
 def to_safetensors(checkpoint: Mapping[str, Any], weights: Weights) -> bytes:
-    """Returns the weights of one kind in the safetensors format.
-
-    The metadata and the kind (`weights`) go with them, so that `load_checkpoint` reads the file as a checkpoint.
-    """
+    """Returns the weights of one kind, and the metadata, in the format that `load_checkpoint` reads."""
     names = [name for name in (*METADATA, TRAINED, *IDENTITY) if name in checkpoint]
     metadata = {name: checkpoint[name] for name in names} | {"weights": weights}
     contiguous = {name: weight.contiguous() for name, weight in checkpoint[WEIGHTS[weights]].items()}

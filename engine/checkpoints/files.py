@@ -13,24 +13,15 @@ import json
 import math
 import pickle
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from attention.options import parse_options
 from engine.checkpoints.format import check_plain, read_archive
-from engine.checkpoints.identify import (
-    CHECKPOINT_NAME,
-    FOREIGN,
-    Found,
-    Kind,
-    damaged,
-    identify,
-    identify_file,
-    list_checkpoints,
-)
+from engine.checkpoints.identify import CHECKPOINT_NAME, Found, Kind, damaged, identify, identify_file, list_checkpoints
 from engine.checkpoints.local_dir import read_local_dir
 from engine.checkpoints.progress import Progress, check_progress
 from engine.checkpoints.released import Unsupported, from_released_file
@@ -52,6 +43,18 @@ Weights = Literal["plain", "ema"]
 WEIGHTS: dict[Weights, str] = {"plain": "model", "ema": "model_ema"}
 """Kind of weights, as trained or averaged -> its state dict in a checkpoint."""
 
+NOISE = 2.0
+"""Standard errors of a difference of accuracies that count as noise."""
+
+
+class Choice(NamedTuple):
+    """Weights of a source: their checkpoint, its content, their kind, and why they are not the averaged ones ("")."""
+
+    path: Path
+    checkpoint: dict[str, Any]
+    weights: Weights
+    note: str
+
 
 def find_checkpoint(
     directory: Path,
@@ -63,10 +66,9 @@ def find_checkpoint(
     """Returns the path and content of the best or the newest checkpoint in `directory`; None if there is none.
 
     Args:
-        which: "best": the checkpoint of the epoch that ranks first, see `Progress`, or the newest if none has a finite
-            score.
-        quiet: do not name on stderr the damaged checkpoints that are passed over.
-        weights: the kind of weights whose ranking counts. need_digest: see `load_checkpoint`.
+        which: "best": the checkpoint of the epoch that ranks first by these `weights`, see `Progress`, or the newest if
+            none has a finite score.
+        quiet: do not name on stderr the damaged checkpoints that are passed over. need_digest: see `load_checkpoint`.
     Raises:
         UserError: all of them are damaged.
     """
@@ -121,6 +123,49 @@ def find_weights(
     return [(at, *entry) for at, entry in chosen.items()]
 
 
+def choose_weights(
+    source: Path | Found, which: Literal["best", "last"] = "best", weights: Weights | None = None
+) -> Choice:
+    """Chooses among the kinds of weights of `find_weights`, by the last evaluations that their checkpoints record.
+
+    UserError: see `find_weights`.
+    """
+    listed = find_weights(source, which, weights)
+    kinds = {kind: (path, checkpoint) for path, checkpoint, each in listed for kind in each}
+    chosen, note = prefer({kind: _recorded(checkpoint, kind) for kind, (_, checkpoint) in kinds.items()})
+    return Choice(*kinds[chosen], chosen, note)
+
+
+def prefer(metrics: Mapping[Weights, Mapping[str, Any]]) -> tuple[Weights, str]:
+    """Chooses a kind of weights by its metrics, and says why if both are there and it is not the averaged one.
+
+    Plain weights are better if their top-1 is higher by more than `NOISE` standard errors of the difference of two
+    proportions. A loss has no such bound: plain weights are better only where theirs alone is finite.
+
+    Args:
+        metrics: kind -> `top1` (percent), `images` and `loss`; those that were measured.
+    """
+    if len(metrics) < 2:
+        return next(iter(metrics)), ""
+    plain, averaged = metrics["plain"], metrics["ema"]
+    rates = [each.get("top1", math.nan) / 100 for each in (plain, averaged)]
+    if all(0 <= rate <= 1 for rate in rates):
+        error = math.sqrt(sum(rate * (1 - rate) for rate in rates) / max(1, plain.get("images", 1)))
+        if rates[0] - rates[1] > NOISE * error:
+            found = f"top-1 {plain['top1']:.2f} %, that of the averaged ones {averaged['top1']:.2f} %"
+            return "plain", f"the plain weights, which were measured as better: {found}"
+    elif math.isfinite(plain.get("loss", math.nan)) and not math.isfinite(averaged.get("loss", 0.0)):
+        return "plain", "the plain weights, as the loss of the averaged ones is not finite"
+    return "ema", ""
+
+
+def _recorded(checkpoint: Mapping[str, Any], weights: Weights) -> dict[str, Any]:
+    """Returns the metrics of one kind of weights in a checkpoint."""
+    metrics, prefix = checkpoint["progress"].get("metrics", {}), "ema_" if weights == "ema" else ""
+    names = {"top1": f"{prefix}top1", "loss": f"{prefix}loss", "images": "images"}
+    return {name: metrics[key] for name, key in names.items() if key in metrics}
+
+
 def parse_weights(text: str) -> Weights:
     """Returns the kind of weights that the argument --weights names."""
     for kind in WEIGHTS:
@@ -141,7 +186,7 @@ def _first_whole(paths: Sequence[Path], quiet: bool, need_digest: bool) -> tuple
 
 
 def save_checkpoint(path: Path, checkpoint: Mapping[str, Any]) -> None:
-    """Writes `checkpoint` to `path`, with its SHA-256, if `load_checkpoint` will read it.
+    """Writes `checkpoint` to `path`, with its SHA-256.
 
     Raises:
         ValueError: `load_checkpoint` would refuse it; nothing is written. OSError: it cannot be written.
@@ -170,7 +215,7 @@ def load_checkpoint(source: Path | Found, need_digest: bool = False) -> dict[str
     """
     found = identify_file(source, need_digest) if isinstance(source, Path) else source
     try:
-        checkpoint = READERS[found.kind](found)
+        checkpoint = _read(found)
         _check_values(checkpoint)
         if checkpoint.get("classes"):
             checkpoint["classes"] = names_to_nfc(checkpoint["classes"])  # as those of data
@@ -181,47 +226,33 @@ def load_checkpoint(source: Path | Found, need_digest: bool = False) -> dict[str
     return checkpoint
 
 
-def _read_own(found: Found) -> dict[str, Any]:
-    assert found.content is not None, "a checkpoint has content"
-    return found.content.own()
-
-
-def _read_export(found: Found) -> dict[str, Any]:
-    assert found.content is not None
-    assert found.content.metadata is not None, "an export is a safetensors file"
-    checkpoint = json.loads(found.content.metadata["run"])
-    return checkpoint | {WEIGHTS[checkpoint["weights"]]: found.content.values}
-
-
-def _read_released(found: Found) -> dict[str, Any]:
-    try:
-        return from_released_file(found.values())
-    except Unsupported as error:
-        raise Unsupported(f"{found.path}: {error}") from None
-
-
-def _refuse_graph(found: Found) -> NoReturn:
-    problem = "an exported graph, which only other programs run (docs/validation.md, Export)"
-    raise UserError(f"{found.path}: {problem}; name the run, checkpoint or .safetensors that it was made of")
-
-
-def _refuse_foreign(found: Found) -> NoReturn:
+def _read(found: Found) -> dict[str, Any]:
+    """Reads a checkpoint of any kind. Exception: it is damaged, or none that this project can run."""
+    content = found.content
+    match found.kind:
+        case Kind.LOCAL_DIR:
+            return read_local_dir(found)
+        case Kind.RELEASED:
+            try:
+                return from_released_file(found.values())
+            except Unsupported as error:
+                raise Unsupported(f"{found.path}: {error}") from None
+        case Kind.EXPORT:
+            assert content is not None
+            assert content.metadata is not None, "an export is a safetensors file"
+            checkpoint = json.loads(content.metadata["run"])
+            return checkpoint | {WEIGHTS[checkpoint["weights"]]: content.values}
+        case Kind.GRAPH:
+            problem = "an exported graph, which only other programs run (docs/validation.md, Export)"
+            raise UserError(f"{found.path}: {problem}; name the run, checkpoint or .safetensors that it was made of")
+        case Kind.CHECKPOINT:
+            assert content is not None, "a checkpoint has content"
+            return content.own()
     raise UserError(
         f"{found.path}: no checkpoint of train.py: it holds no configuration; it seems to be {found.kind.value}, and"
         f" `python -m engine.checkpoints.convert {found.path} FILE.safetensors --config CONFIG.yaml` makes one of it,"
         " where CONFIG.yaml describes its model"
     )
-
-
-READERS: dict[Kind, Callable[[Found], dict[str, Any]]] = {
-    Kind.CHECKPOINT: _read_own,
-    Kind.EXPORT: _read_export,
-    Kind.RELEASED: _read_released,
-    Kind.LOCAL_DIR: read_local_dir,
-    Kind.GRAPH: _refuse_graph,
-    **dict.fromkeys(FOREIGN, _refuse_foreign),
-}
-"""Kind of a file -> function that reads its checkpoint."""
 
 
 def trained_config(checkpoint: Mapping[str, Any]) -> dict[str, Any]:

@@ -58,7 +58,7 @@ BY_CODE = {ord(x.code): x for x in pickletools.opcodes if OPERATIONS.fullmatch(x
 
 SMALL_KEYS = re.compile("BINUNICODE|BININT[12]")
 NUMBERS_AS_KEYS = re.compile("BININT|LONG1|BINFLOAT|NONE|NEWTRUE|NEWFALSE")
-"""Operations whose objects may be keys of a mapping. The hash of a text is secret, and those of others are not."""
+"""Operations whose objects may be keys of a mapping. The hashes of numbers, unlike those of texts, are predictable."""
 
 STORAGES = {
     **{"DoubleStorage": torch.float64, "FloatStorage": torch.float32, "HalfStorage": torch.float16},
@@ -100,22 +100,14 @@ class Content(NamedTuple):
     class_names: tuple[str, ...] = ()
 
     def own(self) -> dict[str, Any]:
-        """Returns the values of a file that this project has written.
-
-        Raises:
-            pickle.UnpicklingError: the file has foreign objects.
-        """
+        """Returns the values of a file that this project has written. UnpicklingError: it has foreign objects."""
         if self.class_names:
             raise pickle.UnpicklingError(f"a pickle with {self.class_names[0]}"[:100])
         return dict(self.values)
 
 
 def read_safetensors(content: bytes) -> Content:
-    """Reads a file in the safetensors format.
-
-    Raises:
-        Exception: the file is damaged.
-    """
+    """Reads a file in the safetensors format. Exception: it is damaged."""
     size = int.from_bytes(content[:8], "little")
     if size > MAX_PICKLE:
         raise ValueError(f"a header of more than {MAX_PICKLE} bytes")
@@ -158,12 +150,9 @@ def _operations(structure: bytes) -> Iterator[tuple[pickletools.OpcodeInfo, Any]
 
 
 def _check_operations(structure: bytes) -> None:
-    """Checks that a pickle takes no more time or memory than its size allows.
+    """Checks that a pickle takes no more time or memory than its size allows; raises an error of any kind if it does.
 
-    Follows the unpickler's stack, with the name of the operation that makes an object in the place of the object.
-
-    Raises:
-        ValueError, IndexError and others: it does.
+    Follows the unpickler's stack, with the name of the operation that makes an object instead of the object.
     """
     stack: list[str] = []
     memo: dict[int, str] = {}
@@ -218,8 +207,7 @@ class _Reader(pickle.Unpickler):
     """Unpickles a structure.
 
     Args:
-        storages: name in the archive -> its storage, filled while reading; None: check tensors, and put None in their
-            place.
+        storages: name in the archive -> its storage, filled while reading; None: check tensors, and put None there.
     """
 
     def __init__(self, members: Mapping[str, bytes], storages: dict[str, torch.UntypedStorage] | None = None):
@@ -284,11 +272,7 @@ class _Reader(pickle.Unpickler):
 
 
 def check_plain(value: Any) -> None:
-    """Checks that `value` is a plain value of bounded size and depth.
-
-    Raises:
-        ValueError: it is not.
-    """
+    """Checks that `value` is a plain value of bounded size and depth. ValueError: it is not."""
     rest, num_seen = [(value, 0)], 0
     while rest:
         value, depth = rest.pop()

@@ -68,11 +68,7 @@ class Found(NamedTuple):
     content: Content | None = None
 
     def values(self) -> Mapping[str, Any]:
-        """Returns the mapping in a file of another program, or in a checkpoint.
-
-        Raises:
-            UserError: the file is older than torch 1.6.
-        """
+        """Returns the mapping in a file of another program, or in a checkpoint. UserError: older than torch 1.6."""
         if self.content is None:
             remedy = "save its weights alone, with torch.save(model.state_dict(), FILE)"
             raise UserError(f"{self.path}: cannot be loaded safely ({self.kind.value}); {remedy}")
@@ -84,8 +80,7 @@ def identify(name: str | Path, follow_links: bool = False) -> Found:
 
     Args:
         name: a path, or as a str also a name of timm's hub.
-        follow_links: accept a symbolic link to a file. Those inside a directory in timm's layout are always followed:
-            the cache of the Hugging Face hub is made of them.
+        follow_links: accept a symbolic link to a file; those in timm's layout, as in the hub's cache, always are.
     Raises:
         UserError: it does not exist, cannot be read, or is damaged.
     """
@@ -109,10 +104,8 @@ def identify(name: str | Path, follow_links: bool = False) -> Found:
 
 
 def identify_file(path: Path, need_digest: bool = False, follow_links: bool = False) -> Found:
-    """Identifies a file by its suffix or its content. A SHA-256 beside it must match.
+    """Identifies a file by its suffix or its content. A SHA-256 beside it must match, or be there (`need_digest`).
 
-    Args:
-        need_digest: refuse a file without a SHA-256 beside it. follow_links: accept a symbolic link.
     Raises:
         UserError: there is no such file, or it is not a regular file, or is damaged.
     """
@@ -130,11 +123,7 @@ def identify_file(path: Path, need_digest: bool = False, follow_links: bool = Fa
 
 
 def identify_content(content: bytes, path: Path) -> Found:
-    """Identifies the file `path` by its content.
-
-    Raises:
-        UserError: it is damaged.
-    """
+    """Identifies the file `path` by its content. UserError: it is damaged."""
     if content.startswith(LEGACY):
         return Found(Kind.LEGACY, path)
     try:
@@ -166,11 +155,11 @@ def _kind_of(content: Content) -> Kind:
 
 
 def damaged(path: Path, error: Exception) -> UserError:
-    """The refusal of a file whose reading failed with `error`."""
+    """Returns the refusal of a file whose reading failed with `error`."""
     return UserError(f"{path}: damaged, or no checkpoint that can be loaded safely ({describe_error(error)})")
 
 
 def list_checkpoints(directory: Path) -> list[Path]:
-    """The checkpoints of the run in `directory`, newest first."""
+    """Returns the checkpoints of the run in `directory`, newest first."""
     found = [(match, path) for path in directory.glob("step_*.pt") if (match := CHECKPOINT_NAME.fullmatch(path.name))]
     return [path for _, path in sorted(found, key=lambda entry: (int(entry[0][1]), entry[0][2] or ""), reverse=True)]

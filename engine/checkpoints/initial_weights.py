@@ -1,4 +1,4 @@
-"""Initial weights of a run: weights of another model as far as they fit, and a table of their outcome."""
+"""Initial weights of a run: those weights of another model that fit, and a table of the outcome."""
 
 import json
 import sys
@@ -8,15 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from engine.checkpoints.adapt import (
-    HEAD,
-    fit_weights,
-    list_heads,
-    list_other_options,
-    merge_layers,
-    summarize,
-    table,
-)
+from engine.checkpoints.adapt import HEAD, fit_weights, list_heads, list_other_options, merge_layers, summarize, table
 from engine.checkpoints.identify import list_checkpoints
 from engine.checkpoints.weight_sources import describe_order, describe_unnamed, read_weights
 from engine.config.schema import Run
@@ -57,8 +49,7 @@ def create_initial_model(run: Run, output: Path, world: World, classes: Sequence
 def load_initial_weights(model: nn.Module, run: Run, world: World, classes: Sequence[str] | None = None) -> list[str]:
     """Loads the weights that `init` names and prints their outcome, see `create_initial_model`.
 
-    Returns:
-        The names of the model's parameters that keep their initial values.
+    Returns the names of the parameters that keep their initial values.
     """
     name = run.init.weights
     assert name is not None, "there is nothing to load"

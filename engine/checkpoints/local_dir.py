@@ -60,7 +60,7 @@ def read_description(directory: Path) -> Any:
     """Reads the config.json in a directory; it need not be trusted.
 
     Raises:
-        UserError: it cannot be read, is too large, or is no JSON, or is of the transformers library.
+        UserError: it cannot be read, is too large, is no JSON, or is of the transformers library.
     """
     path = (directory / CONFIG).resolve()  # a link in the cache of the Hugging Face hub
     try:
@@ -109,10 +109,7 @@ def read_label_names(config: Mapping[str, Any], place: str) -> list[str] | None:
     """Returns the `label_names` of a config.json, or of timm's `pretrained_cfg`, in the order of the classifier.
 
     timm takes a list, or a mapping from the number of a class to its name; JSON makes texts of the numbers. None: there
-    are no names.
-
-    Raises:
-        UserError: the numbers are not 0, 1, ...; the message begins with `place`.
+    are no names. UserError, beginning with `place`: the numbers are not 0, 1, ...
     """
     names = config.get("label_names")
     if isinstance(names, Mapping):

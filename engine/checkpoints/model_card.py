@@ -1,6 +1,6 @@
 """Model card of an exported model: README.md, with the front matter that the Hugging Face hub reads.
 
-Its values are those of the checkpoint. What the checkpoint does not hold is said to be unknown.
+Its values are those of the checkpoint. Anything that the checkpoint lacks is marked as unknown.
 """
 
 import re
@@ -83,9 +83,8 @@ MEASURE = "`python validate.py DIRECTORY data.root=...` measures it on your imag
 def write_card(model: nn.Module, run: Run, checkpoint: Mapping[str, Any], weights: Weights) -> str:
     """Returns the model card of `model`, which has one kind of weights of `checkpoint`.
 
-    Args:
-        run: the exported configuration. It may differ from that of the checkpoint, for instance in the image size; the
-            card then says that its accuracy was counted with the other one.
+    The exported `run` may differ from that of the checkpoint; the card then says that its accuracy is that of the
+    other.
     """
     names = list(dict.fromkeys(entry["name"] for entry in mechanisms_of(run.attention)))
     classes = run.model["num_classes"]
@@ -116,7 +115,7 @@ def write_card(model: nn.Module, run: Run, checkpoint: Mapping[str, Any], weight
 
 
 def _training(checkpoint: Mapping[str, Any]) -> str:
-    """Describes the data, the initial weights and the recipe, as far as the checkpoint has them."""
+    """Describes the data, the initial weights and the recipe that the checkpoint records."""
     progress = parse_options(Progress, checkpoint["progress"])
     if not progress.step:
         return "Unknown: these weights came without a record of their training."
@@ -186,5 +185,5 @@ def _code(value: Any) -> str:
 
 
 def _without_folders(source: str) -> str:
-    """Returns the last part of a path, which may tell more than its owner wants, or a name of timm's hub."""
+    """Returns a name of timm's hub, or the last part of a path, whose folders may be private."""
     return source if source.startswith(TIMM) else Path(source).name

@@ -12,7 +12,7 @@ ORIGIN = "origin.json"
 
 
 def mark_origin(directory: Path) -> None:
-    """Marks a run directory that begins as made here. Its number stays when it is renamed; no copy has it.
+    """Marks a run directory that begins as made here: its number stays when it is renamed, and no copy has it.
 
     Raises:
         OSError: it cannot be written.

@@ -53,8 +53,9 @@ class Progress:
         return loss
 
     def rank(self, epoch: int, keep: int, best_by: str | None = None) -> None:
-        """Ranks `epoch` by its metric `best_by`, None: `default_ranking`; keeps the `keep` best epochs of each kind of
-        weights. Epochs that were ranked by another metric, or by averaged weights that are kept no more, are forgotten.
+        """Ranks `epoch` by `best_by`, None: `default_ranking`; keeps the `keep` best by each kind of weights.
+
+        Epochs that were ranked by another metric, or by averaged weights that are kept no more, are forgotten.
         """
         default = default_ranking(self.metrics)
         name = best_by or default
@@ -66,7 +67,7 @@ class Progress:
         self.ema_ranking = [] if averaged is None else rank_epoch(self.ema_ranking, epoch, sign * averaged, keep)
 
     def unranked(self) -> dict[str, float]:
-        """Returns the metrics by which the last evaluation has no rank, because they are no scores, see `is_score`."""
+        """Returns the metrics that cannot rank the last evaluation, see `is_score`."""
         name = self.ranked_by or default_ranking(self.metrics)
         found = {key: self.metrics[key] for key in (name, f"ema_{name}") if key in self.metrics}
         return {key: value for key, value in found.items() if not is_score(value)}
@@ -95,8 +96,9 @@ def describe_place(run: Run, epoch: int, step: int, total_steps: int) -> str:
 
 
 class Resumption(NamedTuple):
-    """Checkpoint that a run resumes from, and options, or names in its metadata, that differ: their values before and
-    now. `changes` are those of the `differences` that have an effect, and were allowed.
+    """Checkpoint that a run resumes from, and options, or names in its metadata, that differ: values before and now.
+
+    `changes` are those of the `differences` that have an effect, and were allowed.
     """
 
     checkpoint: Path | None = None
@@ -106,8 +108,7 @@ class Resumption(NamedTuple):
     def describe(self, where: str, others: Mapping[str, tuple[Any, Any]] = {}) -> str:
         """Returns the name of the checkpoint, `where` that is in the run, and what differs, a line each.
 
-        Args:
-            others: name -> value before and now, besides options and data; equal values are left out.
+        `others` are further values before and now; equal ones are left out.
         """
         pairs = {**self.differences, **{name: pair for name, pair in others.items() if pair[0] != pair[1]}}
         lines = [
@@ -118,27 +119,18 @@ class Resumption(NamedTuple):
 
 
 def is_score(value: float | None) -> bool:
-    """Returns whether a metric can be compared: NaN, infinity and None, which stands for both in records, are never
-    the best.
-    """
+    """Returns whether a metric can be compared: NaN, infinity and None, which records have for both, are never best."""
     return value is not None and math.isfinite(value)
 
 
 def rank_epoch(ranking: list[list], epoch: int, score: float, keep: int) -> list[list]:
-    """Returns the `keep` best [score, epoch] of `ranking` and the new epoch, best first; ties go to the earlier one.
-
-    An epoch has no rank if its score is none, see `is_score`.
-    """
+    """Returns the `keep` best [score, epoch] of `ranking` and the new epoch, best first; ties go to the earlier one."""
     entries = [entry for entry in [*ranking, [score, epoch]] if is_score(entry[0])]
     return sorted(entries, key=lambda entry: (-entry[0], entry[1]))[:keep]
 
 
 def check_progress(progress: Any) -> None:
-    """Checks types and ranges of the fields of `Progress`.
-
-    Raises:
-        ValueError: a value that no run has.
-    """
+    """Checks types and ranges of the fields of `Progress`. ValueError: a value that no run has."""
     fields = vars(parse_options(Progress, progress, "progress"))
     if not {"epoch", "step"} <= progress.keys():
         raise ValueError(f"progress without epoch and step: {progress}")

@@ -1,9 +1,9 @@
 """Checkpoints of the released code of EVA and LARA as checkpoints of this project.
 
-The weights show sizes and layers. The arguments in the file give the rest (heads, windows, groups, feature maps), and
-every deviation of that code becomes our option for it. An option that neither gives is `MISSING` and must be given by
-the user: under wrong options weights load strictly and give wrong numbers. An argument for something that only that
-code can do is refused by name. Options of training stay at their defaults.
+The weights show sizes and layers, and the arguments in the file the rest (heads, windows, groups, feature maps). Every
+deviation of that code becomes our option for it. An option that neither gives is `MISSING` and must be given by the
+user: under wrong options weights load strictly and give wrong numbers. An argument for something that only that code
+can do is refused by name. Options of training stay at their defaults.
 """
 
 import math
@@ -85,10 +85,7 @@ def refuse(name: str, value: Any, reason: str) -> NoReturn:
 def from_released_file(found: Mapping[str, Any]) -> dict[str, Any]:
     """Converts the content of a file of the released code, or the weights of one of its models alone, to a checkpoint.
 
-    Unknown options are `MISSING` in its `config`.
-
-    Raises:
-        Unsupported: this project does not have the model. Others: the file is not from that code.
+    Unknown options are `MISSING` in its `config`. Unsupported: this project does not have the model.
     """
     state = found["model"] if isinstance(found.get("model"), Mapping) else found
     args, is_deit = Arguments(found.get("args")), "norm_before_pooling.weight" in state

@@ -12,11 +12,10 @@ from timm.utils.misc import natural_key
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from engine.checkpoints.files import WEIGHTS
+from engine.checkpoints.files import WEIGHTS, choose_weights
 from engine.checkpoints.format import check_plain
 from engine.checkpoints.identify import CONFIG, FOREIGN, TIMM, Found, Kind, damaged, identify
 from engine.checkpoints.local_dir import read_description, read_label_names
-from engine.checkpoints.preference import choose_weights
 from engine.checkpoints.released import Arguments, Unsupported
 from engine.config.schema import Run
 from engine.run.described import parse_described
@@ -49,9 +48,9 @@ class Source(NamedTuple):
 
     Attributes:
         state: name -> weight. model: their model if it is known; it may be on the meta device.
-        images: `mean` and `std` by which its images were normalised, as far as they are known.
+        images: `mean` and `std` by which its images were normalised; those that are known.
         classes: names in the order of its classifier; None: not known.
-        origin: what the weights were read from, and which of its weights they are, in words.
+        origin: source of the weights, and which of its weights were taken, in words.
         num_heads: of its blocks, with several stages a list, where the source states it and `model` is None.
     """
 
@@ -64,9 +63,7 @@ class Source(NamedTuple):
 
 
 def read_weights(name: str) -> Source:
-    """Reads the weights that `init.weights` names, of a run those of `choose_weights`.
-
-    In a run directory, the best checkpoint has them. A file need not be trusted: no code in it is run.
+    """Reads the weights that `init.weights` names, of a run those of `choose_weights`; a file need not be trusted.
 
     Raises:
         UserError: no such file or name, or no weights in it.
@@ -105,8 +102,7 @@ def load_timm(name: str) -> Any:  # nn.Module, whose attributes are tensors or m
     """Creates the model of timm's hub of this name; timm downloads its weights or takes them from its cache.
 
     Raises:
-        UserError: timm cannot load it, or it is a directory (``local-dir:``) that describes a larger model than its
-            weights.
+        UserError: timm cannot load it, or a directory (``local-dir:``) describes a larger model than its weights.
     """
     try:
         with _bounded_by(Path(name.removeprefix(LOCAL))) if name.startswith(LOCAL) else nullcontext():
@@ -141,13 +137,14 @@ def _bounded_by(directory: Path) -> Iterator[None]:
 
 
 def describe_unnamed(classes: Sequence[str]) -> str:
-    """Returns in words that the `classes` of the data are those of a classifier whose names are not known."""
+    """Returns a note that a classifier without class names is taken for that of the data's `classes`."""
     return f"not known from this file; the {len(classes)} of its classifier are taken for the data's, in order"
 
 
 def describe_order(classes: Sequence[str]) -> str:
-    """Returns how the natural order of the data's `classes`, numbers by value, differs from that of torchvision, which
-    a classifier without names may have; "" if it does not, or if the classes are in no natural order.
+    """Returns how the natural order of `classes` differs from torchvision's, which weights may have.
+
+    "": it does not, or the classes are in no natural order.
     """
     by_text = sorted(classes)
     natural = sorted(by_text, key=natural_key)

@@ -1,4 +1,4 @@
-"""Loading weights into a model: they are checked to fit before anything is allocated or loaded."""
+"""Loads weights into a model after a check, without any allocation, that they fit."""
 
 import re
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from models import create_model
 def build_model(run: Run, state: Mapping[str, Any], source: str) -> nn.Module:
     """Builds the model that `run` describes, with the weights `state`.
 
-    Nothing is allocated before `state` is known to fit, see `load_weights`: `run` may come from an untrusted file.
+    `run` may come from an untrusted file: nothing is allocated before `state` is known to fit, see `load_weights`.
     """
     check_state(run, state, source)
     model = create_model(attention=run.attention, **run.model)
@@ -26,11 +26,7 @@ def build_model(run: Run, state: Mapping[str, Any], source: str) -> nn.Module:
 
 
 def check_predicts_classes(run: Run, source: str, of_metrics: bool = False) -> None:
-    """Refuses a model whose objective predicts no classes of images, see `Objective.prediction_refusal`.
-
-    Raises:
-        UserError: it is such a model; the message begins with `source`.
-    """
+    """Refuses, by a UserError, a model that predicts no classes of images, see `Objective.prediction_refusal`."""
     if problem := choose_objective(run).prediction_refusal(source, of_metrics):
         raise UserError(f"{source}: {problem}")
 
@@ -111,9 +107,6 @@ def _check_memory(model: nn.Module, state: Mapping[str, torch.Tensor], source: s
 
 
 def list_not_finite(model: nn.Module, state: Mapping[str, torch.Tensor]) -> list[str]:
-    """Lists the parameters and buffers that are not finite in `state`.
-
-    A buffer of one number may be NaN: it can stand for a value that is not known yet.
-    """
+    """Lists the parameters and buffers in `state` that are not finite; NaN in a buffer of one number is "unknown"."""
     parameters = {name for name, _ in model.named_parameters()}
     return [name for name, x in state.items() if (x.ndim or name in parameters) and not x.isfinite().all()]

@@ -16,8 +16,7 @@ class ArrayReader(SplitReader):
 
     Args:
         images: bytes (number, height, width), grey, or (number, height, width, 3), RGB. labels: class indices.
-        classes: names, in the order of their indices.
-        white: the largest level.
+        classes: names, in the order of their indices. white: the largest level.
     """
 
     def __init__(self, images: np.ndarray, labels: np.ndarray, classes: Iterable[str], white: int = 255):

@@ -19,11 +19,9 @@ from engine.objectives import choose_objective
 
 
 def posterize(image: Image.Image, bits_to_keep: int, **kwargs: Any) -> Image.Image:
-    """timm's posterize, where keeping no bits gives black.
+    """timm's posterize, where keeping no bits gives black, as in Pillow before 13, which raises an error.
 
-    timm's increasing policies ask for 0 bits at magnitude 10 (below 0 with `mmax` above 10), which rand-m9-mstd0.5-inc1
-    reaches for one image in 656. Pillow used to return black for that; since 13 it raises "bits must be between or
-    equal to 1 and 8".
+    timm's increasing policies ask for 0 bits at magnitude 10, which rand-m9-mstd0.5-inc1 reaches for one image in 656.
     """
     if bits_to_keep < 1:
         return image.point(lambda _: 0)

@@ -59,7 +59,7 @@ def color(images: Tensor, factors: Tensor) -> Tensor:
 def sharpness(images: Tensor, factors: Tensor) -> Tensor:
     """Blends images (n, C, H, W) with smooth ones, by factors (n, 1).
 
-    A smooth pixel is the mean of 3 x 3 pixels of which the middle one counts 5 times; those at the edge stay.
+    A smooth pixel is the mean of 3 x 3 pixels, where the middle one counts 5 times. Pixels at the edge stay.
     """
     smooth = images.float()
     rows = smooth[..., :-2, :] + smooth[..., 1:-1, :] + smooth[..., 2:, :]

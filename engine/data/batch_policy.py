@@ -1,8 +1,8 @@
 """Training augmentation of whole batches on the training device (`augment.batched`), with the draws of timm.
 
-A loader worker decodes, crops and flips an image, and draws what timm's transforms would do to it next. It draws the
-same random numbers in the same order as timm, because timm's own objects draw them. The device does these steps: the
-images of a batch that need the same operation are one group, whose arguments are a row for every image.
+A loader worker decodes, crops and flips an image, and draws what timm's transforms would do to it next, by timm's own
+objects and so with the same random numbers. The device does these steps: the images of a batch that need the same
+operation are one group, whose arguments are a row for every image.
 """
 
 import random
@@ -35,12 +35,9 @@ CACHED = 2**19
 
 @dataclass
 class Drawn:
-    """A cropped image (C, H, W), uint8, and the steps to be done to it.
+    """A cropped image (C, H, W), uint8, and the steps to be done to it: names of `OPERATIONS` and their arguments.
 
-    timm's geometric operations take it in the place of a Pillow image: they call `transform` and `rotate`.
-
-    Attributes:
-        steps: name of an operation of `OPERATIONS`, and its arguments, in order.
+    timm's geometric operations take it instead of a Pillow image: they call `transform` and `rotate`.
     """
 
     image: Tensor
@@ -74,7 +71,7 @@ class Drawn:
 
 
 def tabulate(function: Callable[..., Image.Image], drawn: Drawn, *arguments: float, **options: Any) -> Drawn:
-    """Adds timm's `function`, which maps every level on its own: its arguments are what it makes of the 256 levels."""
+    """Adds timm's `function`, which maps every level on its own, as a table of its results for all 256 levels."""
     levels = function(LEVELS, *arguments, **options)
     return drawn.add("table", *np.asarray(levels).ravel().tolist())
 
@@ -159,11 +156,7 @@ class DrawingTransform:
 
 
 def substitute(ops: Sequence[timm_ops.AugmentOp], posterize: Callable[..., Image.Image]) -> None:
-    """Makes timm's operations `ops` add steps to `Drawn`.
-
-    Raises:
-        OptionError: one is not known here.
-    """
+    """Makes timm's operations `ops` add steps to `Drawn`. OptionError: one is not known here."""
     for op in ops:
         function = cast(Callable[..., Any], op.aug_fn)
         if function in POINTWISE or function is posterize:
@@ -181,9 +174,8 @@ def _refuse(name: str) -> None:
 def crop(image: Image.Image, how: RandomResizedCropAndInterpolation) -> Tensor:
     """Draws a crop of `image` as timm does, and resizes it in uint8, (C, H, W), which is faster than Pillow.
 
-    Levels differ by at most 2 from those of Pillow where it resizes the width first, as this does. Pillow 13 resizes
-    the height first for some tall crops. Levels that overshoot are clipped in between, so that these differ more: by at
-    most 3 in photographs, and by up to 31 in noise.
+    Levels differ by at most 2 from those of Pillow, which for some tall crops resizes the height first (Pillow 13).
+    Where levels overshoot, they differ by at most 3 in photographs, and by up to 31 in noise.
     """
     top, left, height, width = how.get_params(image, how.scale, how.ratio)
     modes = how.interpolation
@@ -204,9 +196,7 @@ def draw_jitter(jitter: ColorJitter, drawn: Drawn) -> None:
 
 
 class Planned(NamedTuple):
-    """A batch whose steps are to be done on the device that it is sent to.
-
-    A batch has few tensors, because each takes a file of its own on the way from a worker.
+    """A batch whose steps are done on the device that it is sent to; few tensors, as each takes a file on the way.
 
     Attributes:
         images: (b, C, H, W) uint8.
@@ -238,10 +228,7 @@ class Planned(NamedTuple):
 
 
 def stack_drawn(samples: Sequence[tuple[Drawn, Any]]) -> tuple[Planned, Tensor]:
-    """Makes a batch of drawn images and their targets.
-
-    The first steps of all images come first, then their second ones.
-    """
+    """Makes a batch of drawn images and their targets: first the first steps of all images, then the second ones."""
     images, targets = fast_collate([(drawn.image, target) for drawn, target in samples])
     groups: list[tuple[str, int, int]] = []
     rows: list[int] = []

@@ -1,9 +1,8 @@
-"""Reads and writes a prepared data set: decoded images in one file, so that training does not decode JPEG every epoch.
+"""A prepared data set: decoded images in one file, so that training does not decode JPEG every epoch.
 
 `SPLIT.pixels` holds the images one after another, each a binary PPM file (8-bit RGB). The index `SPLIT.npz` holds the
-offset, class, checksum, fingerprint and original file name of each image, and the short side to which they were made
-smaller. A broken image has no bytes but keeps its position and its class, so that readers can treat it as in the
-original data set.
+offset, class, checksum, fingerprint and original name of each image, and the short side to which they were made
+smaller. A broken image has no bytes, but keeps its position and its class.
 """
 
 import io
@@ -40,13 +39,10 @@ KINDS = {
 
 
 class CacheReader(SplitReader):
-    """Reads one split that `write_cache` has written.
+    """Reads one split that `write_cache` has written; the index `path`, beside the pixels, need not be trusted.
 
-    Args:
-        path: the index; the file of pixels lies beside it.
     Raises:
-        OSError: the index or the pixels are missing or damaged, or do not belong together. The index need not be
-            trusted.
+        OSError: the index or the pixels are missing or damaged, or do not belong together.
     """
 
     def __init__(self, path: str):
@@ -87,8 +83,7 @@ def _read_index(path: str) -> dict[str, np.ndarray]:
     """Reads the arrays of the index `path`, which need not be trusted, and checks that they belong together.
 
     An index of an earlier version has no short side, which is then 0. An older one has no fingerprints: the checksums
-    stand for them. Its broken images have the class -1, which becomes that of the folder in their name. A damaged file
-    raises any error of NumPy.
+    stand for them. Its broken images have the class -1, which becomes that of the folder in their name.
     """
     with open_regular(path) as file, np.load(file) as arrays:
         if any(member.compress_type for member in arrays.zip.infolist()):
@@ -125,9 +120,7 @@ def encode(image: Image.Image, short_side: int | None, is_mapped: bool = False) 
     """Encodes an RGB image as a PPM file, and returns whether it is another than that of the file.
 
     A short side above `short_side` pixels is reduced to it, bicubic as in validation by default; None keeps the size.
-
-    Args:
-        is_mapped: whether its levels were mapped by `--levels`.
+    `is_mapped`: its levels were mapped by `--levels`.
     """
     is_reduced = short_side is not None and min(image.size) > short_side
     if is_reduced:
@@ -136,13 +129,11 @@ def encode(image: Image.Image, short_side: int | None, is_mapped: bool = False) 
 
 
 def write_cache(path: Path, contents: Iterable[tuple[bytes, bool]], source: SplitReader, short_side: int | None) -> int:
-    """Writes the index `path` and the pixels beside it, and flushes them to disk.
+    """Writes the index `path` and the pixels beside it, and flushes them to disk; returns the number without bytes.
 
     Args:
         contents: what `encode` returns of every image of `source` in order; no bytes of a broken one.
         short_side: that `encode` was given.
-    Returns:
-        Number of images without bytes.
     Raises:
         OSError: no space, or no permission.
     """

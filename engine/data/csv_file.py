@@ -30,9 +30,8 @@ def open_csv(path: str) -> FolderReader:
     """Opens the images that the CSV file `path` lists.
 
     Raises:
-        LayoutError: the columns are not `COLUMNS`, in any order; a line has no file, no label or another number of
-            fields; a file is missing or named twice; or the file lists nothing.
-        OSError: the CSV file cannot be read.
+        LayoutError: the columns are not `COLUMNS`; a line has no file, no label or another number of fields; a file is
+            missing or named twice; or the file lists nothing. OSError: the CSV file cannot be read.
     """
     root, classes = os.path.dirname(path), defaultdict[str, list[str]](list)
     lines: dict[str, int] = {}

@@ -30,8 +30,7 @@ class HfdsReader(SplitReader):
     """Reads the columns `image` and `label` of a split of a Hugging Face data set, by timm's reader.
 
     Args:
-        root: folder of the data set (such as one of parquet files), or its name on the hub.
-        split: name of the split in the library.
+        root: folder of the data set (such as one of parquet files), or its name on the hub. split: its name there.
     Raises:
         LayoutError: the library is missing or cannot read the data set, the split or a column does not exist, or an
             image has no label.

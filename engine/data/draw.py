@@ -54,7 +54,7 @@ ALONG = np.linspace(0, 1, 65)
 """Positions along a chord, as fractions of it."""
 
 WAVES = np.stack([np.sin(k * np.pi * ALONG) / k**1.5 for k in (1, 2, 3)])
-"""Deviations from a chord, of which each curve has a random mixture."""
+"""Deviations from a chord. Each curve has a random mixture of them."""
 
 
 @end_at_interrupt()
@@ -170,15 +170,10 @@ def draw_graded(
 ) -> np.ndarray:
     """Draws one image of equal squares side by side, each a scene of its own, bytes of shape (4 tokens, 4 tokens).
 
-    The number of squares along a side is uniform within `scenes`, both included. The size of a square is uniform among
+    The number of squares along a side is uniform within `scenes`, both included; the size of a square is uniform among
     the sizes of which no more squares fit. `draw` draws each scene, with length and separation in proportion to its
-    size. All scenes have one label, and each is as independent of it as an image of `draw`. So counts of pixels or
-    tokens still tell nothing, but windows of the size of a scene do. Only an image of a single scene has distractors.
-
-    Args:
-        scenes: least and largest number of squares along a side. The other arguments are those of `draw`.
-    Raises:
-        UserError: many attempts found no room for the paths of a scene.
+    size. All scenes have one label, and each is as independent of it as an image of `draw`: counts of pixels or tokens
+    still tell nothing, but windows of the size of a scene do. Only an image of a single scene has distractors.
     """
     count = int(rng.integers(scenes[0], scenes[1] + 1))
     largest = tokens // count

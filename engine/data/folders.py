@@ -65,8 +65,7 @@ def open_class_folders(root: str) -> FolderReader:
 
     Raises:
         LayoutError: as in `classify`; two paths lead to one folder, as in a loop of links; or the index is damaged, or
-            a folder has changed since.
-        OSError: a folder or the index cannot be read.
+            a folder has changed since. OSError: a folder or the index cannot be read.
     """
     index = index_of(root)
     return IndexedReader(_read_index(index, root), root) if index.is_file() else FolderReader(_list(root), root)
@@ -78,9 +77,7 @@ def index_of(root: str) -> Path:
 
 
 def write_index(root: str) -> Layout:
-    """Writes the index of the class folders in `root`; returns their layout.
-
-    The index has the time at which each folder was last changed: a file was added, removed or renamed.
+    """Writes the index of the class folders in `root`, with the time of each folder's last change; returns the layout.
 
     Raises:
         LayoutError: as in `classify`; or the folders change meanwhile. OSError: no space, or no permission.
@@ -183,10 +180,7 @@ def find_files(root: str) -> Iterator[str]:
 def _walk(root: str) -> Iterator[tuple[str, list[str], list[str]]]:
     """Yields the folders below `root`, relative to it, "." first, with the names of their folders and files.
 
-    Hidden folders stand among the files, with a "/" at the end.
-
-    Raises:
-        LayoutError, OSError: as in `find_files`.
+    Hidden folders stand among the files, with a "/" at the end. Errors are those of `find_files`.
     """
 
     def refuse(error: OSError) -> None:

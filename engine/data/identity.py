@@ -22,9 +22,7 @@ def identify_data(train: Images, val: Images) -> dict[str, Any]:
 
 
 def is_one_split(identity: Mapping[str, Any]) -> bool:
-    """Returns from `identify_data` whether the training images are those of the validation, whatever their splits'
-    names are.
-    """
+    """Returns whether the training images of `identify_data` are those of the validation, by whatever name."""
     return all(identity[f"train_{what}"] == identity[f"val_{what}"] for what in ("files", "content"))
 
 
@@ -38,9 +36,8 @@ def warn_of_one_split(identity: Mapping[str, Any], run: Run, world: World) -> No
 def identify_split(name: Literal["train", "val"], images: Images) -> dict[str, str]:
     """Returns the digest of the files of a split, see `digest_files`, and that of their content.
 
-    The latter is `SplitReader.digest`, which covers names and labels too, so that it is both digests of a whole split;
-    or else the SHA-256 of `SplitReader.fingerprints`. Files are not read for that: of two images of one name and one
-    size in bytes it knows no difference.
+    The content is `SplitReader.digest`, which of a whole split covers names and labels too, or else the SHA-256 of
+    `SplitReader.fingerprints`: images of one name and one size in bytes are then the same.
     """
     reader = images.reader
     if (content := reader.digest) is None:
@@ -52,14 +49,12 @@ def identify_split(name: Literal["train", "val"], images: Images) -> dict[str, s
 def check_held_out(data: Data, checkpoint: Mapping[str, Any], identity: Mapping[str, str]) -> str:
     """Checks that images held out of the training split are those that validated in the training of `checkpoint`.
 
-    Their names decide, as a prepared copy of them may have other content.
+    Their names decide, as a prepared copy of them may have other content; `identity` is theirs, see `identify_split`.
 
-    Args:
-        identity: of the images here, see `identify_split`.
     Returns:
         A warning, where the checkpoint does not know its images; else "".
     Raises:
-        UserError: they are others, and may have been trained on.
+        UserError: they differ; the model may have been trained on some of them.
     """
     there, held_out_by = checkpoint.get("val_files"), data.held_out_by
     if not held_out_by or there == identity["val_files"]:
@@ -77,7 +72,7 @@ def digest_files(images: Images) -> str:
     """SHA-256 of the class index and the name (relative to the split, in NFC) of every image in order."""
     digest, names, labels = hashlib.sha256(), iter(images.reader.filenames()), images.reader.labels
     changes = [0, *(np.flatnonzero(np.diff(labels)) + 1).tolist(), len(labels)]
-    for begin, end in pairwise(changes):  # classes rather than images, of which there may be a million
+    for begin, end in pairwise(changes):  # by class: there may be a million images
         label = f"{labels[begin]} "
         text = label + f"\0{label}".join(islice(names, end - begin)) + "\0"
         digest.update(to_nfc(text).encode(errors="surrogateescape"))

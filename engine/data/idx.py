@@ -1,7 +1,7 @@
-"""Reads and writes IDX files, the format of MNIST and its successors (Fashion-MNIST, KMNIST, EMNIST), gzipped or not.
+"""IDX files, the format of MNIST and its successors (Fashion-MNIST, KMNIST, EMNIST), gzipped or not.
 
-Two files make up the split NAME: NAME-images-idx3-ubyte holds grey images of one size, NAME-labels-idx1-ubyte their
-labels. The labels that occur are the classes; their names are the numbers, since the files hold no other names.
+The split NAME is two files: NAME-images-idx3-ubyte holds grey images of one size, NAME-labels-idx1-ubyte their labels.
+The names of the classes are the labels that occur.
 """
 
 import gzip
@@ -36,7 +36,7 @@ class IdxReader(ArrayReader):
     """Reads the images in the file `path`, and their labels from the file beside it.
 
     Raises:
-        LayoutError: the files are damaged, cut off or larger than `LIMIT`, do not belong together or cannot be read.
+        LayoutError: as in `read_idx`, or the files do not belong together.
     """
 
     def __init__(self, path: str):
@@ -56,8 +56,7 @@ def read_idx(path: Path, num_dims: int) -> np.ndarray:
     """Reads the IDX file `path`, which need not be trusted, as a non-empty array of bytes of `num_dims` dimensions.
 
     Raises:
-        LayoutError: the file is damaged, cut off, empty or larger than `LIMIT`, or has another type or number of
-            dimensions, or cannot be read.
+        LayoutError: the file is damaged, cut off, empty, larger than `LIMIT`, of another type, or cannot be read.
     """
     header = struct.Struct(f">{1 + num_dims}I")
     packed = path.suffix == ".gz"
@@ -81,7 +80,7 @@ def read_idx(path: Path, num_dims: int) -> np.ndarray:
 
 
 def new_files(directory: Path, splits: Iterable[str]) -> list[tuple[Path, Path]]:
-    """Makes `directory`, and returns the paths of images and labels of each of the `splits` to be written there.
+    """Makes `directory`; returns the paths of images and labels of each of the `splits` to be written there.
 
     Raises:
         UserError: a file exists already, or cannot be written.

@@ -1,7 +1,6 @@
 """Decodes an image file to the RGB or grey pixels that a viewer shows, or raises `BrokenImage` with the reason.
 
-Files are not trusted: pixels, frames and formats are bounded, and an image without a defined appearance is refused.
-Colour profiles are ignored, as in the published recipes.
+Files are not trusted: pixels, frames and formats are bounded. Colour profiles are ignored, as in the published recipes.
 """
 
 import errno
@@ -19,8 +18,7 @@ from engine.runtime.errors import UserError
 from engine.runtime.text import describe_error
 
 FORMATS = ("JPEG", "PNG", "PPM", "GIF", "BMP", "WEBP", "TIFF")
-"""Formats that are decoded, whatever the name of the file. Pillow knows more, one of which starts a PostScript
-interpreter."""
+"""Formats that are decoded, whatever the name of the file. Pillow knows more; one starts a PostScript interpreter."""
 
 SUFFIXES = (
     *(".jpg", ".jpeg", ".jpe", ".jfif", ".mpo", ".png", ".apng", ".webp", ".gif", ".bmp", ".tif", ".tiff"),

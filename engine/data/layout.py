@@ -1,8 +1,7 @@
-"""Derives the images, classes and order of a split from the paths of its files, for class folders and tar files alike.
+"""Images, classes and order of a split, from the paths of its files: for class folders and tar files alike.
 
-The classes are the folders of the first level, as in torchvision's `ImageFolder`: an image at any depth belongs to the
-first folder of its path. A file is an image if it has the suffix of one and is not hidden; other files are ignored, and
-listed.
+The classes are the folders of the first level, as in torchvision's `ImageFolder`. A file is an image if it has the
+suffix of one and is not hidden; other files are ignored, and listed.
 """
 
 import posixpath
@@ -47,10 +46,9 @@ class SplitReader(Reader):
         labels: class indices (number,), in the order of the images. class_to_idx: class name -> index.
         ignored: paths of the files that are not images.
         blocks: number of the first image of every shard that is fetched as a whole, and the number of images; None:
-            images are read one by one. digest: of the content of all images, where an index states it; of a
-            whole split, also of their names and labels.
-        short_side: that of images which were made smaller when the split was prepared, pixels; 0: none was, or an
-            earlier version has prepared it.
+            images are read one by one.
+        digest: of the content of all images, where an index states it; of a whole split, also of names and labels.
+        short_side: that of images which were made smaller when the split was prepared, pixels; 0: none was, or unknown.
     """
 
     labels: np.ndarray
@@ -93,10 +91,7 @@ def name_classes(class_to_idx: Mapping[str, int]) -> dict[str, int]:
 
 
 class Samples(Sequence[tuple[str, int]]):
-    """Path and class index of every image, in three arrays.
-
-    A million Python objects would take 200 MB, and as much again in every loader worker: each read writes a reference
-    count, so that the worker copies the memory.
+    """Path and class index of every image, in three arrays: objects would take 200 MB per million in each worker.
 
     Args:
         parts: class index and paths of images of each part; the parts are joined in order.
@@ -140,7 +135,6 @@ class Layout(NamedTuple):
     """The files of a split in the natural order of their paths, which compares numbers by value.
 
     Attributes:
-        samples: path and class index of every image. class_to_idx: class name -> index.
         ignored: paths of other files, and of hidden files and folders.
     """
 
@@ -151,8 +145,6 @@ class Layout(NamedTuple):
 
 def classify(paths: Iterable[str]) -> Layout:
     """Returns the layout of a split from the relative `paths` of its files; one that ends in "/" is an empty folder.
-
-    Hidden files are ignored, see `is_hidden`.
 
     Raises:
         LayoutError: there is no image, an image lies outside of all class folders, or a class folder holds no image.
@@ -199,8 +191,7 @@ def _split(texts: Iterable[str]) -> list[str]:
 def is_hidden(path: str) -> bool:
     """Returns whether a name in a relative path is hidden (".name"), or that of a folder of an operating system.
 
-    Such files are no data of the user: thumbnails, checkpoints of notebooks, metadata beside the files of macOS. Of
-    paths that are joined by "//", it returns whether one is hidden.
+    Of paths that are joined by "//", it returns whether one is hidden.
     """
     path = f"/{path}/"
     return any(mark in path for mark in HIDDEN)
@@ -257,7 +248,7 @@ def _natural_key(name: str) -> list[int | str]:
 def _numbers(names: Sequence[str]) -> list[int] | None:
     """Returns the numbers in the sorted `names`, as in ImageNet's folders; None if they differ in more than one number.
 
-    The numbers order the names as `natural_key` does, in a fifth of the time.
+    They order the names as `natural_key` does, in a fifth of the time.
     """
     if not names:
         return None

@@ -21,16 +21,16 @@ from engine.config.schema import Run, num_channels, per_channel
 from engine.data.augment import BatchAugment, Size, create_mixup, create_transform
 from engine.data.batch_policy import stack_drawn
 from engine.data.images import BrokenImage
-from engine.data.order import BlockOrder, ListOrder, Order
+from engine.data.order import BlockOrder, ListOrder
 from engine.data.sampler import EpochSampler, SeededDataset
-from engine.data.splits import Images, _check_num_classes, classes_of, count_classes, open_images, report_split
+from engine.data.splits import Images, classes_of, count_classes, open_images, report_split
 from engine.data.workers import RestartingLoader, WorkersLost
 from engine.objectives import choose_objective
 from engine.runtime.distributed import World, seed_everything
 from engine.runtime.text import describe_difference, one_line
 
 ERASING = 1
-"""Tells the random numbers of erasing a batch from those of the image at its place."""
+"""Seed component that separates the erasing of a batch from the batch's first image."""
 
 VERIFY = "`python -m engine.data.verify ROOT` lists the broken images of a data set"
 
@@ -38,8 +38,7 @@ VERIFY = "`python -m engine.data.verify ROOT` lists the broken images of a data 
 class ImageLoader(RestartingLoader):
     """Batches of `Images` without broken ones: each of those makes its batch smaller by one.
 
-    No other image replaces a broken one, so that none counts twice. The order and the number of batches do not change:
-    ranks stay in step, and a position in the order means the same with and without broken images.
+    No other image replaces a broken one. The order and the number of batches do not change, so that ranks stay in step.
 
     Args:
         stack: samples -> batch. limit: broken images that a pass may leave out; if finite, never a whole batch.
@@ -76,17 +75,16 @@ class ImageLoader(RestartingLoader):
 
 
 def _collate(samples: list[tuple | BrokenImage], stack: Callable) -> tuple[Any, list[int], list[str]]:
-    """The batch of the intact samples, None if there are none, and their places; a line of each broken one."""
+    """Returns the batch of the intact samples (None: there are none), their places, and a line for each broken one."""
     places = [place for place, sample in enumerate(samples) if not isinstance(sample, BrokenImage)]
     batch = stack([samples[place] for place in places]) if places else None
     return batch, places, [str(sample) for sample in samples if isinstance(sample, BrokenImage)]
 
 
 class ErasingLoader(PrefetchLoader):
-    """timm's prefetcher of training images, whose random erasing depends on a place, as `engine.data.sampler` says.
+    """timm's prefetcher of training images, whose random erasing depends on a position, see `engine.data.sampler`.
 
-    It is done a batch ahead, on the prefetcher's stream if there is one, when the random state is that of another
-    update.
+    A batch is erased ahead, when the random state is that of another update.
     """
 
     def __init__(self, loader: ImageLoader, run: Run, **options: Any):
@@ -110,7 +108,7 @@ Loader = ImageLoader | PrefetchLoader
 
 
 def count_broken(loader: Loader, limit: float, world: World) -> int:
-    """The number of broken images that the loaders of all ranks have left out, in the current pass or the last one.
+    """Returns the number of broken images that all ranks have left out in this pass, or the last one.
 
     Raises:
         BrokenImage: more than `limit`, on every rank.
@@ -121,32 +119,24 @@ def count_broken(loader: Loader, limit: float, world: World) -> int:
 
 
 def indices_read(loader: Loader) -> list[int]:
-    """The indices of the images that the last evaluation by this rank's `loader` has yielded, in their order."""
+    """Returns the indices of the images that the last evaluation by this rank's `loader` has yielded, in order."""
     order = list(loader.sampler)
     return [order[position] for position in _image_loader(loader).positions]
 
 
 def check_broken(broken: int, limit: float) -> None:
-    """Refuses so many broken images in an epoch, over all ranks.
-
-    Raises:
-        BrokenImage: they are more than `limit`.
-    """
+    """Raises BrokenImage for more than `limit` broken images in an epoch, over all ranks."""
     if broken > limit:
         raise BrokenImage(f"{broken} images of this epoch are broken, more than data.max_broken = {limit}; {VERIFY}")
 
 
 def has_lost_workers(loader: Loader) -> bool:
-    """Whether so many workers of `loader` were killed that a run should save and end."""
+    """Returns whether a run should save and end because workers of `loader` were killed too often."""
     return _image_loader(loader).has_lost_workers
 
 
 def check_workers(loader: Loader, world: World) -> None:
-    """Ends a run that has lost loader workers.
-
-    Raises:
-        WorkersLost: `has_lost_workers` on any rank; raised on every one.
-    """
+    """Ends a run that has lost loader workers. WorkersLost: on any rank; raised on every one."""
     lost = [str(rank) for rank, (flag,) in enumerate(world.gather([has_lost_workers(loader)])) if flag]
     if lost:
         workers = _image_loader(loader).num_workers
@@ -175,11 +165,10 @@ def images_of(loader: Loader) -> Images:
 def create_loaders(run: Run, world: World, *, img_size: Size, num_classes: int) -> tuple[Loader, Loader, BatchAugment]:
     """Training loader, validation loader and batch-wise augmentation of a run.
 
-    The loaders yield images (b, C, H, W) fp32 and class indices (b,) int64, or the targets that the
-    objective creates, on CUDA already on the device. Call ``train_loader.sampler.set_epoch(epoch)`` before each
-    epoch.
-    The training loader yields micro-batches, `grad_accum_steps` per optimiser step. Their images do not depend on the
-    random state of this process; the batch-wise augmentation depends on it alone.
+    The loaders yield images (b, C, H, W) fp32 and class indices (b,) int64, or the objective's targets, on CUDA already
+    on the device. Call ``train_loader.sampler.set_epoch(epoch)`` before each epoch. The training loader yields
+    micro-batches, `grad_accum_steps` per optimiser step. Their images do not depend on the random state of this
+    process; the batch-wise augmentation depends on it alone.
 
     Raises:
         OptionError: missing or wrong folders, an empty split, classes that differ between the splits or from the
@@ -192,8 +181,8 @@ def create_loaders(run: Run, world: World, *, img_size: Size, num_classes: int) 
     if classes_of(train) != classes_of(val):
         names = describe_difference(classes_of(train), classes_of(val))
         raise OptionError("data.val_split", f"classes differ from training: {names}")
-    if choose_objective(run).predicts_classes:
-        _check_num_classes(train, num_classes)
+    if choose_objective(run).predicts_classes and (found := len(classes_of(train))) != num_classes:
+        raise OptionError("model.num_classes", f" = {num_classes}, but the images have {found} classes; set it to that")
     if world.is_primary:
         report_split(run.data, "train_split", train, img_size)
         val.reader.ignored = () if run.data.held_out_by else val.reader.ignored  # named once, with the training split
@@ -206,7 +195,8 @@ def create_loaders(run: Run, world: World, *, img_size: Size, num_classes: int) 
     if run.train.balanced_sampling:
         count_classes(train, "train.balanced_sampling")
         labels = train.reader.labels
-    order = create_order(train, run)
+    blocks = train.reader.blocks
+    order = ListOrder(len(train)) if blocks is None else BlockOrder(blocks, run.data.shuffle_shards)
     options = (run.train.seed, run.augment.repeats, labels, order)
     sampler = EpochSampler(len(train), run.train.total_batch_size, world, *options)
     return (
@@ -216,19 +206,8 @@ def create_loaders(run: Run, world: World, *, img_size: Size, num_classes: int) 
     )
 
 
-def create_order(images: Images, run: Run) -> Order:
-    if images.reader.blocks is not None:
-        return BlockOrder(images.reader.blocks, run.data.shuffle_shards)
-    return ListOrder(len(images))
-
-
 def create_val_loader(
-    run: Run,
-    world: World,
-    *,
-    img_size: Size,
-    batch_size: int | None = None,
-    skip_broken: bool = False,
+    run: Run, world: World, *, img_size: Size, batch_size: int | None = None, skip_broken: bool = False
 ) -> Loader:
     """Validation loader alone; over all ranks every image comes once.
 
@@ -252,7 +231,7 @@ def choose_batch_size(img_size: Size) -> int:
 
 
 def _share(dataset: Images, world: World) -> range:
-    """The indices that this rank evaluates. Unlike in timm's OrderedDistributedSampler, none is repeated as padding."""
+    """Returns the indices that this rank evaluates. timm's OrderedDistributedSampler repeats some as padding."""
     return range(world.rank, len(dataset), world.size)
 
 
@@ -272,8 +251,8 @@ def _create_loader(
 ) -> Loader:
     """timm's `create_loader`, but with a sampler of our own, which it does not accept.
 
-    On CUDA, timm's prefetcher copies images as uint8, while the device computes, and normalises and erases them there;
-    not tokens. With `augment.batched` it does so on a CPU too, and the drawn steps before, see `Planned.to`.
+    On CUDA, timm's prefetcher copies images as uint8 while the device computes, and normalises and erases them there,
+    but not tokens. With `augment.batched` it does so on a CPU too, after the drawn steps, see `Planned.to`.
     """
     data, channels = run.data, num_channels(run)
     is_training = isinstance(sampler, EpochSampler)

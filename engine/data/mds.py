@@ -56,10 +56,8 @@ class Shard:
 
 
 class MdsReader(LayoutReader):
-    """Reads the split that is the folder or the URL `path`.
+    """Reads the split that is the folder or the URL `path`; `data` has the options of a store.
 
-    Args:
-        data: options of a store: `cache_dir`, `cache_gb`, `shuffle_shards`, `timeout_minutes`.
     Raises:
         LayoutError: the index, or what it names, is not usable. DataError, UserError: the store does not send it.
         OSError: a file cannot be read.
@@ -205,7 +203,7 @@ def write_mds(
     """Writes a split: shards of about `shard_bytes`, the file of names and classes, and, last, the index.
 
     Args:
-        contents: the bytes of every image of `source` in order, none of a broken one, and whether it was changed.
+        contents: what `encode` returns of every image of `source` in order; no bytes of a broken one.
         short_side: see `SplitReader`.
     Returns:
         Number of images without bytes.
@@ -230,14 +228,8 @@ def write_mds(
         shards.append(_write_shard(folder, len(shards), waiting))
     labels = np.asarray(source.labels)
     samples = Samples((int(label), [name]) for label, name in zip(labels, source.filenames(), strict=True))
-    write_table(
-        folder / TABLE,
-        samples,
-        source.class_to_idx,
-        {},
-        checksums=np.array(checksums, np.uint32),
-        fingerprints=fingerprints,
-    )
+    crcs = np.array(checksums, np.uint32)
+    write_table(folder / TABLE, samples, source.class_to_idx, {}, checksums=crcs, fingerprints=fingerprints)
     table = _describe(folder / TABLE, (folder / TABLE).read_bytes())
     index = {"version": 2, "shards": shards, "images": table, "short_side": short_side}
     (folder / INDEX).write_text(json.dumps(index, sort_keys=True))

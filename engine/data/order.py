@@ -1,6 +1,6 @@
 """Orders of the images of an epoch: functions of a seed and of a position, for any range of positions."""
 
-from typing import Protocol
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -11,10 +11,8 @@ CHUNK = 2**16
 """Number of positions whose images a sampler looks up at a time."""
 
 
-class Order(Protocol):
-    """Image indices of the epoch with the seed `seed`, at `positions`, (n,) int64; every index comes once."""
-
-    def __call__(self, seed: int, positions: np.ndarray) -> np.ndarray: ...
+Order = Callable[[int, np.ndarray], np.ndarray]
+"""Function of an epoch's seed and of positions (n,) -> image indices, (n,) int64; every index comes once."""
 
 
 class ListOrder:
@@ -28,10 +26,10 @@ class ListOrder:
 
 
 class BlockOrder:
-    """An order that needs few shards at a time: the shards in random order, so many in a block, each block shuffled.
+    """An order that needs few shards at a time: blocks of `shards` random shards, each block shuffled.
 
     Args:
-        firsts: number of the first image of every shard, and the number of images, ascending. shards: those of a block.
+        firsts: number of the first image of every shard, and the number of images, ascending.
     """
 
     def __init__(self, firsts: np.ndarray, shards: int):
@@ -49,7 +47,7 @@ class BlockOrder:
         return found
 
     def _lay_out(self, seed: int) -> tuple[int, np.ndarray, np.ndarray]:
-        """The order of the shards, and the first position of every block; with `seed`, of which they are."""
+        """Returns the seed, the shuffled shards and the first position of each block."""
         if self.known[0] != seed:
             shards = torch.randperm(len(self.sizes), generator=torch.Generator().manual_seed(seed)).numpy()
             ends = np.cumsum(self.sizes[shards])

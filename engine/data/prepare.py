@@ -7,15 +7,14 @@
     python -m engine.data.prepare /data/wds --dataset wds --index    # where the samples of WebDataset shards lie
 
 Images become 8-bit RGB with a short side of 256 pixels, the size to which validation at 224 pixels resizes them before
-its centre crop. Inputs of validation stay bit-identical where it resizes to just this size: `model.img_size` is square
-and, divided by `data.crop_pct` and rounded down, the short side (224 / 0.875 = 256), `data.interpolation` is bicubic,
-and `data.crop_mode` is center. Coloured images in a model of grey images are an exception. Elsewhere validation resizes
-twice, and a run that enlarges images that were made smaller says so.
-Training crops are taken from the smaller images; at full size training stays bit-identical too. ImageNet takes about
-0.35 TB, at full size 0.75 TB. At the end every image is read back and checked.
+its centre crop. Validation stays bit-identical where it resizes to just this size: `model.img_size` is square and,
+divided by `data.crop_pct` and rounded down, the short side (224 / 0.875 = 256), `data.interpolation` is bicubic, and
+`data.crop_mode` is center; coloured images in a model of grey images are an exception. Elsewhere validation resizes
+twice. Training crops are taken from the smaller images; at full size training stays bit-identical too. ImageNet takes
+about 0.35 TB, at full size 0.75 TB. At the end every image is read back and checked.
 
-Shards (`--format mds`, see `engine.data.mds`) have the same images, or with `--original` the bytes of the files as they
-are, and may be put into a store.
+Shards (`--format mds`, see `engine.data.mds`) may be put into a store. They have the same images, or with `--original`
+the bytes of the files as they are.
 """
 
 import argparse
@@ -78,13 +77,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for name, images in open_splits(args).items():
             asked = 0 if args.original else args.short_side
             short_side = min((side for side in (asked, images.reader.short_side) if side), default=None)
+            transform = partial(encode, short_side=short_side, is_mapped=images.levels is not None)
+            encoded = Originals(images.reader) if args.original else replace(images, transform=transform)
+            form = name, encoded, args.output, short_side, args.workers
             try:
-                if args.format == "mds":
-                    encoded = Originals(images.reader) if args.original else _encoded(images, short_side)
-                    size = int(args.shard_mb * 1e6)
-                    digests[name] = prepare_shards(name, encoded, args.output, size, args.workers, short_side)
-                else:
-                    digests[name] = prepare(name, images, args.output, short_side, args.workers)
+                is_mds = args.format == "mds"
+                digests[name] = prepare_shards(*form, int(args.shard_mb * 1e6)) if is_mds else prepare(*form)
             except OSError as error:
                 raise UserError(f"{args.output}: {error.strerror or error}") from error
             if text := describe_ignored(images):
@@ -112,9 +110,11 @@ def index_splits(args: argparse.Namespace) -> None:
         print(f"{index}: {len(layout.samples):,} images of {len(layout.class_to_idx):,} classes")
 
 
-def prepare(name: str, images: Images, output: Path, short_side: int | None, workers: int) -> array:
+def prepare(name: str, encoded: Images, output: Path, short_side: int | None, workers: int) -> array:
     """Writes the split `name` of a prepared data set, reads it back and checks it.
 
+    Args:
+        encoded: images as `encode` returns them. short_side: theirs, see `SplitReader`; None: 0.
     Returns:
         The digest of every image as it was written, see `Checked`.
     Raises:
@@ -122,11 +122,10 @@ def prepare(name: str, images: Images, output: Path, short_side: int | None, wor
         BrokenImage: images that were read back differ from those written.
     """
     path = output / f"{name}{INDEX}"
-    encoded = _encoded(images, short_side)
     with _new_directory(output, name, [path, pixels_of(path)]) as directory:
         unchecked = directory / path.name
         with closing(read_all(encoded, workers, f"{name}: decoding")) as samples:
-            num_empty = write_cache(unchecked, _contents(samples), images.reader, short_side)
+            num_empty = write_cache(unchecked, _contents(samples), encoded.reader, short_side)
         digests = check(reader := CacheReader(str(unchecked)), num_empty, workers, f"{name}: checking")
         pixels_of(unchecked).replace(pixels_of(path))
         try:
@@ -134,7 +133,7 @@ def prepare(name: str, images: Images, output: Path, short_side: int | None, wor
         except OSError:
             pixels_of(path).replace(pixels_of(unchecked))
             raise
-    print(f"{name}: {len(images):,} images, {reader.begins[-1] / 1e9:.3f} GB, {num_empty:,} broken")
+    print(f"{name}: {len(encoded):,} images, {reader.begins[-1] / 1e9:.3f} GB, {num_empty:,} broken")
     return digests
 
 
@@ -159,10 +158,6 @@ def _new_directory(output: Path, name: str, results: Sequence[Path]) -> Iterator
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def _encoded(images: Images, short_side: int | None) -> Images:
-    return replace(images, transform=partial(encode, short_side=short_side, is_mapped=images.levels is not None))
-
-
 class Originals(Images):
     """The bytes of the files of a split, in the form of what `encode` returns, and class index."""
 
@@ -171,18 +166,9 @@ class Originals(Images):
 
 
 def prepare_shards(
-    name: str, encoded: Images, output: Path, shard_bytes: int, workers: int, short_side: int | None
+    name: str, encoded: Images, output: Path, short_side: int | None, workers: int, shard_bytes: int
 ) -> array:
-    """Writes the split `name` in shards of about `shard_bytes`, in random order, reads it back and checks it.
-
-    Args:
-        encoded: images as `encode` returns them. short_side: theirs, see `SplitReader`; None: 0.
-    Returns:
-        The digest of every image as it was written, see `Checked`.
-    Raises:
-        UserError: the split exists already. OSError: no space, or no permission.
-        BrokenImage: images that were read back differ from those written.
-    """
+    """Writes the split `name` in shards of about `shard_bytes`, in random order; else as `prepare`."""
     path = output / name
     order = torch.randperm(len(encoded), generator=torch.Generator().manual_seed(0)).numpy()
     mixed = replace(encoded, reader=SubsetReader(encoded.reader, order))

@@ -1,8 +1,8 @@
 """The order of the training images and their random numbers: functions of a position, so that a run can start anywhere.
 
 A run has no random state to save. The random numbers of an image depend only on (seed, epoch, position in the order of
-the epoch), whichever process draws them. A batch that is erased ahead, on a GPU or with `augment.batched`, uses the
-numbers of its first image. Those of an optimiser step, in the main process, depend on (seed, step, micro-batch, rank).
+the epoch). A batch that is erased ahead, on a GPU or with `augment.batched`, uses the numbers of its first image. Those
+of an optimiser step, in the main process, depend on (seed, step, micro-batch, rank).
 """
 
 import math
@@ -87,13 +87,10 @@ class EpochSampler(Sampler[Place]):
 
 
 def draw_balanced(labels: Tensor, number: int, generator: torch.Generator) -> Tensor:
-    """Draws `number` image indices in random order, (number,) int64, of every class that occurs equally many.
+    """Draws `number` image indices in random order, (number,) int64, of every class in `labels` (n,) equally many.
 
     The numbers of two classes differ by one at most, and so do those of two images of a class: images of a class recur
     only when all of them have been drawn. Which class or image has one more is random.
-
-    Args:
-        labels: class index of every image, (n,).
     """
 
     def shuffle(values: Tensor) -> Tensor:

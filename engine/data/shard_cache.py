@@ -27,14 +27,14 @@ KIND = "cache of shards"
 """Kind of the folders that a cache claims."""
 
 SHARDS, ROOM = "shards", ".room"
-"""Names of the folder of shards in a cache, and of the file whose lock allows to count those of all caches."""
+"""Names of the folder of shards in a cache, and of the file whose lock is held to count the shards of all caches."""
 
 
 class Cache:
     """Shards of a store, and a file about them, that lie on a disk of this node, for all processes of the node.
 
     Args:
-        root: folder of all caches, whose shards together take at most `limit` bytes. key: name of this cache in it.
+        root: folder of all caches; their shards take at most `limit` bytes. key: name of this cache in it.
         shards: names of all shards. kept: name of the file about them.
     Raises:
         UserError: a folder of that name holds files that no cache has made. DataError: the disk fails.
@@ -144,7 +144,8 @@ class Cache:
         while True:
             with _locked(self.root / ROOM, deadline):
                 files: list[tuple[float, int, Path]] = []
-                for path in self._list():
+                folders = sorted(self.root.iterdir())
+                for path in (path for folder in folders for path in owned_files(folder / SHARDS, KIND)):
                     try:
                         if path != part and not (_is_unfinished(path) and _remove_orphan(path)):
                             status = path.stat()
@@ -163,11 +164,6 @@ class Cache:
                 problem = "other processes are fetching as much as data.cache_gb has room for"
                 raise DataError(f"{self.root}: {problem}; raise it, or lower data.workers or data.shuffle_shards")
             time.sleep(PAUSES[0])
-
-    def _list(self) -> Iterator[Path]:
-        """Yields the shards of all caches, and the unfinished ones."""
-        for folder in sorted(self.root.iterdir()):
-            yield from owned_files(folder / SHARDS, KIND)
 
 
 def _unfinished(name: str) -> str:

@@ -45,10 +45,10 @@ READERS: dict[str, tuple[Callable[[str], SplitReader], Sequence[str]]] = {
     "wds": (WdsReader, ("-*.tar", ".tar")),
     "mds": (MdsReader, ("",)),
 }
-"""data.dataset -> reader of a split, and what may follow the split's name in that of its file ("": it is a folder)."""
+"""data.dataset -> reader of a split, and the endings of its file after the split's name ("": it is a folder)."""
 
 IS_THERE = {"folder": Path.is_dir, "mds": is_split, "wds": lambda path: any(path.parent.glob(path.name))}
-"""data.dataset -> whether a split is there, for those whose splits are no single files."""
+"""data.dataset -> function that tells whether a split is there, for data sets whose splits are not single files."""
 
 
 @dataclass(eq=False)
@@ -156,11 +156,7 @@ def refusing(key: str, path: str, dataset: str) -> Iterator[None]:
 
 
 def find_split(data: Data, split: str, key: str) -> tuple[Callable[[str], SplitReader], str]:
-    """Finds the reader of the split that the option `key` names `split`, and the path of the split.
-
-    Raises:
-        OptionError: there is no such split.
-    """
+    """Finds the reader and the path of the split that the option `key` names `split`. OptionError: there is none."""
     if data.dataset == "digits":
         if data.root is not None:
             raise OptionError("data.root", f"{data.root!r} given, but the digits need none; set data.dataset")
@@ -214,7 +210,7 @@ def classes_of(dataset: Images) -> list[str]:
 
 
 def count_classes(dataset: Images, option: str) -> np.ndarray:
-    """Number of images of every class, (classes,) int64, none of which is 0.
+    """Returns the number of images of every class, (classes,) int64.
 
     Raises:
         OptionError: a class has no image, so that what `option` asks for is impossible.
@@ -233,9 +229,7 @@ def describe_ignored(dataset: Images) -> str:
 
 
 def report_split(data: Data, option: Literal["train_split", "val_split"], images: Images, img_size: Size) -> None:
-    """Says on stderr how many images of a split are left out, if any, or that held-out images validate in its place,
-    which of its files are no images, and whether it was prepared too small for inputs of `img_size`.
-    """
+    """Reports on stderr: omitted images, held-out validation, non-image files, images prepared too small."""
     number, lines = f"{len(images):,}", []
     if isinstance(reader := images.reader, SubsetReader) and len(reader) < reader.num_available:
         lines.append(f"data.{option}: {number} of {reader.num_available:,} images")
@@ -251,9 +245,3 @@ def report_split(data: Data, option: Literal["train_split", "val_split"], images
         lines.append(f"warning: {problem}, and are enlarged to {needed}; {remedy}")
     for line in lines:
         print(line, file=sys.stderr, flush=True)
-
-
-def _check_num_classes(dataset: Images, num_classes: int) -> None:
-    found = len(classes_of(dataset))
-    if found != num_classes:
-        raise OptionError("model.num_classes", f" = {num_classes}, but the images have {found} classes; set it to that")

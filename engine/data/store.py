@@ -81,7 +81,7 @@ class Store:
         """Reads the file `name`, again and again until it comes whole, and returns what `parse` makes of it.
 
         Args:
-            limit: bytes that are read at most, and one more, which tells that the file is larger.
+            limit: most bytes that are read; one more tells that the file is larger.
             parse: function of the content that raises BrokenImage or LayoutError if its bytes are wrong.
             opening: whether a run starts; a file that is not there, or may not be read, is then refused at once.
         Raises:
@@ -103,10 +103,8 @@ class Store:
                 except UserError:
                     raise
                 except Exception as error:  # the library of a protocol may raise anything
-                    reason, asked = (
-                        "no answer" if isinstance(error, TimeoutError) else describe_error(error),
-                        _asked(error),
-                    )
+                    reason = "no answer" if isinstance(error, TimeoutError) else describe_error(error)
+                    asked = _asked(error)
                     if opening and _is_refused(error):
                         raise UserError(f"{one_line(url)}: {reason}; see data.root and the name of the split") from None
                 pause = max(pause, asked)
@@ -140,7 +138,7 @@ def _read_once(url: str, limit: int, seconds: float) -> bytes:
 
 
 async def _get(system: Any, url: str, limit: int) -> bytes:
-    """Reads a file as `_read_once` from an HTTP server, which may send more than was asked for, or pack it."""
+    """Reads a file like `_read_once` from an HTTP server, which may send too much or compress it."""
     content = bytearray()
     session = await system.set_session()
     headers = system.kwargs.get("headers", {}) | {"Accept-Encoding": "identity"}
@@ -157,14 +155,14 @@ async def _get(system: Any, url: str, limit: int) -> bytes:
 
 
 def _is_refused(error: Exception) -> bool:
-    """Whether to wait would not help."""
+    """Returns whether waiting is useless."""
     status = getattr(error, "status", 0) or 0
     is_known = isinstance(error, FileNotFoundError | PermissionError | ValueError)
     return is_known or (400 <= status < 500 and status not in PASSING)
 
 
 def _asked(error: Exception) -> float:
-    """Returns the time (s) after which the server wants to be asked again; 0: it does not say."""
+    """Returns the server's `Retry-After` (s); 0: it sends none."""
     headers = getattr(error, "headers", None)
     value = headers.get("Retry-After", "") if isinstance(headers, Mapping) else ""
     return float(value) if value.isdecimal() else 0.0

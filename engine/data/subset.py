@@ -25,13 +25,10 @@ ALL_CLASSES = "data.classes=null takes the classes of the data"
 
 
 class SubsetReader(SplitReader):
-    """Reads the images `indices` of `reader`.
+    """Reads the images `indices` of `reader`; `num_available` is the number of images of the whole split.
 
     Args:
-        labels: class index of each of these images; None: as in `reader`.
-        class_to_idx: class name -> index; None: as in `reader`.
-    Attributes:
-        num_available: number of images of the whole split.
+        labels, class_to_idx: class index of each of these images, and of each name; None: as in `reader`.
     """
 
     def __init__(
@@ -69,10 +66,7 @@ class SubsetReader(SplitReader):
 def choose_images(reader: SplitReader, subset: int | float, seed: int) -> SubsetReader:
     """Chooses `subset` images (int) of every class, or this fraction (float), rounded, but at least one; in order.
 
-    For one seed a larger subset includes every smaller one.
-
-    Raises:
-        OptionError: a class has fewer images.
+    For one seed a larger subset includes every smaller one. OptionError: a class has fewer images.
     """
     return SubsetReader(reader, np.sort(np.concatenate(_choose(reader, subset, seed, "data.subset", spared=0))))
 
@@ -80,9 +74,9 @@ def choose_images(reader: SplitReader, subset: int | float, seed: int) -> Subset
 def hold_out(reader: SplitReader, data: Data) -> tuple[SubsetReader, SubsetReader]:
     """Divides the images into those to train on and those held out, each in order.
 
-    By `data.val_fraction` the images held out are those that `choose_images` would choose. By `data.folds` the images
-    of all classes, shuffled within each, are dealt to the folds in turn, and those of `data.fold` are held out. The
-    folds thus partition the images, and their numbers of images, of any class and of all, differ by one at most.
+    `data.val_fraction` holds out the images that `choose_images` would choose. `data.folds` deals the images of all
+    classes, shuffled within each, to the folds in turn, and holds out those of `data.fold`: the numbers of images of
+    two folds, of any class and of all, differ by one at most.
 
     Raises:
         OptionError: no image of a class would stay, or a fold would have none of it.
@@ -111,7 +105,7 @@ def _shuffle_classes(reader: SplitReader, seed: int) -> Iterator[tuple[str, np.n
 
 
 def _choose(reader: SplitReader, number: int | float, seed: int, key: str, spared: int) -> list[np.ndarray]:
-    """The indices of `number` images of every class, of which so many are `spared`; see `choose_images`."""
+    """Returns the indices of `number` images of each class, see `choose_images`; leaves out `spared` images of each."""
     chosen = []
     for name, images in _shuffle_classes(reader, seed):
         count = number if isinstance(number, int) else max(1, round(number * len(images)))

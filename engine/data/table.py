@@ -1,6 +1,6 @@
 """The names, classes and checksums of the images of a split in one file, which all processes of a node map.
 
-The file is in the format safetensors, whose arrays may be mapped as they lie; nothing in it is run.
+The file is in the format safetensors: its arrays can be mapped, and nothing in it is run.
 """
 
 import json
@@ -44,7 +44,7 @@ def write_table(
 
 
 def refuse_others(path: Path) -> None:
-    """Refuses to write a table in the place of a file that is none. LayoutError: there is such a file."""
+    """Raises LayoutError if another file lies where a table is to be written."""
     try:
         if os.path.lexists(path):
             map_table(path)

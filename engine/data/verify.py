@@ -62,7 +62,7 @@ def verify(args: argparse.Namespace) -> int:
     splits = open_splits(args)
 
     def describe(images: Images, rows: np.ndarray) -> list[str]:
-        return [*filter(None, [describe_ignored(images)]), *(summarise(images, rows) if len(rows) else [])]
+        return [*filter(None, [describe_ignored(images)]), *(summarise(images, rows) if rows.size else [])]
 
     broken = read_splits(splits, args.workers, measure if args.statistics else discard, describe)
     return sum(map(len, broken.values()))
@@ -174,7 +174,7 @@ class Reading(NamedTuple):
 
     Attributes:
         broken: index -> broken image. digests: of the files of the others, see `Checked`.
-        rows: what was measured of each of the others, and its class index, (number, columns); else (0, 1).
+        rows: what was measured of each of the others, and its class index, (number, columns); else empty.
     """
 
     broken: dict[int, BrokenImage]
@@ -184,7 +184,7 @@ class Reading(NamedTuple):
 
 def read_split(images: Images, workers: int, title: str, measure: Measure | None = discard) -> Reading:
     """Reads every image of a split by `workers` processes, under a progress bar with this title; see `Checked`."""
-    broken, digests, rows, columns = {}, array("q"), array("q"), 1
+    broken, digests, rows = {}, array("q"), array("q")
     checked = Checked(images.reader, mode=images.mode, levels=images.levels, measure=measure)
     for index, sample in enumerate(read_all(checked, workers, title)):
         if isinstance(sample, BrokenImage):
@@ -192,10 +192,8 @@ def read_split(images: Images, workers: int, title: str, measure: Measure | None
         else:
             (digest, *measured), label = sample
             digests.append(digest)
-            if measured:
-                rows.extend(row := [*measured, label])
-                columns = len(row)
-    return Reading(broken, digests, np.array(rows).reshape(-1, columns))
+            rows.extend([*measured, label] if measured else [])
+    return Reading(broken, digests, np.array(rows).reshape(max(1, len(digests)), -1))
 
 
 def read_splits(

@@ -1,7 +1,7 @@
 """WebDataset shards: tar files of samples NAME.jpg (or another image) and NAME.cls, read by position.
 
-The places of the samples come from the headers of the shards, all of which are read at the start, or from an index of
-them (`python -m engine.data.prepare ROOT --dataset wds --index`). Both give the same images in the same order.
+The places of the samples come from the headers of all shards, which are read at the start, or from an index of them
+(`python -m engine.data.prepare ROOT --dataset wds --index`). Both give the same images in the same order.
 """
 
 import json
@@ -39,11 +39,9 @@ it, and of the label."""
 
 
 class Places(NamedTuple):
-    """Where the images of a split lie.
+    """Where the images of a split lie: a value for each image, see `TYPES`.
 
-    Attributes:
-        layout: names "SHARD/SAMPLE.jpg" in order, and the classes, whose names are the labels that occur.
-        shards, begins, sizes, label_begins, label_sizes: see `TYPES`.
+    The names of the layout are "SHARD/SAMPLE.jpg". The names of the classes are the labels that occur.
     """
 
     layout: Layout
@@ -55,8 +53,7 @@ class Places(NamedTuple):
 
 
 class Listed(NamedTuple):
-    """Samples of a shard: names of images, first byte and size of each and of its label, labels, and files of samples
-    without image."""
+    """Samples of a shard: names of images, first byte and size of each and of its label, labels, and other files."""
 
     names: list[str]
     places: list[tuple[int, int, int, int]]
@@ -111,11 +108,7 @@ def index_of(pattern: str) -> Path:
 
 
 def list_shard(shard: str) -> Listed:
-    """Lists a tar file.
-
-    Raises:
-        LayoutError, TarError: as in `WdsReader`.
-    """
+    """Lists a tar file. LayoutError, TarError: as in `WdsReader`."""
     stem, (names, places, labels, ignored) = Path(shard).stem, (listed := Listed([], [], [], []))
     for key, members in _find_samples(shard):
         images = [ending for ending in members if is_image(path := f"{key}.{ending}") and not is_hidden(path)]
@@ -134,11 +127,7 @@ def list_shard(shard: str) -> Listed:
 
 
 def join(shards: Sequence[str], lists: Iterable[Listed]) -> Places:
-    """Joins what `list_shard` returns for every one of `shards`, in their order.
-
-    Raises:
-        LayoutError: there is no image.
-    """
+    """Joins what `list_shard` returns for each of `shards`, in order. LayoutError: there is no image."""
     names, places, labels, ignored = zip(*lists, strict=True) if shards else ((), (), (), ())
     counts = [*map(len, names)]
     if not sum(counts):
@@ -154,7 +143,7 @@ def join(shards: Sequence[str], lists: Iterable[Listed]) -> Places:
 
 
 def write_index(pattern: str, workers: int) -> Layout:
-    """Writes the index of the shards that match `pattern`, beside them, by `workers` processes; returns their layout.
+    """Writes the index of the shards that match `pattern`, by `workers` processes; returns their layout.
 
     Raises:
         LayoutError, TarError: as in `WdsReader`. OSError: no space, or no permission.

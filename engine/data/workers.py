@@ -1,5 +1,4 @@
-"""Loader workers that outlast the stop signals of a run, are replaced if they are killed, and are not waited for if
-they hang."""
+"""Loader whose workers ignore stop signals, restart once if killed, and time out if stuck."""
 
 import copy
 import math
@@ -36,11 +35,7 @@ class WorkersLost(RuntimeError):
 
 
 class WorkersStuck(UserError):
-    """Loader workers have sent no batch for too long, or a stop signal came while this process waited for one.
-
-    Attributes:
-        stopped: whether a stop signal ended the wait, and not its limit.
-    """
+    """Loader workers have sent no batch for too long, or (`stopped`) a stop signal came while this process waited."""
 
     def __init__(self, message: str, stopped: bool):
         super().__init__(message)
@@ -54,15 +49,15 @@ class Overdue(BaseException):
 class RestartingLoader(DataLoader):
     """DataLoader that continues when a worker is killed, as the kernel does when memory runs out.
 
-    New workers continue from the next batch, `NUM_RESTARTS` times in a pass. After that this process reads the rest,
-    slowly, so that a run can finish its step and save. A batch must not depend on the process that makes it. Workers
-    live from pass to pass, so that only one pass can run at a time.
+    New workers continue from the next batch, `NUM_RESTARTS` times in a pass. After that this process reads the rest, so
+    that a run can finish its step and save. A batch must not depend on the process that makes it. Workers live from
+    pass to pass, so that only one pass can run at a time.
 
     Args:
         patience: time (s) within which the workers must send a batch.
     Attributes:
         num_deaths: number of times that workers were killed in the current pass, or else in the last one.
-        stop_requested: asked while a batch is waited for; if true, it has `STOP_AFTER` seconds. None: waits go on.
+        stop_requested: called during a wait for a batch; once it is true, the wait ends after `STOP_AFTER` seconds.
     Raises:
         WorkersStuck: no batch came in time. The workers are killed.
     """
@@ -196,20 +191,16 @@ class Flag:
 
 
 def with_flags() -> Any:
-    """Returns a context of new processes whose events are flags.
-
-    Workers are forked on Linux. From Python 3.14 on, a server would start them, and they would import everything anew.
-    """
+    """Returns a multiprocessing context whose events are flags. On Linux it forks, so that workers import nothing."""
     context: Any = copy.copy(multiprocessing.get_context("fork" if sys.platform == "linux" else None))
     context.Event = Flag
     return context
 
 
 def shield_worker(worker: int) -> None:
-    """Keeps stop signals from ending a worker, whose images the run needs to finish its step.
+    """Keeps stop signals, which reach all processes of a job, from ending a worker that the run needs for its step.
 
-    torchrun and terminals send the signals to the process group, SLURM to every process of a job. SIGTERM still ends
-    the worker, as torch requires. The worker ends with its parent, however the parent ends.
+    SIGTERM still ends the worker, as torch requires. The worker ends with its parent, however the parent ends.
     """
     os.setsid()
     for number in set(SIGNALS) - {signal.SIGTERM}:

@@ -13,8 +13,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from engine.checkpoints.files import WEIGHTS, Weights
-from engine.checkpoints.preference import choose_weights
+from engine.checkpoints.files import WEIGHTS, Weights, choose_weights
 from engine.checkpoints.weights import build_model, check_predicts_classes
 from engine.config.schema import Data, num_channels
 from engine.data.augment import create_transform

@@ -11,10 +11,9 @@ from timm.layers import to_2tuple
 from torch import nn
 
 from engine.checkpoints.adapt import fit_weights, summarize
-from engine.checkpoints.files import WEIGHTS
+from engine.checkpoints.files import WEIGHTS, choose_weights
 from engine.checkpoints.identify import FOREIGN, TIMM, Kind, identify
 from engine.checkpoints.local_dir import read_label_names
-from engine.checkpoints.preference import choose_weights
 from engine.checkpoints.weight_sources import describe_order, load_timm, read_weights
 from engine.checkpoints.weights import build_model, check_predicts_classes
 from engine.config.objective_options import TEACHER_OF_INIT

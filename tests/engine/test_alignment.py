@@ -71,9 +71,8 @@ def on_paper(teacher: nn.Module, student: nn.Module, images: Tensor, layers: lis
         if number in layers:
             y = own.attn(tokens.detach(), grid)
             squares = [(x.detach() ** 2).sum() for x in expected]
-            errors.append(
-                sum((a - b.detach()).square().sum() / c for a, b, c in zip(y, expected, squares, strict=True)) / len(y)
-            )
+            triples = zip(y, expected, squares, strict=True)
+            errors.append(sum((a - b.detach()).square().sum() / c for a, b, c in triples) / len(y))
         x = x + expected
         x = x + block.mlp(block.norm2(x), grid, None)
     return errors
@@ -258,29 +257,21 @@ def test_weights_of_another_model_are_refused(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "says"),
+    ("distill", "weights", "says"),
     [
         (
-            ["distill.type=attention", "distill.teacher=x"],
-            "init.weights = null, and distill.type=attention trains no other weights; give those",
+            "type: attention, teacher: x",
+            None,
+            "init.weights = null, and distill.type=attention trains no other weights",
         ),
-        (
-            ["distill.teacher=init.weights", "distill.type=hard"],
-            "distill.teacher = init.weights, which is null; give init.weights, or name",
-        ),
-        (
-            ["distill.type=attention", "distill.teacher=x", "init.weights=x", "distill.beside=soft"],
-            "distill.beside = soft acts beside distill",
-        ),
-        (
-            ["distill.type=attention", "distill.teacher=x", "init.weights=x", "distill.tau=2"],
-            "distill.tau = 2 acts on soft predictions",
-        ),
+        ("type: hard, teacher: init.weights", None, "distill.teacher = init.weights, which is null; give init.weights"),
+        ("type: attention, teacher: x, beside: soft", "x", "distill.beside = soft acts beside distill"),
+        ("type: attention, teacher: x, tau: 2", "x", "distill.tau = 2 acts on soft predictions"),
     ],
 )
-def test_options_that_contradict_are_refused(overrides: list[str], says: str):
+def test_options_that_contradict_are_refused(distill: str, weights: str | None, says: str):
     with pytest.raises(ConfigError) as caught:
-        run_of(LARA, *overrides)
+        run_of(LARA, f"distill={{{distill}}}", *([f"init.weights={weights}"] if weights else []))
     assert says in str(caught.value)
 
 

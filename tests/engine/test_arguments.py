@@ -10,6 +10,7 @@ import pytest
 from bench.arguments import image_size, token_grid
 from engine.runtime import arguments
 from engine.runtime.arguments import Count
+from tests.support.refusals import refusal
 
 ROOT = Path(__file__).parents[2]
 WITHOUT = {"engine.runtime.arguments", "engine.config.option_pages", "bench.check_kernels"}
@@ -86,10 +87,7 @@ def test_a_whole_number_outside_its_range_is_refused(script, before, action, cap
     below, above = f"below the least valid value {kind.low}", f"above the largest valid value {kind.high}"
     bad = {str(kind.low - 1): below, "-" + 30 * "9": below, str(kind.high + 1): above, 5000 * "9": above}
     for value, message in bad.items() | dict.fromkeys(("x", "1.5", "1_0", "²"), "is not a whole number").items():
-        with pytest.raises(SystemExit) as caught:
-            run(script)([*before, option, *times * [value]])
-        assert caught.value.code == 2
-        line = capsys.readouterr().err.splitlines()[-1]
+        line = refusal(run(script), [*before, option, *times * [value]], capsys).splitlines()[-1]
         assert f"argument {option}: " in line
         assert message in line
         assert len(line) < 200

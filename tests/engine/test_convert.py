@@ -14,6 +14,7 @@ from timm.utils import ParseKwargs
 from engine.checkpoints.convert import main as convert
 from engine.checkpoints.weight_sources import read_weights
 from engine.evaluation.inference import load
+from tests.support.refusals import refusal
 
 PAGE = Path(__file__).parents[2] / "docs/integration.md"
 SIZES = {"img_size": 32, "embed_dim": 24, "depth": 1, "num_heads": 2, "num_classes": 3}
@@ -45,30 +46,21 @@ def test_weights_of_timm_become_an_export(stock, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (
-            ["--config", "config.yaml", "model.num_classes=4"],
-            "not all is loaded as it is: 2 re-made (head.weight,",
-        ),
+        (["--config", "config.yaml", "model.num_classes=4"], "not all is loaded as it is: 2 re-made (head.weight,"),
         (
             ["--config", "config.yaml", "attention={name: xca}"],
             "not all is loaded as it is: 1 fresh (blocks.0.attn.temperature",
         ),
         (["--config", "config.yaml", "model.depth=2"], "weights of another architecture: 1 blocks of width 24, where"),
         (["--config", "config.yaml", "--weights", "ema"], "--weights chooses from a checkpoint that has its own conf"),
-        (
-            [],
-            "engine.checkpoints.convert last.pth.tar FILE.safetensors --config CONFIG.yaml` makes one of it, where",
-        ),
+        ([], "engine.checkpoints.convert last.pth.tar FILE.safetensors --config CONFIG.yaml` makes one of it, where"),
     ],
 )
 def test_other_weights_than_those_of_the_configuration_are_refused(
     arguments, problem, stock, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as caught:
-        convert(["last.pth.tar", "out.safetensors", *arguments])
-    assert caught.value.code == 2
-    assert problem in capsys.readouterr().err
+    assert problem in refusal(convert, ["last.pth.tar", "out.safetensors", *arguments], capsys)
     assert not (tmp_path / "out.safetensors").exists()
 
 
@@ -84,11 +76,8 @@ def test_other_options_than_those_of_timms_training_are_refused_with_the_overrid
     other, out, config = (str(tmp_path / name) for name in ("unset.pth.tar", "unset.safetensors", "config.yaml"))
     torch.save({"arch": "vit_tiny_patch16_224", "args": unset, "state_dict": stock.state_dict()}, other)
     convert([other, out, "--config", config])
-    capsys.readouterr()
     command = [path, str(tmp_path / "out.safetensors"), "--config", str(tmp_path / "config.yaml")]
-    with pytest.raises(SystemExit):
-        convert(command)
-    line = capsys.readouterr().err
+    line = refusal(convert, command, capsys)
     assert "timm's train.py had model.global_pool=avg (not token), model.num_heads=4 (not 2), data.mean=" in line
     added = shlex.split(line.partition("; add ")[2].removesuffix(" to the command\n"))
     assert [text.partition("=")[0] for text in added] == [
@@ -102,9 +91,8 @@ def test_other_options_than_those_of_timms_training_are_refused_with_the_overrid
 def test_a_configuration_for_weights_that_have_one_is_refused(stock, tmp_path, capsys):
     out, config = str(tmp_path / "out.safetensors"), str(tmp_path / "config.yaml")
     convert([str(tmp_path / "last.pth.tar"), out, "--config", config])
-    with pytest.raises(SystemExit):
-        convert([out, str(tmp_path / "again.safetensors"), "--config", config])
-    assert "has its own configuration; leave --config out; options are key.path=value\n" in capsys.readouterr().err
+    error = refusal(convert, [out, tmp_path / "again.safetensors", "--config", config], capsys)
+    assert "has its own configuration; leave --config out; options are key.path=value\n" in error
 
 
 @pytest.fixture(scope="module")
@@ -136,9 +124,7 @@ def test_another_attention_than_that_of_timms_training_is_refused(by_timm, tmp_p
     """Weights fit other options too, such as another scale."""
     _, path, command = by_timm
     for options in ([], ["attention={name: eva, mu_scale: 0.5}"]):
-        with pytest.raises(SystemExit):
-            convert([path, str(tmp_path / "x.safetensors"), *command[:2], *options])
-        line = capsys.readouterr().err
+        line = refusal(convert, [path, tmp_path / "x.safetensors", *command[:2], *options], capsys)
         assert f"{path}: timm's train.py had attention." in line
         assert "mu_scale=1.0 (not 0.5)" in line
         assert line.endswith("; add 'attention=\"eva\"' to the command\n")

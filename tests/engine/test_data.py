@@ -35,13 +35,9 @@ CLASSES = ("n02", "n10", "n100")
 
 
 def make_run(augment: Augment = UNCHANGED, total_batch_size: int = 16, grad_accum_steps: int = 1, **options) -> Run:
-    return Run(
-        model={},
-        attention="softmax",
-        data=Data(**{"dataset": "digits", "workers": 0} | options),
-        augment=augment,
-        train=Train(total_batch_size=total_batch_size, grad_accum_steps=grad_accum_steps),
-    )
+    data = Data(**{"dataset": "digits", "workers": 0} | options)
+    train = Train(total_batch_size=total_batch_size, grad_accum_steps=grad_accum_steps)
+    return Run(model={}, attention="softmax", data=data, augment=augment, train=train)
 
 
 def make_loaders(run: Run, world: World = CPU, num_classes: int = 10, img_size: int = 8):
@@ -180,9 +176,8 @@ def test_files_of_other_sizes_are_different_data(image_root, tmp_path):
 
 def test_validation_crop_is_the_papers(image_root):
     """Validation resizes the short side to img_size / 0.875, bicubic, and crops the centre."""
-    val = make_loaders(
-        make_run(total_batch_size=6, dataset="folder", root=str(image_root)), num_classes=3, img_size=14
-    )[1]
+    run = make_run(total_batch_size=6, dataset="folder", root=str(image_root))
+    val = make_loaders(run, num_classes=3, img_size=14)[1]
     image = Image.open(image_root / "val" / CLASSES[0] / "0.png").resize((24, 16), Image.Resampling.BICUBIC)
     pixels = torch.from_numpy(np.array(image.crop((5, 1, 19, 15)))).permute(2, 0, 1) / 255
     expected = (pixels - torch.tensor(Data.mean).view(3, 1, 1)) / torch.tensor(Data.std).view(3, 1, 1)
@@ -326,9 +321,8 @@ def test_grey_images_are_those_of_rgb_in_one_channel(policy, monkeypatch):
 def test_colours_become_their_luma(image_root, tmp_path):
     """Both image files and prepared images become grey by luma."""
     prepare.main([str(image_root), str(tmp_path), "--splits", "val", "--workers", "0", "--short-side", "0"])
-    image = (
-        Image.open(image_root / "val" / CLASSES[0] / "0.png").convert("L").resize((24, 16), Image.Resampling.BICUBIC)
-    )
+    image = Image.open(image_root / "val" / CLASSES[0] / "0.png").convert("L")
+    image = image.resize((24, 16), Image.Resampling.BICUBIC)
     expected = torch.from_numpy(np.array(image.crop((5, 1, 19, 15)))) / 255
     batches = []
     for kind, root in (("folder", image_root), ("cache", tmp_path)):
@@ -369,9 +363,8 @@ def test_prefetched_batches_equal_plain_ones():
     torch.testing.assert_close(images.cpu(), read_epoch(run, 0), rtol=1e-5, atol=1e-5)
     erasing = make_run(dataclasses.replace(UNCHANGED, reprob=1.0, remode="const"))
     assert ((read_epoch(erasing, 0, prefetching) == 0).flatten(1).any(1)).all()
-    for (images, labels), (plain_images, plain_labels) in zip(
-        make_loaders(erasing, prefetching)[1], make_loaders(erasing)[1], strict=True
-    ):
+    loaders = make_loaders(erasing, prefetching)[1], make_loaders(erasing)[1]
+    for (images, labels), (plain_images, plain_labels) in zip(*loaders, strict=True):
         torch.testing.assert_close(images.cpu(), plain_images, rtol=1e-5, atol=1e-5)
         assert labels.tolist() == plain_labels.tolist()
 
@@ -447,11 +440,7 @@ def test_losses_are_timms():
     [
         ({"root": None}, "data.root", "required for data.dataset=folder"),
         ({"root": "{root}/nowhere"}, "data.root", "no directory"),
-        (
-            {"train_split": "training"},
-            "data.train_split",
-            "no 'training' in .*; found there: .*train, train.tar, val, val",
-        ),
+        ({"train_split": "training"}, "data.train_split", "no 'training' in .*; found there: .*train, train.tar, val"),
         ({"val_split": "test"}, "data.val_split", "no 'test' in"),
         ({"dataset": "tar", "val_split": "test"}, "data.val_split", "no 'test.tar' in"),
         ({"val_split": "empty"}, "data.val_split", r"/empty': no images \(files named \*\.jpg, .*\.webp"),

@@ -24,17 +24,13 @@ from engine.runtime.errors import UserError
 from models import create_model
 from tests.analysis.models import load_model
 from tests.support.launcher import ROOT
+from tests.support.refusals import refusal
 
 OPTIONS = ["model.depth=1", "model.embed_dim=24", "model.img_size=8", "attention={name: softmax}", "train.device=cpu"]
 HANDS = {
     "data": {
-        **{
-            "dataset": "mds",
-            "root": "http://127.0.0.1:9/x y",
-            "train_split": "t",
-            "val_split": "../v",
-            "classes": "/c",
-        },
+        **{"dataset": "mds", "root": "http://127.0.0.1:9/x y", "train_split": "t", "val_split": "../v"},
+        "classes": "/c",
         **{"cache_dir": "CACHE", "cache_gb": 0.0003, "workers": 200, "timeout_minutes": 9.0, "shuffle_shards": 999},
     },
     "train": {"device": "cuda", "compile": True, "timeout_minutes": 9.0},
@@ -47,15 +43,8 @@ def checkpoint() -> dict:
     run = load_run(ROOT / "configs/quickstart.yaml", OPTIONS)
     state = create_model(attention=run.attention, **run.model).state_dict()
     progress = vars(Progress(epoch=1, step=3))
-    classes = [*"0123456789"]
-    return {
-        "config": dump_run(run),
-        "processes": 1,
-        "images": 9,
-        "progress": progress,
-        "classes": classes,
-        "model": state,
-    }
+    metadata = {"config": dump_run(run), "processes": 1, "images": 9, "progress": progress}
+    return metadata | {"classes": [*"0123456789"], "model": state}
 
 
 @pytest.fixture
@@ -93,18 +82,10 @@ def test_a_file_brings_what_describes_it(is_own: bool, hostile: Path):
         assert here[key] == (there[key] if brought else default[key]), key
 
 
-def refusal(capsys: pytest.CaptureFixture, *arguments) -> str:
-    with pytest.raises(SystemExit) as caught:
-        validate.main([*map(str, arguments)])
-    assert caught.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    return line
-
-
 def test_images_are_chosen_by_the_command_line(hostile: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     """Nothing is opened or made; the line has the file's values as arguments."""
     monkeypatch.setattr(validate, "create_val_loader", lambda *args, **options: pytest.fail("opened"))
-    line = refusal(capsys, hostile)
+    (line,) = refusal(validate.main, [hostile], capsys).splitlines()
     assert line.startswith(f"error: {hostile}: does not choose what is opened")
     given = shlex.split(line.partition("; add ")[2].partition(" for the images")[0])
     assert sorted(text.partition("=")[0] for text in given) == sorted(
@@ -112,18 +93,16 @@ def test_images_are_chosen_by_the_command_line(hostile: Path, monkeypatch: pytes
     )
     config = load_checkpoint(hostile)["config"]
     run = parse_described(config, "x", given, reads_images=True)
-    assert {key: flatten(dump_run(run))[key] for key in described.CHOICE_OF_IMAGES} == {
-        key: flatten(config)[key] for key in described.CHOICE_OF_IMAGES
-    }
+    here, there = flatten(dump_run(run)), flatten(config)
+    assert all(here[key] == there[key] for key in described.CHOICE_OF_IMAGES)
     assert not (hostile.parent / "cache").exists()
 
 
 def test_the_size_of_a_cache_has_its_default(hostile: Path):
     """The line has it, but nobody need repeat it."""
     config = load_checkpoint(hostile)["config"]
-    given = [
-        f"data.{name}={json.dumps(config['data'][name])}" for name in ("dataset", "root", "train_split", "val_split")
-    ]
+    names = ("dataset", "root", "train_split", "val_split")
+    given = [f"data.{name}={json.dumps(config['data'][name])}" for name in names]
     given += ["data.classes=null", "data.cache_dir=elsewhere"]
     data = parse_described(config, "x", given, reads_images=True).data
     assert (data.cache_dir, data.cache_gb) == ("elsewhere", Data().cache_gb)
@@ -162,7 +141,7 @@ def test_a_run_directory_of_this_machine_chooses_its_images(directory: Path, tmp
         shutil.copytree(moved, tmp_path / "copy")
         file = next(moved.glob("step_*_epoch_1.pt"))
         for source in (tmp_path / "copy", file):
-            assert f"add data.dataset=idx data.root={ROOT}/reference" in refusal(capsys, source)
+            assert f"add data.dataset=idx data.root={ROOT}/reference" in refusal(validate.main, [source], capsys)
     finally:
         moved.rename(directory)
 

@@ -181,9 +181,8 @@ def test_without_a_teacher_the_loss_is_of_the_targets_alone():
     criterion, logits = criterion_of(run, model), torch.randn(3, 10)
     assert not model.distilled_training
     assert criterion.identity == {"teacher_weights": "none"}
-    assert torch.equal(
-        criterion(lambda _: logits, None, torch.tensor([1, 2, 3])), criterion.loss(logits, torch.tensor([1, 2, 3]))
-    )
+    targets = torch.tensor([1, 2, 3])
+    assert torch.equal(criterion(lambda _: logits, None, targets), criterion.loss(logits, targets))
 
 
 def test_the_identity_is_of_the_weights(tmp_path: Path):
@@ -232,46 +231,30 @@ def test_a_teacher_of_timm_with_names_has_the_same_classes_in_the_same_order(nam
 
 
 @pytest.mark.parametrize(
-    ("teacher", "overrides", "says"),
+    ("teacher", "says"),
     [
+        (("model.num_classes=7", None), "it has 7 classes, the images have 10; choose a teacher of the same classes"),
         (
-            {"options": ["model.num_classes=7"], "classes": None},
-            [],
-            "it has 7 classes, the images have 10; choose a teacher of the same classes",
-        ),
-        (
-            {"classes": [*DIGITS[:9], "nine"]},
-            [],
+            ("model.num_classes=10", [*DIGITS[:9], "nine"]),
             "other classes: only in the teacher: nine (1); only in the data: 9 (1); choose a teacher of the same",
         ),
-        ({"options": ["model.img_size=24"]}, [], "trained with images of 3 x 24 x 24, it does not take 3 x 16 x 16 ("),
-        ({"options": ["model.in_chans=1"]}, [], "trained with images of 1 x 16 x 16, it does not take 3 x 16 x 16 ("),
-    ],
-)
-def test_a_teacher_of_other_images_or_classes_is_refused(teacher, overrides, says, tmp_path):
-    train(tmp_path, *teacher.pop("options", []), **teacher)
-    with pytest.raises(UserError) as caught:
-        criterion_of(run_of(f"distill.teacher={tmp_path}", *overrides))
-    assert str(caught.value).startswith(f"distill.teacher={tmp_path}: {says}")
-    assert str(caught.value).isprintable()
-
-
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        (
-            "weights.pth",
-            "weights alone, which do not say of what model they are; name timm:NAME of timm's hub, or a run",
-        ),
+        (("model.img_size=24", DIGITS), "trained with images of 3 x 24 x 24, it does not take 3 x 16 x 16 ("),
+        (("model.in_chans=1", DIGITS), "trained with images of 1 x 16 x 16, it does not take 3 x 16 x 16 ("),
+        ("weights.pth", "weights alone, which do not say of what model they are; name timm:NAME of timm's hub, or"),
         ("none", "no such run directory or checkpoint"),
-        ("", "no checkpoint there"),
+        (".", "no checkpoint there"),
     ],
 )
-def test_what_is_no_model_is_refused(name: str, says: str, tmp_path: Path):
+def test_a_teacher_of_other_images_or_classes_or_no_model_is_refused(teacher, says, tmp_path):
+    """A teacher is an option of its run and the names of its classes, or a file."""
+    source = tmp_path / (teacher if isinstance(teacher, str) else "run")
+    if isinstance(teacher, tuple):
+        source.mkdir()
+        train(source, teacher[0], classes=teacher[1])
     torch.save(build(run_of()).state_dict(), tmp_path / "weights.pth")
     with pytest.raises(UserError) as caught:
-        criterion_of(run_of(f"distill.teacher={tmp_path / name}"))
-    assert str(caught.value).startswith(f"distill.teacher={tmp_path / name}: ")
+        criterion_of(run_of(f"distill.teacher={source}"))
+    assert str(caught.value).startswith(f"distill.teacher={source}: ")
     assert says in str(caught.value)
     assert str(caught.value).isprintable()
 

@@ -249,9 +249,8 @@ def test_logits_that_are_not_finite_are_wrong():
     assert math.isnan(metrics["loss"])
     assert metrics["top1"] == pytest.approx(expected)
     assert metrics["top5"] == pytest.approx(100 * hits[good].sum().item() / 360)
-    assert sum(metrics[f"recall/{n}"] * (table.label == n).sum().item() for n in range(10)) / 360 == pytest.approx(
-        expected
-    )
+    hits_of_classes = [metrics[f"recall/{n}"] * (table.label == n).sum().item() for n in range(10)]
+    assert sum(hits_of_classes) / 360 == pytest.approx(expected)
     assert table.predicted.eq(-1).tolist() == table.probability.isnan().all(1).tolist() == (~good).tolist()
     matrix = confusion_matrix(table)
     assert matrix[:, -1].sum() == 120

@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import random
+import re
 import signal
 import tarfile
 import zlib
@@ -30,6 +31,7 @@ from engine.data.splits import classes_of, open_split
 from engine.runtime.distributed import World
 from tests.engine.test_resume import Runs, choose_kill
 from tests.support.launcher import ForkServer
+from tests.support.refusals import assert_split_refused, refusal
 
 CLASSES = ["0", "1", "2", "3"]
 LABELS = np.repeat(range(4), 50)
@@ -195,10 +197,7 @@ def test_an_epoch_is_that_of_the_folders(folder, other):
     assert len({*images.reader.filenames()}) == 200
     expected, found, rest = read_epoch(folder), read_epoch(other), read_epoch(other, start=120)
     assert len(found[0]) == 200
-    assert torch.equal(found[0], expected[0])
-    assert torch.equal(found[1], expected[1])
-    assert torch.equal(rest[0], expected[0][120:])
-    assert torch.equal(rest[1], expected[1][120:])
+    assert all(map(torch.equal, [*found, *rest], [*expected, *(part[120:] for part in expected)]))
 
 
 def test_their_content_is_known(other, monkeypatch):
@@ -249,20 +248,18 @@ def test_labels_of_a_hugging_face_data_set(tmp_path, monkeypatch, column, classe
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     (tmp_path / "data").mkdir()
     write_parquet(tmp_path / "data" / "train.parquet", [png(PIXELS[0]), None, b"no image"], column, classes)
-    data = Data(dataset="hfds", root=str(tmp_path / "data"))
+    data = {"dataset": "hfds", "root": str(tmp_path / "data")}
     if problem:
-        with pytest.raises(OptionError, match=problem):
-            open_split(data, "train_split")
+        assert_split_refused(problem, **data)
         return
-    images = open_split(data, "train_split")
+    images = open_split(Data(**data), "train_split")
     assert classes_of(images) == sorted({*map(str, column)})
     assert images.reader.labels.tolist() == [1, 0, 1]
     assert images[0][1] == 1
     assert str(images[1]) == "0/1: the row has no image"
     assert str(images[2]).startswith("1/2: not an image")
     assert images.reader.fingerprints().tolist() == [zlib.crc32(png(PIXELS[0])), -1, zlib.crc32(b"no image")]
-    with pytest.raises(OptionError, match=r'cannot read it: Unknown split "validation"\. Should be one of'):
-        open_split(Data(dataset="hfds", root=str(tmp_path / "data"), val_split="validation"), "val_split")
+    assert_split_refused(r'cannot read it: Unknown split "validation"\. Sh', "val", **data, val_split="validation")
 
 
 def test_a_column_without_images_is_named(tmp_path, monkeypatch):
@@ -273,18 +270,16 @@ def test_a_column_without_images_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     (tmp_path / "data").mkdir()
     parquet.write_table(pyarrow.table({"picture": ["a.png"], "label": [1]}), tmp_path / "data" / "train.parquet")
-    with pytest.raises(
-        OptionError, match="the column 'image' is missing or empty; rename one to that; found: picture, label"
-    ):
-        open_split(Data(dataset="hfds", root=str(tmp_path / "data")), "train_split")
+    problem = "the column 'image' is missing or empty; rename one to that; found: picture, label"
+    assert_split_refused(problem, dataset="hfds", root=str(tmp_path / "data"))
 
 
-def open_csv(folder, text: str | bytes):
-    """The split of a CSV file beside the images a.png and "b, c.png"."""
+def write_list(folder, text: str | bytes) -> dict[str, str]:
+    """Options of a CSV file beside the images a.png and "b, c.png"."""
     (folder / "train.csv").write_bytes(text.encode() if isinstance(text, str) else text)
     for name in ("a.png", "b, c.png"):
         (folder / name).write_bytes(png(PIXELS[0]))
-    return open_split(Data(dataset="csv", root=str(folder)), "train_split")
+    return {"dataset": "csv", "root": str(folder)}
 
 
 @pytest.mark.parametrize(
@@ -295,7 +290,7 @@ def open_csv(folder, text: str | bytes):
     ],
 )
 def test_a_csv_file_labels_files(tmp_path, text):
-    images = open_csv(tmp_path, text)
+    images = open_split(Data(**write_list(tmp_path, text)), "train_split")
     assert classes_of(images) == ["cat", "dog"]
     assert [*images.reader.filenames()] == ["b, c.png", "a.png"]
     assert [images[index][1] for index in range(2)] == [0, 1]
@@ -310,10 +305,7 @@ def test_a_csv_file_labels_files(tmp_path, text):
         ("a.png,dog\n", r"the columns are 'a.png', 'dog'; the first line must be file,label, and no other columns"),
         ("file,label\n", r"lists no image; write a line for each"),
         ("file,label\na.png\n", r"line 2: 1 fields; expected file and label"),
-        (
-            "file,label\nb, c.png,dog\n",
-            r"line 2: 3 fields; expected file and label, in quotes where they contain a com",
-        ),
+        ("file,label\nb, c.png,dog\n", r"line 2: 3 fields; expected file and label, in quotes where they contain"),
         ("file,label\na.png,\n", r"line 2: no label; give one, or remove the line"),
         ("file,label\na.png,dog\n./a.png,cat\n", r"line 3: 'a.png' is in line 2 already; remove one of them"),
         ("file,label\na.png,dog\nx.png,cat\ny.png,cat\n", r"line 3: no file 'x.png' in .* \(2 of 3 are missing\)"),
@@ -322,13 +314,15 @@ def test_a_csv_file_labels_files(tmp_path, text):
     ],
 )
 def test_a_csv_file_that_cannot_be_honoured_is_refused_with_the_line(tmp_path, text, problem):
-    with pytest.raises(OptionError, match=rf"^data.train_split: '.*train.csv': {problem}") as caught:
-        open_csv(tmp_path, text)
-    assert "\n" not in str(caught.value)
+    assert_split_refused(f"^data.train_split: '.*train.csv': {problem}", **write_list(tmp_path, text))
 
 
 def open_wds(root):
     return open_split(Data(dataset="wds", root=str(root)), "train_split")
+
+
+def assert_shards_refused(root, problem: str) -> None:
+    assert_split_refused(problem, dataset="wds", root=str(root))
 
 
 @pytest.mark.parametrize(
@@ -344,17 +338,13 @@ def test_a_shard_without_labels_is_refused(tmp_path, change, problem):
     samples = [sample(index) for index in range(5)]
     samples[3] = {name: content for name, content in (samples[3] | change).items() if content is not None}
     write_shard(tmp_path / "train-0.tar", samples)
-    with pytest.raises(OptionError, match=problem) as caught:
-        open_wds(tmp_path)
-    assert caught.value.key == "data.train_split"
-    assert "\n" not in str(caught.value)
+    assert_shards_refused(tmp_path, problem)
 
 
 def test_a_sample_that_comes_twice_is_refused(tmp_path):
     """The later sample would replace the first."""
     write_shard(tmp_path / "train-0.tar", [sample(1), sample(2), sample(1)])
-    with pytest.raises(OptionError, match=r"'train-0.tar' holds '00001.png' twice; names of samples must differ"):
-        open_wds(tmp_path)
+    assert_shards_refused(tmp_path, "'train-0.tar' holds '00001.png' twice; names of samples must differ")
 
 
 @pytest.mark.parametrize(
@@ -369,8 +359,7 @@ def test_a_sample_that_comes_twice_is_refused(tmp_path):
 def test_a_shard_that_cannot_be_read_is_named(tmp_path, make, problem):
     write_shard(tmp_path / "train-0.tar", [sample(1)])
     make(tmp_path / "train-1.tar")
-    with pytest.raises(OptionError, match=rf"is not a readable wds file \(train-1.tar: .*{problem}\)"):
-        open_wds(tmp_path)
+    assert_shards_refused(tmp_path, rf"is not a readable wds file \(train-1.tar: .*{problem}\)")
 
 
 def test_a_broken_image_of_a_shard_is_named_and_other_files_are_ignored(tmp_path):
@@ -383,8 +372,7 @@ def test_a_broken_image_of_a_shard_is_named_and_other_files_are_ignored(tmp_path
     assert isinstance(images[2], BrokenImage)
     assert str(images[2]).startswith("train-0/00002.png: not an image")
     (tmp_path / "train-0.tar").write_bytes((tmp_path / "train-0.tar").read_bytes()[:3000])
-    with pytest.raises(OptionError, match="is not a readable wds file"):
-        open_wds(tmp_path)
+    assert_shards_refused(tmp_path, "is not a readable wds file")
 
 
 def test_hidden_members_of_a_shard_are_no_samples(tmp_path):
@@ -419,6 +407,8 @@ def test_an_index_opens_the_same_data_set_without_reading_a_shard(tmp_path, caps
         assert (one[0].tobytes(), one[1]) == (other[0].tobytes(), other[1])
 
 
+OUTSIDE = r"damaged \(ValueError: places outside of the shards\)"
+BEYOND = r"damaged \(ValueError: images or labels that end after their shard\)"
 NESTED = (10**5).to_bytes(8, "little") + b"[" * 10**5
 """A file of the format safetensors, whose header no parser can hold."""
 
@@ -429,17 +419,11 @@ NESTED = (10**5).to_bytes(8, "little") + b"[" * 10**5
         (lambda root: write_shard(root / "train-3.tar", [sample(1)]), "'train-3.tar' differs; make it anew"),
         (lambda root: (root / "train-3.tar").unlink(), "'train-3.tar' differs; make it anew"),
         (lambda root: write_shard(root / "train-11.tar", [sample(1)]), "'train-11.tar' differs; make it anew"),
-        (
-            lambda root: rewrite(root, sizes=1 << 40),
-            r"damaged \(ValueError: images or labels that end after their shard\)",
-        ),
-        (
-            lambda root: rewrite(root, begins=1 << 62, sizes=1 << 62),
-            r"damaged \(ValueError: images or labels that end after their shard\)",
-        ),
-        (lambda root: rewrite(root, begins=-1), r"damaged \(ValueError: places outside of the shards\)"),
-        (lambda root: rewrite(root, shards=11), r"damaged \(ValueError: places outside of the shards\)"),
-        (lambda root: rewrite(root, shards=-1), r"damaged \(ValueError: places outside of the shards\)"),
+        (lambda root: rewrite(root, sizes=1 << 40), BEYOND),
+        (lambda root: rewrite(root, begins=1 << 62, sizes=1 << 62), BEYOND),
+        (lambda root: rewrite(root, begins=-1), OUTSIDE),
+        (lambda root: rewrite(root, shards=11), OUTSIDE),
+        (lambda root: rewrite(root, shards=-1), OUTSIDE),
         (lambda root: rewrite(root, {"shards": "7"}), r"damaged \(TypeError"),
         (lambda root: rewrite(root, {"ignored": "[7]"}), r"damaged \(ValueError: files that have no names\)"),
     ],
@@ -448,8 +432,7 @@ def test_an_index_of_other_shards_is_refused(tmp_path, change, problem):
     write_wds(tmp_path)
     write_index(tmp_path)
     change(tmp_path)
-    with pytest.raises(OptionError, match=rf"^data.train_split: '.*train-\*.tar': train.index.safetensors.*{problem}"):
-        open_wds(tmp_path)
+    assert_shards_refused(tmp_path, rf"^data.train_split: '.*train-\*.tar': train.index.safetensors.*{problem}")
     write_index(tmp_path)
     open_wds(tmp_path)
 
@@ -458,8 +441,7 @@ def test_an_index_of_other_shards_is_refused(tmp_path, change, problem):
 def test_a_file_in_the_place_of_an_index_is_refused_and_stays(tmp_path, content, problem):
     write_wds(tmp_path)
     (path := tmp_path / "train.index.safetensors").write_bytes(content)
-    with pytest.raises(OptionError, match=rf"^data.train_split: '.*train-\*.tar': train.index.safetensors.*{problem}"):
-        open_wds(tmp_path)
+    assert_shards_refused(tmp_path, rf"^data.train_split: '.*train-\*.tar': train.index.safetensors.*{problem}")
     with pytest.raises(SystemExit):
         write_index(tmp_path)
     assert path.read_bytes() == content
@@ -480,10 +462,8 @@ def rewrite(root, texts: dict[str, str] | None = None, **values: int) -> None:
     "arguments", [["out", "--index", "--dataset", "wds"], ["--index", "--dataset", "csv"], [], ["--dataset", "wds"]]
 )
 def test_an_index_needs_folders_or_shards_and_no_output(tmp_path, capsys, arguments):
-    with pytest.raises(SystemExit):
-        prepare.main([str(tmp_path), *arguments])
-    message = "give an output directory, or --index without one for --dataset folder or wds"
-    assert message in capsys.readouterr().err
+    error = refusal(prepare.main, [tmp_path, *arguments], capsys)
+    assert "give an output directory, or --index without one for --dataset folder or wds" in error
 
 
 def test_shards_that_cannot_be_listed_get_no_index(tmp_path, capsys):
@@ -496,37 +476,31 @@ def test_shards_that_cannot_be_listed_get_no_index(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("ending", "content"),
-    [(idx.IMAGES, b""), (idx.LABELS, b"\0\0\x08\x01" + (9).to_bytes(4, "big") + bytes(9))],
+    ("ending", "content"), [(idx.IMAGES, b""), (idx.LABELS, b"\0\0\x08\x01" + (9).to_bytes(4, "big") + bytes(9))]
 )
 def test_damaged_files_of_torchvision_are_refused(tmp_path, ending, content):
     write_mnist(tmp_path)
     (tmp_path / "MNIST" / "raw" / f"train{ending}").write_bytes(content)
-    with pytest.raises(OptionError, match="not found, or damaged"):
-        open_split(Data(dataset="torch/mnist", root=str(tmp_path)), "train_split")
+    assert_split_refused("not found, or damaged", dataset="torch/mnist", root=str(tmp_path))
 
 
 @pytest.mark.parametrize(
     ("options", "key", "problem"),
     [
-        ({"dataset": "wds"}, "data.train_split", "no 'train-*.tar' in"),
-        ({"dataset": "torch/cifar10"}, "data.train_split", "not found, or damaged; torchvision.datasets puts it"),
-        ({"dataset": "torch/mnist"}, "data.train_split", "not found, or damaged; torchvision.datasets puts it"),
-        ({"dataset": "torch/mnist", "train_split": "test"}, "data.train_split", "'test' is no split of torchvision's"),
-        ({"dataset": "torch/mnist", "root": "{root}/no"}, "data.root", "no directory"),
-        ({"dataset": "hfds"}, "data.train_split", "needs the package datasets; `pip install 'datasets>=5.2'`"),
+        ({"dataset": "wds"}, "", "no 'train-*.tar' in"),
+        ({"dataset": "torch/cifar10"}, "", "not found, or damaged; torchvision.datasets puts it"),
+        ({"dataset": "torch/mnist"}, "", "not found, or damaged; torchvision.datasets puts it"),
+        ({"dataset": "torch/mnist", "train_split": "test"}, "", "'test' is no split of torchvision's"),
+        ({"dataset": "torch/mnist", "root": "no"}, "data.root", "no directory"),
+        ({"dataset": "hfds"}, "", "needs the package datasets; `pip install 'datasets>=5.2'`"),
         ({"dataset": "hfds", "root": None}, "data.root", "required for data.dataset=hfds"),
     ],
 )
 def test_what_is_missing_is_named(tmp_path, monkeypatch, options, key, problem):
     monkeypatch.setattr(datasets.importlib.util, "find_spec", lambda name: None)
-    options = {"root": "{root}"} | options
-    root = options.pop("root")
-    with pytest.raises(OptionError) as caught:
-        open_split(Data(root=root and root.format(root=tmp_path), **options), "train_split")
-    assert caught.value.key == key
-    assert problem in str(caught.value)
-    assert "\n" not in str(caught.value)
+    folder = options.get("root", "")
+    root = None if folder is None else str(tmp_path / folder)
+    assert_split_refused(re.escape(problem), key=key, **(options | {"root": root}))
 
 
 def edit(path, change: Callable[[bytes], bytes]) -> None:
@@ -552,9 +526,9 @@ def swap_labels_of_table(path) -> None:
 
 def swap_labels_of_shard(path) -> None:
     """Exchanges the `.cls` of the first and the last shard."""
-    first, last = path, path.with_name("train-10.tar")
-    edit(first, lambda content: content.replace(b"0\n" + bytes(510), b"3\n" + bytes(510)))
-    edit(last, lambda content: content.replace(b"3\n" + bytes(510), b"0\n" + bytes(510)))
+    for file, old, new in ((path, b"0", b"3"), (path.with_name("train-10.tar"), b"3", b"0")):
+        old, new = (label + b"\n" + bytes(510) for label in (old, new))
+        edit(file, lambda content, old=old, new=new: content.replace(old, new))
 
 
 def swap_labels_of_csv(path) -> None:
@@ -594,24 +568,21 @@ def swap_names_of_classes(path) -> None:
     edit(path, lambda content: b"3\n1\n2\n0\n")
 
 
-def write_cache_of(root) -> None:
-    write_wds(root)
-    prepare.main(f"{root} {root} --dataset wds --splits train --short-side 0 --workers 0".split())
+def prepared(write: Callable, *options: str) -> Callable:
+    """Returns a writer that also prepares what `write` writes, in the same folder."""
+
+    def write_and_prepare(root) -> None:
+        write(root)
+        output = () if "--index" in options else (str(root),)
+        prepare.main([str(root), *output, "--splits", "train", "--workers", "0", *options])
+
+    return write_and_prepare
 
 
-def write_shards_of(root) -> None:
-    write_wds(root)
-    prepare.main(f"{root} {root} --dataset wds --splits train --format mds --original --workers 0".split())
-
-
-def write_indexed_wds(root) -> None:
-    write_wds(root)
-    write_index(root)
-
-
-def write_indexed_folder(root) -> None:
-    write_folder(root)
-    prepare.main(f"{root} --splits train --index".split())
+write_cache_of = prepared(write_wds, "--dataset", "wds", "--short-side", "0")
+write_shards_of = prepared(write_wds, "--dataset", "wds", "--format", "mds", "--original")
+write_indexed_wds = prepared(write_wds, "--dataset", "wds", "--index")
+write_indexed_folder = prepared(write_folder, "--index")
 
 
 def write_idx_files(root) -> None:
@@ -692,5 +663,5 @@ def test_a_pipe_in_the_place_of_a_file_is_refused(dataset, write, file, tmp_path
     write(tmp_path)
     (tmp_path / file).unlink()
     os.mkfifo(tmp_path / file)
-    with ends_within(20), pytest.raises(OptionError):
-        open_split(Data(dataset=dataset, root=str(tmp_path)), "train_split")
+    with ends_within(20):
+        assert_split_refused("pipe", dataset=dataset, root=str(tmp_path))

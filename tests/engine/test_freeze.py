@@ -28,6 +28,9 @@ STEM = [f"patch_embed.proj.{i}.{kind}" for i in (1, 4) for kind in ("running_mea
 """Running statistics of the BatchNorm layers of the stem."""
 
 
+LAST = ("norm", "head")
+
+
 def deit(**options) -> torch.nn.Module:
     return create_model("deit", attention="softmax", **{**SMALL, "stem": "conv", **options})
 
@@ -42,13 +45,10 @@ def run_of(*overrides: str) -> Run:
     [
         ("backbone", {"head"}),
         (("backbone",), {"head"}),
-        ("blocks", {"pos_embed", "cls_token", "patch_embed", "norm", "head"}),
-        (
-            ("pos_embed", "cls_token", "blocks.[01].attn", "blocks.*.mlp.fc?.bias"),
-            {"patch_embed", "blocks", "norm", "head"},
-        ),
+        ("blocks", {"pos_embed", "cls_token", "patch_embed", *LAST}),
+        (("pos_embed", "cls_token", "blocks.[01].attn", "blocks.*.mlp.fc?.bias"), {"patch_embed", "blocks", *LAST}),
         (("*.weight", "*.bias"), {"pos_embed", "cls_token"}),
-        (None, {"pos_embed", "cls_token", "patch_embed", "blocks", "norm", "head"}),
+        (None, {"pos_embed", "cls_token", "patch_embed", "blocks", *LAST}),
     ],
 )
 def test_patterns_are_of_parameters_or_modules(patterns, trained):
@@ -84,6 +84,8 @@ def test_what_is_trained_is_counted():
     ],
 )
 def test_a_pattern_that_cannot_be_meant_is_refused_before_any_work(value: str, says: str):
+    with pytest.raises(ConfigError, match="freezes every parameter"):
+        run_of("model.num_classes=0", "train.freeze=backbone")  # there is no classifier to train
     with pytest.raises(ConfigError) as caught:
         run_of(f"train.freeze={value}")
     assert says in str(caught.value)
@@ -93,11 +95,6 @@ def test_a_pattern_that_cannot_be_meant_is_refused_before_any_work(value: str, s
 def test_a_list_of_patterns_with_brackets_is_quoted():
     assert run_of('train.freeze=[pos_embed, "blocks.[0-1]"]').train.freeze == ("pos_embed", "blocks.[0-1]")
     assert run_of("train.freeze=blocks.[0-1]").train.freeze == "blocks.[0-1]"
-
-
-def test_without_a_classifier_nothing_would_be_trained():
-    with pytest.raises(ConfigError, match="freezes every parameter"):
-        run_of("model.num_classes=0", "train.freeze=backbone")
 
 
 @pytest.mark.parametrize("overrides", [(), ("optim.layer_decay=0.7",), ("optim.weight_decay=0",)], ids=" ".join)

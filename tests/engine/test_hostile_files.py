@@ -136,13 +136,7 @@ READERS: dict[str, Callable[[Path], object]] = {
 }
 
 DEEP = 200_000
-METADATA = {
-    "folders": "[" * DEEP,
-    "ignored": "[" * DEEP,
-    "classes": "[" * DEEP,
-    "shards": "[" * DEEP,
-    "run": "[" * DEEP,
-}
+METADATA = dict.fromkeys(("folders", "ignored", "classes", "shards", "run"), "[" * DEEP)
 HOSTILE: dict[str, bytes] = {
     "empty": b"",
     "null": b"null",
@@ -174,24 +168,22 @@ HOSTILE: dict[str, bytes] = {
     "tar": b"a" * 512 + bytes(1024),
     "line of a megabyte": b"x" * 2**21,
 }
-KINDS = [*HOSTILE, "missing", "directory", "pipe", "device", "link to itself", "sparse file of a terabyte"]
+SPECIAL: dict[str, Callable[[Path], object]] = {
+    "directory": Path.mkdir,
+    "pipe": os.mkfifo,
+    "device": lambda path: path.symlink_to("/dev/zero"),
+    "link to itself": lambda path: path.symlink_to(path),
+    "sparse file of a terabyte": lambda path: (path.touch(), os.truncate(path, 2**40)),
+}
+KINDS = [*HOSTILE, *SPECIAL, "missing"]
 
 
 def put(path: Path, kind: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     if kind in HOSTILE:
         path.write_bytes(HOSTILE[kind])
-    elif kind == "directory":
-        path.mkdir()
-    elif kind == "pipe":
-        os.mkfifo(path)
-    elif kind == "device":
-        path.symlink_to("/dev/zero")
-    elif kind == "link to itself":
-        path.symlink_to(path)
-    elif kind == "sparse file of a terabyte":
-        with path.open("wb") as file:
-            file.truncate(2**40)
+    elif kind in SPECIAL:
+        SPECIAL[kind](path)
 
 
 def fault_of(read: Callable[[Path], object], path: Path) -> str:

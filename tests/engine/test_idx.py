@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from attention.options import OptionError
 from engine.config.schema import Data
 from engine.data import sample, verify
 from engine.data.identity import identify_split
 from engine.data.splits import classes_of, open_split
+from tests.support.refusals import assert_split_refused, refusal
 
 REFERENCE = Path(__file__).parents[2] / "reference"
 PIXELS = np.random.default_rng(0).integers(0, 256, (6, 3, 5), dtype=np.uint8)
@@ -80,10 +80,7 @@ PACKED = gzip.compress(IMAGES_HEADER + PIXELS.tobytes())
         ({"labels": LABELS_HEADER + LABELS.tobytes()[:-1]}, "'train-labels-idx1-ubyte' ends after 5 of the 6 bytes"),
         ({"labels": struct.pack(">2I", 2049, 5) + bytes(5)}, "6 images, but 5 labels in 'train-labels-idx1-ubyte'"),
         ({"labels": struct.pack(">2I", 2049, 0)}, "'train-labels-idx1-ubyte': 0 bytes by its header"),
-        (
-            {"ending": ".gz", "images": PACKED[:-9]},
-            r"train-images-idx3-ubyte.gz: damaged \(EOFError: .*marker",
-        ),
+        ({"ending": ".gz", "images": PACKED[:-9]}, r"train-images-idx3-ubyte.gz: damaged \(EOFError: .*marker"),
         ({"ending": ".gz", "images": PACKED[:-8] + bytes(8)}, r"damaged \(BadGzipFile: CRC check failed"),
         ({"ending": ".gz", "images": PACKED[:30] + b"\xff" * 40}, r"damaged \("),
         ({"ending": ".gz", "images": b"no gzip"}, r"damaged \(BadGzipFile: Not a gzipped file"),
@@ -92,23 +89,16 @@ PACKED = gzip.compress(IMAGES_HEADER + PIXELS.tobytes())
 )
 def test_a_damaged_file_is_named(tmp_path, damaged, problem):
     write(tmp_path, **damaged)
-    with pytest.raises(OptionError, match=problem) as caught:
-        open_train(tmp_path)
-    assert caught.value.key == "data.train_split"
-    assert "\n" not in str(caught.value)
+    assert_split_refused(problem, dataset="idx", root=str(tmp_path))
 
 
 def test_a_missing_file_is_named(tmp_path):
     write(tmp_path, ending=".gz")
-    with pytest.raises(
-        OptionError,
-        match=r"no 'val-images-idx3-ubyte' in .*: train-images-idx3-ubyte.gz; in training, data.val_fraction=0.2 holds",
-    ) as caught:
-        open_split(Data(dataset="idx", root=str(tmp_path)), "val_split")
-    assert caught.value.key == "data.val_split"
+    data = {"dataset": "idx", "root": str(tmp_path)}
+    problem = "no 'val-images-idx3-ubyte' in .*: train-images-idx3-ubyte.gz; in training, data.val_fraction=0.2 holds"
+    assert_split_refused(problem, "val", **data)
     (tmp_path / "train-labels-idx1-ubyte.gz").unlink()
-    with pytest.raises(OptionError, match=r"no 'train-labels-idx1-ubyte' \(or .gz\) beside it"):
-        open_train(tmp_path)
+    assert_split_refused(r"no 'train-labels-idx1-ubyte' \(or .gz\) beside it", **data)
 
 
 def test_a_sample_holds_the_first_of_each_class(tmp_path, capsys):
@@ -121,17 +111,13 @@ def test_a_sample_holds_the_first_of_each_class(tmp_path, capsys):
     assert images.reader.labels.tolist() == [2, 0, 1]
     assert np.array_equal(images.reader.images, PIXELS[[0, 1, 3]])
     assert all(path.read_bytes()[4:8] == bytes(4) for path in (tmp_path / "sample").iterdir())  # no time: gzip's MTIME
-    with pytest.raises(SystemExit):
-        sample.main([*options, "2"])
-    assert "train-images-idx3-ubyte.gz: is there already" in capsys.readouterr().err
+    assert "train-images-idx3-ubyte.gz: is there already" in refusal(sample.main, [*options, "2"], capsys)
     for path in list((tmp_path / "sample").iterdir()):
         path.unlink()
-    with pytest.raises(SystemExit):
-        sample.main([*options, "3"])
-    assert "class 2 of train has 2 images; --per-class is 3" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        sample.main([str(tmp_path), "/dev/null/sample", "--split", "train", "--per-class", "1"])
-    assert "output /dev/null/sample: cannot be made: Not a directory" in capsys.readouterr().err
+    error = refusal(sample.main, [*options, "3"], capsys)
+    assert "class 2 of train has 2 images; --per-class is 3" in error
+    error = refusal(sample.main, [tmp_path, "/dev/null/sample", *options[2:], "1"], capsys)
+    assert "output /dev/null/sample: cannot be made: Not a directory" in error
 
 
 def test_the_shipped_sample_is_balanced():

@@ -63,10 +63,9 @@ def test_a_class_weight_is_the_factor_of_the_whole_loss_of_an_image(kind: str, s
     torch.testing.assert_close(gradient, weights[:, None] * (log_p.exp() - target) / 12, rtol=1e-5, atol=1e-7)
     parts = [loss(*part) for part in zip(logits.split(3), given.split(3), strict=True)]
     torch.testing.assert_close(torch.stack(parts).mean(), found)
-    plainly = create_loss(dataclasses.replace(augment, smoothing=smoothing), [1.0] * 4).double()(logits, given)
-    torch.testing.assert_close(
-        plainly, create_loss(dataclasses.replace(augment, smoothing=smoothing))(logits, given), rtol=1e-6, atol=0
-    )
+    augment = dataclasses.replace(augment, smoothing=smoothing)
+    plain, equal = create_loss(augment)(logits, given), create_loss(augment, [1.0] * 4).double()(logits, given)
+    torch.testing.assert_close(equal, plain, rtol=1e-6, atol=0)
 
 
 def test_class_weights_on_paper():
@@ -169,31 +168,21 @@ def test_epochs_are_ranked_by_the_chosen_metric():
 
     def rank(best_by: str | None) -> tuple[list[int], dict]:
         for epoch, row in enumerate(rows, start=1):
-            progress.metrics = {
-                f"{kind}{name}": value for name, value in zip(names, row, strict=True) for kind in ("", "ema_")
-            }
+            pairs = [*zip(names, row, strict=True)]
+            progress.metrics = {f"{kind}{name}": value for name, value in pairs for kind in ("", "ema_")}
             progress.rank(epoch, 3, best_by)
         assert progress.ema_ranking == progress.ranking
         return [epoch for _, epoch in progress.ranking], progress.best()
 
     assert rank(None) == ([1, 3, 2], {"best_top1": 90.0, "best_ema_top1": 90.0})
-    assert rank("balanced_accuracy") == (
-        [2, 3, 1],
-        {"best_balanced_accuracy": 70.0, "best_ema_balanced_accuracy": 70.0},
-    )
+    best = {"best_balanced_accuracy": 70.0, "best_ema_balanced_accuracy": 70.0}
+    assert rank("balanced_accuracy") == ([2, 3, 1], best)
     assert rank("loss") == ([3, 1, 2], {"best_loss": 0.1, "best_ema_loss": 0.1})
 
 
 def test_a_metric_that_is_not_measured_cannot_rank():
-    simmim = [
-        "model.mask_token=true",
-        "model.num_classes=0",
-        "model.stem=linear",
-        "augment.mixup=0",
-        "augment.cutmix=0",
-        "simmim.mask_size=28",
-    ]
-    with pytest.raises(
-        ConfigError, match=r"train.best_by = top1, which the evaluations of this run do not measure; know"
-    ):
-        load_run(ROOT / "configs/quickstart.yaml", [*simmim, "train.best_by=top1"])
+    options = ["model.mask_token=true", "model.num_classes=0", "model.stem=linear", "train.best_by=top1"]
+    options += ["augment.mixup=0", "augment.cutmix=0", "simmim.mask_size=28"]
+    problem = "train.best_by = top1, which the evaluations of this run do not measure; know"
+    with pytest.raises(ConfigError, match=problem):
+        load_run(ROOT / "configs/quickstart.yaml", options)

@@ -186,62 +186,19 @@ def duplicate(run: Run, options: dict[str, Any], rng: random.Random) -> Fault:
 
 
 TAGS = (
-    "!!python/object/apply:os.system ['false']",
-    "!!python/name:os.system ''",
-    "!!python/object/new:type [x, [], {}]",
-    "!!int abc",
-    "!!int ''",
-    "!!float x",
-    "!!bool perhaps",
-    "!!null x",
-    "!!timestamp x",
-    "!!binary AAA=",
-    "!!set {a}",
-    "!!omap [a: 1]",
-    "!!pairs [a: 1]",
-    "!!seq x",
-    "!!map x",
-    "!local x",
-    "!<tag:example.org,2000:x> x",
-    "!!merge <<",
+    *("!!python/object/apply:os.system ['false']", "!!python/name:os.system ''"),
+    *("!!python/object/new:type [x, [], {}]", "!!int abc", "!!int ''", "!!float x", "!!bool perhaps", "!!null x"),
+    *("!!timestamp x", "!!binary AAA=", "!!set {a}", "!!omap [a: 1]", "!!pairs [a: 1]", "!!seq x", "!!map x"),
+    *("!local x", "!<tag:example.org,2000:x> x", "!!merge <<"),
 )
 SCALARS = (
-    "2020-13-45",
-    "0x_",
-    "0b_",
-    "010",
-    "1:30",
-    "1" + ":59" * 3000,
-    "0x" + "f" * 9000,
-    "9" * 5000,
-    '"\\Uffffffff"',
-    '"\\ud800"',
-    '"\\z"',
+    *("2020-13-45", "0x_", "0b_", "010", "1:30", "1" + ":59" * 3000, "0x" + "f" * 9000, "9" * 5000, '"\\Uffffffff"'),
+    *('"\\ud800"', '"\\z"'),
 )
 SYNTAX = (
-    "x: [1",
-    "x: {a: 1",
-    "\tx: 1",
-    "x",
-    "x: 'open",
-    "x: *nowhere",
-    "- x",
-    "--- \nx: 1",
-    "? [a]\n: 1",
-    "<<: {x: 1}",
-    "x: &x [*x]",
-    "1: 2",
-    "true: 1",
-    "null: 1",
-    "x: @",
-    "x: `",
-    "x: %",
-    "x: |3-9\n a",
-    "%YAML 9.9",
-    "x: \x07",
-    "\ufeffx: 1",
-    "x: 1: 2",
-    "x: >\n\x85\x00",
+    *("x: [1", "x: {a: 1", "\tx: 1", "x", "x: 'open", "x: *nowhere", "- x", "--- \nx: 1", "? [a]\n: 1", "<<: {x: 1}"),
+    *("x: &x [*x]", "1: 2", "true: 1", "null: 1", "x: @", "x: `", "x: %", "x: |3-9\n a", "%YAML 9.9", "x: \x07"),
+    *("\ufeffx: 1", "x: 1: 2", "x: >\n\x85\x00"),
 )
 
 
@@ -343,20 +300,8 @@ def contradiction(run: Run, options: dict[str, Any], rng: random.Random) -> Faul
     return Fault(write_options(options))
 
 
-FAULTS = (
-    typo,
-    wrong_type,
-    wrong_section,
-    out_of_range,
-    duplicate,
-    tag,
-    syntax,
-    alias_bomb,
-    depth,
-    encoding,
-    large,
-    contradiction,
-)
+FAULTS = (typo, wrong_type, wrong_section, out_of_range, duplicate, tag)
+FAULTS += (syntax, alias_bomb, depth, encoding, large, contradiction)
 
 
 @pytest.fixture
@@ -380,9 +325,8 @@ def refuse_all(folder: Path, num_faults: int, configs: list[Path]) -> str:
         except ConfigError as error:
             message = str(error)
         else:
-            pytest.fail(
-                f"{make.__name__} {i} of {config} was accepted:\n{fault.content[-3000:].decode(errors='replace')}"
-            )
+            content = fault.content[-3000:].decode(errors="replace")
+            pytest.fail(f"{make.__name__} {i} of {config} was accepted:\n{content}")
         slowest = max(slowest, time.perf_counter() - began)
         place = rf"{re.escape(str(path))}{'' if fault.line is None else f':{fault.line}'}(:\d+)?: \S"
         assert re.match(place, message), (make.__name__, i, fault.line, message)

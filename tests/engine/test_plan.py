@@ -16,6 +16,7 @@ from engine.runtime.memory import saved_bytes
 from engine.training.plan import estimate_memory
 from models import create_model
 from tests.engine.test_train import RUN, start
+from tests.support.refusals import refusal
 
 WORLD = World(torch.device("cpu"))
 
@@ -80,10 +81,7 @@ def test_weights_that_do_not_fit_are_refused_as_by_a_launch(tmp_path: Path, caps
         (f"init.weights={trained}", "init.strict=true", "attention={name: local, window_size: 7}"): "not all is loaded",
     }
     for arguments, problem in refused.items():
-        with pytest.raises(SystemExit) as ended:
-            train.main([*begin, *arguments])
-        assert ended.value.code == 2
-        assert problem in capsys.readouterr().err
+        assert problem in refusal(train.main, [*begin, *arguments], capsys)
 
 
 def run_with(**train_options: object) -> Run:

@@ -33,6 +33,7 @@ from engine.runtime.provenance import provenance
 from models import create_model
 from models.assignment import Place
 from tests.engine.test_train import RUN
+from tests.support.refusals import refusal
 
 ROOT = Path(__file__).parents[2]
 OUTSIDE = ROOT / "tests/outside"
@@ -123,10 +124,7 @@ class Blocks(Options):
         (len, "<built-in function len> is no mechanism"),
         (mechanism(Config=None), "RowMean has no options; write `class Config(Options): window_size: int = option(7,"),
         (mechanism(Config=dict), "RowMean has no options; write `class Config(Options)"),
-        (
-            mechanism(Config=NoField),
-            "RowMean has an option window_size that is no option(); write `window_size: int = option(7, 'its meaning,",
-        ),
+        (mechanism(Config=NoField), "an option window_size that is no option(); write `window_size: int = option(7"),
         (mechanism(Config=Blocks), "RowMean has an option blocks, a key of its own beside"),
         (mechanism(cost=None), "RowMean defines no cost; write `@classmethod def cost(cls, context, config): return"),
         (mechanism(attend=None), "RowMean defines no attend; write `def attend(self, q, k, v, grid): ...`"),
@@ -143,9 +141,7 @@ def test_a_class_that_lacks_a_part_is_refused_in_one_line(cls, message):
 
 def test_a_taken_name_is_refused_and_a_class_defined_anew_replaces_itself():
     own = type("Eva", (Attention,), {**vars(mechanism()), "__module__": "mine"})
-    with pytest.raises(
-        ValueError, match=r"mine\.Eva would be the mechanism 'eva', but attention\.mechanisms\.eva\.Eva"
-    ):
+    with pytest.raises(ValueError, match=r"mine\.Eva would be the mechanism 'eva', but attention\.mechanisms\.eva\.E"):
         register(own)
     assert ATTENTION["eva"] is Eva
     first, again, other = mechanism(), mechanism(), mechanism(__module__="other")
@@ -157,9 +153,7 @@ def test_a_taken_name_is_refused_and_a_class_defined_anew_replaces_itself():
 
 
 def test_windows_without_a_layout_say_what_to_write():
-    with pytest.raises(
-        TypeError, match=r'no option layout; write `layout: Layout \| None = window_option\("layout"\)`'
-    ):
+    with pytest.raises(TypeError, match=r'option layout; write `layout: Layout \| None = window_option\("layout"\)`'):
         windows_on(mechanism().Config(), (4, 6))
 
 
@@ -183,33 +177,22 @@ def test_a_module_or_a_file_is_loaded_once(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("absent", None, "--plugin absent: cannot be imported: ModuleNotFoundError: No module named 'absent'"),
-        ("absent.py", None, "--plugin absent.py: cannot be imported: FileNotFoundError: "),
-        ("a-b", None, "--plugin a-b: cannot be imported: ImportError: expected the name of a module"),
-        ("plain.py", "x = 1", "--plugin plain.py: registers no mechanism; write @attention.register above the class"),
-        (
-            "wrong.py",
-            "\n1 / 0",
-            "--plugin wrong.py: cannot be imported: ZeroDivisionError: division by zero (.*, line 2)",
-        ),
-        ("ends.py", "raise SystemExit(3)", "--plugin ends.py: cannot be imported: SystemExit: 3 "),
-        ("code.py", "", "--plugin code.py: cannot be imported: ImportError: code is the name of another module (.*)"),
-        (
-            "taken.py",
-            MODULE.format(name="Eva"),
-            "--plugin taken.py: cannot be imported: ValueError: register: taken.Eva",
-        ),
+        ("absent", None, "cannot be imported: ModuleNotFoundError: No module named 'absent'"),
+        ("absent.py", None, "cannot be imported: FileNotFoundError: "),
+        ("a-b", None, "cannot be imported: ImportError: expected the name of a module"),
+        ("plain.py", "x = 1", "registers no mechanism; write @attention.register above the class"),
+        ("wrong.py", "\n1 / 0", "cannot be imported: ZeroDivisionError: division by zero (.*, line 2)"),
+        ("ends.py", "raise SystemExit(3)", "cannot be imported: SystemExit: 3 "),
+        ("code.py", "", "cannot be imported: ImportError: code is the name of another module (.*)"),
+        ("taken.py", MODULE.format(name="Eva"), "cannot be imported: ValueError: register: taken.Eva"),
     ],
 )
 def test_what_is_no_plugin_is_refused_in_one_line(name, content, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     if content is not None:
         write(tmp_path / name, content)
-    with pytest.raises(SystemExit) as end:
-        ArgumentParser().parse_args(["--plugin", name])
-    assert end.value.code == 2
-    line = capsys.readouterr().err
-    assert re.match("error: " + re.escape(message).replace(r"\.\*", ".*"), line), line
+    line = refusal(ArgumentParser().parse_args, ["--plugin", name], capsys)
+    assert re.match(f"error: --plugin {name}: " + re.escape(message).replace(r"\.\*", ".*"), line), line
     assert line.count("\n") == 1
 
 
@@ -295,10 +278,8 @@ def test_a_checkpoint_never_imports_what_it_names(tmp_path, monkeypatch):
     (tmp_path / "run").mkdir()
     save_checkpoint(tmp_path / "run/step_1_epoch_1.pt", {"config": config, **metadata, "model": state})
     write(tmp_path / "run/config.yaml", yaml.safe_dump(config))
-    ends = (
-        rf"attention\.name: the mechanism 'trap' came from a plugin; add --plugin trap --plugin {re.escape(str(trap))}"
-    )
-    ends += r" --plugin '\$\(touch x\)' if you trust it$"
+    advice = f"add --plugin trap --plugin {trap} --plugin '$(touch x)' if you trust it"
+    ends = re.escape(f"attention.name: the mechanism 'trap' came from a plugin; {advice}") + "$"
     for source in ("run", "run/step_1_epoch_1.pt"):
         with pytest.raises(ConfigError, match=ends):
             load(source)

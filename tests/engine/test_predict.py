@@ -23,6 +23,7 @@ from engine.data.images import decode
 from engine.evaluation.inference import load
 from engine.run.load import dump_run, load_run
 from models import create_model
+from tests.support.refusals import refusal
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = ["model.depth=1", "model.embed_dim=24", "model.img_size=8", "model.stem=linear", "attention=softmax"]
@@ -91,9 +92,8 @@ def test_probabilities_are_those_of_the_logits_and_batches_do_not_matter():
     with torch.no_grad():
         expected = model(torch.stack([transform(Image.open(file)) for file in files])).softmax(1)
     for batch_size in ("1", "3"):
-        for row, probabilities in zip(
-            ask("runs/eva", *files, "--top", "99", "--batch-size", batch_size), expected, strict=True
-        ):
+        found = ask("runs/eva", *files, "--top", "99", "--batch-size", batch_size)
+        for row, probabilities in zip(found, expected, strict=True):
             assert row["probabilities"] == sorted(row["probabilities"], reverse=True)
             by_class = dict(zip(row["classes"], row["probabilities"], strict=True))
             assert [by_class[name] for name in CLASSES] == pytest.approx(probabilities.tolist(), rel=1e-5)
@@ -145,9 +145,8 @@ def test_a_missing_file_is_no_unreadable_image(monkeypatch, capsys):
     """It is refused before any work, also in a list."""
     stream = io.BytesIO(b"digits/7.png\nno such\x1b\xff.png\n")
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(stream))
-    with pytest.raises(SystemExit, match="2"):
-        predict.main(["runs/eva", "-"])
-    assert capsys.readouterr() == ("", "error: no such\\x1b\\udcff.png: No such file or directory\n")
+    expected = "error: no such\\x1b\\udcff.png: No such file or directory\n"
+    assert refusal(predict.main, ["runs/eva", "-"], capsys) == expected
 
 
 def test_a_line_for_each_image(capsys):
@@ -222,11 +221,9 @@ def test_bad_input_is_one_line(arguments, problem, monkeypatch, capsys):
     checkpoint = load_checkpoint(Path("runs/eva/step_3_epoch_1.pt"))
     save_checkpoint(Path("nine.pt"), checkpoint | {"classes": CLASSES[:9]})
     Path("dir.csv").mkdir(exist_ok=True)
-    with pytest.raises(SystemExit) as caught:
-        predict.main(arguments)
-    output = capsys.readouterr()
-    assert (caught.value.code, output.out, output.err.count("\n")) == (2, "", 1)
-    assert problem in output.err
+    error = refusal(predict.main, arguments, capsys)
+    assert error.count("\n") == 1
+    assert problem in error
 
 
 def test_logits_that_are_not_finite_predict_nothing(capsys):

@@ -9,8 +9,7 @@ import pytest
 import predict
 import validate
 from engine.checkpoints import convert
-from engine.checkpoints.files import load_checkpoint, save_checkpoint
-from engine.checkpoints.preference import prefer
+from engine.checkpoints.files import load_checkpoint, prefer, save_checkpoint
 from engine.checkpoints.weight_sources import read_weights
 from engine.run.load import parse_run
 from engine.training.objective import read_teacher

@@ -27,6 +27,7 @@ from engine.data.layout import Samples, classify, suffix_of
 from engine.data.splits import classes_of, describe_ignored, open_split
 from engine.data.table import map_table, write_table
 from engine.data.tar import TarReader
+from tests.support.refusals import assert_split_refused, refusal
 
 
 def write_folder(root, paths, name="train"):
@@ -104,6 +105,13 @@ def test_what_makes_no_classes_is_refused(open_paths, paths, problem):
     assert "\n" not in str(caught.value)
 
 
+def test_images_without_any_folder_are_refused(tmp_path):
+    write_folder(tmp_path, ["1.png", "2.png"])
+    (tmp_path / "train.tar").write_bytes(make_tar(["1.png", "2.png"]))
+    for kind in ("folder", "tar"):
+        assert_split_refused("images in no class folder: 2, such as '1.png'", dataset=kind, root=str(tmp_path))
+
+
 COPIES = [
     *("@eaDir/1.png", ".ipynb_checkpoints/1.png", "__MACOSX/a/._1.png", "._2.png", ".hidden/x/3.png"),  # no classes
     *("a/@eaDir/1.png", "a/.ipynb_checkpoints/1-checkpoint.png", "a/._1.png", "b/__MACOSX/1.png", "b/x/.y/1.png"),
@@ -134,16 +142,7 @@ def test_an_index_of_an_earlier_version_is_refused(tmp_path):
     write_folder(tmp_path, ["a/1.png"])
     write_index(tmp_path)
     rewrite(tmp_path, {"hidden": ""})
-    with pytest.raises(OptionError, match=r"train.folders.safetensors is of an earlier version, .*; make it anew"):
-        split_of(tmp_path, "folder")
-
-
-@pytest.mark.parametrize("kind", ["folder", "tar"])
-def test_images_without_any_folder_are_refused(tmp_path, kind):
-    write_folder(tmp_path, ["1.png", "2.png"])
-    (tmp_path / "train.tar").write_bytes(make_tar(["1.png", "2.png"]))
-    with pytest.raises(OptionError, match=r"images in no class folder: 2, such as '1.png'"):
-        split_of(tmp_path, kind)
+    assert_split_refused("train.folders.safetensors is of an earlier version, .*; make it anew", root=str(tmp_path))
 
 
 def test_the_order_is_timms(tmp_path):
@@ -207,8 +206,7 @@ def test_an_index_that_is_older_than_a_folder_is_refused(tmp_path, change, folde
     time.sleep(0.02)  # the clock of a file system has steps of some milliseconds
     change(tmp_path / "train")
     problem = rf"is older than the folder '{re.escape(folder)}', .*; make it anew .*--index"
-    with pytest.raises(OptionError, match=problem):
-        split_of(tmp_path, "folder")
+    assert_split_refused(problem, root=str(tmp_path))
     (tmp_path / "train.folders.safetensors").unlink()
     if folder != ".":
         split_of(tmp_path, "folder")
@@ -230,8 +228,7 @@ def test_a_damaged_index_of_folders_is_refused(tmp_path, texts, problem):
     write_index(tmp_path)
     rewrite(tmp_path, texts)
     problem = rf"damaged \({problem}.*" if problem else r"is older than the folder 'a\\\\x00', "
-    with pytest.raises(OptionError, match=rf"train.folders.safetensors:? {problem}.*; make it anew"):
-        split_of(tmp_path, "folder")
+    assert_split_refused(rf"train.folders.safetensors:? {problem}.*; make it anew", root=str(tmp_path))
 
 
 def test_an_index_from_a_stranger_opens_no_file_outside_of_the_data(tmp_path):
@@ -257,9 +254,8 @@ def test_folders_that_change_while_they_are_listed_get_no_index(tmp_path, capsys
     write_folder(tmp_path, FILES)
     listed = iter([FILES, [*FILES, "a/11.png"]])
     monkeypatch.setattr(folders, "find_files", lambda root: next(listed))
-    with pytest.raises(SystemExit):
-        write_index(tmp_path)
-    assert "files are added or removed; make the index when that has ended" in capsys.readouterr().err
+    error = refusal(prepare.main, [tmp_path, "--index", "--splits", "train"], capsys)
+    assert "files are added or removed; make the index when that has ended" in error
     assert [path.name for path in tmp_path.iterdir()] == ["train"]
 
 
@@ -277,8 +273,7 @@ def test_no_folder_counts_twice(tmp_path, link, target):
     """A loop of links, or one folder under two names."""
     write_folder(tmp_path, ["a/1.png", "a/below/2.png", "b/3.png"])
     (tmp_path / "train" / link).symlink_to(target)
-    with pytest.raises(OptionError, match=r"are one folder; remove the link$"):
-        split_of(tmp_path, "folder")
+    assert_split_refused("are one folder; remove the link$", root=str(tmp_path))
 
 
 def test_links_to_folders_and_files_elsewhere_are_followed(tmp_path):
@@ -286,12 +281,8 @@ def test_links_to_folders_and_files_elsewhere_are_followed(tmp_path):
     write_folder(tmp_path, ["a/3.png"])
     (tmp_path / "train" / "b").symlink_to(tmp_path / "store")
     (tmp_path / "train" / "a" / "4.png").symlink_to(tmp_path / "store" / "1.png")
-    assert [name for name, _ in split_of(tmp_path, "folder").reader.samples] == [
-        "a/3.png",
-        "a/4.png",
-        "b/1.png",
-        "b/2.png",
-    ]
+    names = [name for name, _ in split_of(tmp_path, "folder").reader.samples]
+    assert names == ["a/3.png", "a/4.png", "b/1.png", "b/2.png"]
 
 
 def test_an_empty_class_folder_is_refused(tmp_path):
@@ -299,8 +290,7 @@ def test_an_empty_class_folder_is_refused(tmp_path):
     (tmp_path / "train" / "a" / "empty").mkdir()
     assert describe_ignored(split_of(tmp_path, "folder")) == ""
     (tmp_path / "train" / "c").mkdir()
-    with pytest.raises(OptionError, match="the class folder 'c' holds no image; remove it"):
-        split_of(tmp_path, "folder")
+    assert_split_refused("the class folder 'c' holds no image; remove it", root=str(tmp_path))
 
 
 def test_a_folder_that_cannot_be_read_is_refused(tmp_path, monkeypatch):
@@ -312,8 +302,7 @@ def test_a_folder_that_cannot_be_read_is_refused(tmp_path, monkeypatch):
     real = os.scandir
     write_folder(tmp_path, ["a/1.png", "b/2.png"])
     monkeypatch.setattr(os, "scandir", scandir)
-    with pytest.raises(OptionError, match="Permission denied"):
-        split_of(tmp_path, "folder")
+    assert_split_refused("Permission denied", root=str(tmp_path))
 
 
 def test_a_suffix_is_what_it_is_in_the_standard_library():
@@ -356,10 +345,8 @@ def test_a_damaged_tar_is_refused(tmp_path, damage):
     (tmp_path / "train.tar").write_bytes(content)
     assert len(split_of(tmp_path, "tar")) == 6
     (tmp_path / "train.tar").write_bytes(damage(content))
-    with pytest.raises(
-        OptionError, match=r"not a readable tar file \((damaged, or cut off, at byte 4,096|unexpected end)"
-    ):
-        split_of(tmp_path, "tar")
+    problem = r"not a readable tar file \((damaged, or cut off, at byte 4,096|unexpected end)"
+    assert_split_refused(problem, dataset="tar", root=str(tmp_path))
 
 
 def test_of_two_files_of_one_name_the_later_counts(tmp_path):
@@ -380,10 +367,8 @@ def test_links_in_a_tar_are_refused(tmp_path, kind):
         link = tarfile.TarInfo("b/2.png")
         link.type, link.linkname = kind, "a/1.png"
         tar.addfile(link)
-    with pytest.raises(
-        OptionError, match=r"'b/2.png' is stored as a link, or sparse; make the file with `tar --dereference`"
-    ):
-        split_of(tmp_path, "tar")
+    problem = "'b/2.png' is stored as a link, or sparse; make the file with `tar --dereference`"
+    assert_split_refused(problem, dataset="tar", root=str(tmp_path))
 
 
 def test_a_tar_that_is_cut_later_breaks_images(tmp_path):

@@ -4,6 +4,7 @@ import csv
 import errno
 import fcntl
 import gzip
+import io
 import itertools
 import json
 import math
@@ -213,10 +214,9 @@ def test_epochs_are_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     recorder = launch(tmp_path, Progress())
     monkeypatch.setattr("engine.reporting.speed.time.perf_counter", lambda: clock.now)
     recorder.begin_epoch(1)
-    clock.now += 2.0
-    recorder.end_step()
-    clock.now += 2.0
-    recorder.end_step()
+    for _ in range(2):
+        clock.now += 2.0
+        recorder.end_step()
     recorder.train(1, loss=4.0, lr=0.1, grad_norm=math.inf)
     clock.now += 1.0
     recorder.end_step()
@@ -242,7 +242,9 @@ def test_epochs_are_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 def test_console(tmp_path: Path, capsys: pytest.CaptureFixture):
     record_run(tmp_path)
-    start, train, evaluation, final = capsys.readouterr().out.splitlines()
+    out, err = capsys.readouterr()
+    assert err == ""  # no bar without a terminal
+    start, train, evaluation, final = out.splitlines()
     assert start == "start  epoch 0/2  step 0/1  1,234 parameters  5,678 MACs"
     assert train.startswith("train  epoch 1/2  step 1/1  loss 2.5000  lr 1.00e-03  gradient inf  ")
     assert all(unit in train for unit in (" images/s  ", "ETA 0:00:00"))
@@ -322,11 +324,6 @@ def test_evaluation_has_a_bar_and_leaves_none(monkeypatch, width):
     assert {len(line) for line in drawn} == {width - 1}
 
 
-def test_no_bar_without_a_terminal(tmp_path, capsys):
-    record_run(tmp_path)
-    assert capsys.readouterr().err == ""
-
-
 def test_tensorboard(tmp_path: Path):
     record_run(tmp_path)
     assert sum(path.is_dir() for path in tmp_path.iterdir()) == 0  # hyper-parameters are no run of their own
@@ -379,40 +376,32 @@ def test_tensorboard_shows_predictions(tmp_path: Path):
     assert all(width > 600 < 3 * height for width, height in sizes.values())
 
 
-def test_images_are_shown_as_they_look(tmp_path: Path):
-    record_run(tmp_path)
+@pytest.mark.parametrize("is_grey", [False, True])
+def test_images_are_shown_as_they_look(tmp_path: Path, is_grey: bool):
+    """Grey images have one normalisation: the mean of the channels' means, 0.25, and of their deviations."""
+    if is_grey:
+        recorder = Recorder(tmp_path, RUN, Progress(), total_steps=1, world=WORLD)
+        recorder.images((IMAGES[:, :1] - 0.25) / (1.75 / 3))
+        recorder.close()
+    else:
+        record_run(tmp_path)
     grid = EventAccumulator(str(tmp_path)).Reload().Images("train/images")[0]
-    (tmp_path / "grid.png").write_bytes(grid.encoded_image_string)
-    with Image.open(tmp_path / "grid.png") as image:
+    with Image.open(io.BytesIO(grid.encoded_image_string)) as image:
         pixels = np.asarray(image)
     assert pixels.shape == (4 + 2 * 2, 3 * (4 + 2) + 2, 3)
     assert [pixels[4, x].tolist() for x in (4, 10, 16)] == [[0, 0, 0], [127, 127, 127], [255, 255, 255]]
 
 
-def test_grey_images_are_shown_as_they_look(tmp_path: Path):
-    """With the normalisation that they have: the mean of the channels' means, 0.25, and of their deviations."""
-    recorder = Recorder(tmp_path, RUN, Progress(), total_steps=1, world=WORLD)
-    recorder.images((IMAGES[:, :1] - 0.25) / (1.75 / 3))
-    recorder.close()
-    grid = EventAccumulator(str(tmp_path)).Reload().Images("train/images")[0]
-    (tmp_path / "grid.png").write_bytes(grid.encoded_image_string)
-    with Image.open(tmp_path / "grid.png") as image:
-        pixels = np.asarray(image)
-    assert [pixels[4, x].tolist() for x in (4, 10, 16)] == [[0, 0, 0], [127, 127, 127], [255, 255, 255]]
-
-
-def test_what_will_be_repeated_is_dropped(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("progress", "kept"), [(Progress(), ["start"]), (Progress(epoch=1, step=1), ["start", "train", "eval"])]
+)
+def test_what_will_be_repeated_is_dropped(tmp_path: Path, progress: Progress, kept: list[str]):
+    """A run that gets more epochs has not ended."""
     record_run(tmp_path)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "train", "st')  # the process died while writing
-    Recorder(tmp_path, RUN, Progress(), total_steps=1, world=WORLD).close()
-    assert [record["kind"] for record in records(tmp_path)] == ["start"]
-
-
-def test_a_run_that_gets_more_epochs_has_not_ended(tmp_path: Path):
-    record_run(tmp_path)
-    Recorder(tmp_path, RUN, Progress(epoch=1, step=1), total_steps=2, world=WORLD).close()
-    assert [record["kind"] for record in records(tmp_path)] == ["start", "train", "eval"]
+    Recorder(tmp_path, RUN, progress, total_steps=2, world=WORLD).close()
+    assert [record["kind"] for record in records(tmp_path)] == kept
 
 
 def test_records_are_on_disk_before_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -421,14 +410,8 @@ def test_records_are_on_disk_before_the_checkpoint(tmp_path: Path, monkeypatch: 
     done = []
     monkeypatch.setattr(os, "fsync", lambda descriptor: done.append(os.path.samestat(os.fstat(descriptor), metrics)))
     metrics = os.stat(tmp_path / "metrics.jsonl")
-    checkpoints = SimpleNamespace(save=lambda *what: done.append("checkpoint"))
-    trainer = SimpleNamespace(
-        recorder=recorder,
-        checkpoints=checkpoints,
-        exchange=SimpleNamespace(begin_save=lambda: None),
-        progress=None,
-        stateful=None,
-    )
+    trainer = MagicMock(recorder=recorder)
+    trainer.checkpoints.save = lambda *what: done.append("checkpoint")
     Trainer.save(trainer)
     recorder.close()
     assert done == [True, "checkpoint"]
@@ -489,13 +472,8 @@ class FailingCall:
     """
 
     def __init__(self, name: str, how: str, call: int, directory: Path, patch: pytest.MonkeyPatch):
-        self.directory, self.real, self.how, self.call, self.num_calls = (
-            directory,
-            pkgutil.resolve_name(name),
-            how,
-            call,
-            0,
-        )
+        self.directory, self.real, self.how, self.call = directory, pkgutil.resolve_name(name), how, call
+        self.num_calls = 0
         patch.setattr(name, self)
         if how == "uncut":
             patch.setattr("os.ftruncate", fill_disk)
@@ -577,12 +555,12 @@ def test_other_ranks_record_nothing(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert not any(tmp_path.iterdir())
 
 
-def test_provenance_outside_a_repository(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("GIT_DIR", "/nonexistent")
-    assert provenance(CPU)["git"] is None
-
-
-def test_provenance_installed_in_the_repository_of_another_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_provenance_outside_a_repository_and_in_that_of_another_project(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    with monkeypatch.context() as patch:
+        patch.setenv("GIT_DIR", "/nonexistent")
+        assert provenance(CPU)["git"] is None
     commit = ["-c", "user.name=a", "-c", "user.email=a", "commit", "--quiet", "--allow-empty", "--message=theirs"]
     for command in (["init", "--quiet"], commit):
         subprocess.run(["git", "-C", tmp_path, *command], check=True)
@@ -672,10 +650,8 @@ def test_no_flops_without_the_costs(change: dict, tmp_path: Path):
 
 
 def test_the_driver_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    file = tmp_path / "version"
-    file.write_text(
-        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build\nGCC version: 12.2"
-    )
+    file, kernel = tmp_path / "version", "NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build"
+    file.write_text(f"NVRM version: {kernel}\nGCC version: 12.2")
     monkeypatch.setattr("engine.runtime.provenance.DRIVER", file)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     assert gpu_software(torch.device("cuda")) == {"cuda": "13.0", "driver": "580.95.05"}

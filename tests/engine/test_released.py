@@ -30,29 +30,17 @@ from models import create_model, parse_model, resolve_attention
 from models.convert import from_released
 from tests.models.test_released_models import CASES, LAYOUTS, MODELS, RELEASED
 from tests.support.launcher import ROOT
+from tests.support.refusals import refusal
 
 WINDOWS = {"window_size": 7, "attn_2d": True, "overlap_window": False, "use_rpe": True}
 EVA = {"attn_name": "eva", **WINDOWS, "num_landmarks": 49, "adaptive_proj": "default", "use_t5_rpe": False}
-LARA = {
-    "attn_name": "lara",
-    "num_landmarks": 49,
-    "mis_type": "mis-opt",
-    "proposal_gen": "pool-mixed",
-    "alpha_coeff": 2.0,
-    "use_antithetics": False,
-    "use_multisample": False,
-}
+LARA = {"attn_name": "lara", "num_landmarks": 49, "mis_type": "mis-opt", "proposal_gen": "pool-mixed"}
+LARA |= {"alpha_coeff": 2.0, "use_antithetics": False, "use_multisample": False}
 FAVORP = {"attn_name": "performer", "proj_method": "favorp", "cos_weighting": False, "sample_scheme": "default"}
 EVA_FILE, PVT_FILE = "evit_d64_p8_eva.safetensors", "pvt_16-32-64-128_lara.safetensors"
 GOLDEN = {
     EVA_FILE: {"model": "evit_d64_p8", "num_heads": 2, "data_set": "IMAGENET", **EVA},
-    PVT_FILE: {
-        "model": "pvt_16",
-        "num_heads": [2, 4, 8, 16],
-        "input_size": 224,
-        "data_set": "IMAGENET",
-        **LARA,
-    },
+    PVT_FILE: {"model": "pvt_16", "num_heads": [2, 4, 8, 16], "input_size": 224, "data_set": "IMAGENET", **LARA},
 }
 
 
@@ -70,9 +58,7 @@ def write_released(path: Path, state: dict, arguments: dict | None, monkeypatch,
     inside it. `others` replace what the file holds.
     """
     library = types.ModuleType("efficient_attention")
-    library.NestedNamespace = type(
-        "NestedNamespace", (argparse.Namespace,), {"__module__": library.__name__, "__qualname__": "NestedNamespace"}
-    )
+    library.NestedNamespace = type("NestedNamespace", (argparse.Namespace,), {"__module__": library.__name__})
     content = {"model": state, "optimizer": {"state": {}}, "epoch": 299, "model_ema": None}
     if arguments is not None:
         nested = {key: x for key, x in arguments.items() if key != "attn_name" and key in {**EVA, **LARA, **FAVORP}}
@@ -121,9 +107,8 @@ def test_the_command_writes_an_ordinary_export(tmp_path, monkeypatch, capsys):
     assert (data["mean"], data["std"]) == ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
     assert checkpoint["progress"]["epoch"] == 300
     assert_logits(read(exported), EVA_FILE)
-    with pytest.raises(SystemExit):
-        convert([str(tmp_path / "gone.pth"), str(exported)])
-    assert capsys.readouterr().err == f"error: {tmp_path / 'gone.pth'}: no such run directory or checkpoint\n"
+    error = refusal(convert, [tmp_path / "gone.pth", exported], capsys)
+    assert error == f"error: {tmp_path / 'gone.pth'}: no such run directory or checkpoint\n"
 
 
 MISSING = {
@@ -163,9 +148,8 @@ def test_weights_alone_load_with_every_option_given(tmp_path):
 
 def test_features_of_random_samples_are_not_guessed(tmp_path, monkeypatch):
     """Weights of Performer are the same for all features; without a name they are also those of Scatterbrain."""
-    model = create_model(
-        "deit", {"name": "performer", "num_samples": 6}, img_size=32, embed_dim=24, depth=1, num_heads=2
-    )
+    sizes = {"img_size": 32, "embed_dim": 24, "depth": 1, "num_heads": 2}
+    model = create_model("deit", {"name": "performer", "num_samples": 6}, **sizes)
     state = {key.replace("omega", "eval_proj"): x for key, x in model.state_dict().items()}
     state = {key.replace("norm.", "norm_before_pooling.", key.startswith("norm.")): x for key, x in state.items()}
     state["pos_embed"] = state["pos_embed"].unflatten(1, (2, 2))

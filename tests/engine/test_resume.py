@@ -4,6 +4,7 @@ The rows R1 to R5, S1, G1 and M1 of the stress suite, with all random augmentati
 """
 
 import hashlib
+import itertools
 import json
 import random
 import re
@@ -25,32 +26,16 @@ from engine.training.differences import list_differences
 from engine.training.optim import check_optimizer
 from tests.support.launcher import Fault, ForkServer, Job
 
-RUN = {
-    "model": {
-        "name": "deit",
-        "img_size": 28,
-        "patch_size": 4,
-        "stem": "conv",
-        "embed_dim": 12,
-        "depth": 2,
-        "num_heads": 3,
-        "num_classes": 10,
-        "drop_path_rate": 0.2,
-    },
-    "attention": {"name": "eva", "window_size": 3, "num_landmarks": 4},
-    "data": {"dataset": "digits", "workers": 0},
-    "optim": {"lr": 0.002, "lr_base_size": 8},
-    "schedule": {"epochs": 2, "warmup_epochs": 1},
-    "train": {
-        "total_batch_size": 8,
-        "device": "cpu",
-        "amp": None,
-        "ema_decay": 0.9,
-        "keep_checkpoints": 2,
-        "checkpoint_steps": 2,
-        "log_every": 4,
-    },
-}
+RUN = yaml.safe_load("""
+model: {name: deit, img_size: 28, patch_size: 4, stem: conv, embed_dim: 12, depth: 2, num_heads: 3, num_classes: 10,
+  drop_path_rate: 0.2}
+attention: {name: eva, window_size: 3, num_landmarks: 4}
+data: {dataset: digits, workers: 0}
+optim: {lr: 0.002, lr_base_size: 8}
+schedule: {epochs: 2, warmup_epochs: 1}
+train: {total_batch_size: 8, device: cpu, amp: null, ema_decay: 0.9, keep_checkpoints: 2, checkpoint_steps: 2,
+  log_every: 4}
+""")
 """Two epochs of six updates, on the 50 digits that the launcher leaves."""
 
 LARA = "attention={name: lara, num_landmarks: 4}"
@@ -227,13 +212,7 @@ def test_log_steps_increase_through_many_kills(amount: int, runs: Runs, figure: 
     figure("R2", f"{amount} kills in one run: {len(steps)} log steps strictly increase")
 
 
-CELLS = [
-    (workers, ranks, accumulation, amp)
-    for workers in (0, 2)
-    for ranks in (1, 2)
-    for accumulation in (1, 2)
-    for amp in ("null", "bf16")
-]
+CELLS = [*itertools.product((0, 2), (1, 2), (1, 2), ("null", "bf16"))]
 LIGHT_CELLS = [(0, 1, 2, "bf16"), (2, 1, 1, "null"), (0, 2, 1, "bf16")]
 
 
@@ -393,9 +372,7 @@ TWO_HEADS = ["model.class_token=true", "model.dist_token=true"]
         (2, [*TWO_HEADS, "train.grad_accum_steps=2", "train.amp=bf16", "augment.mixup=0", "augment.cutmix=0"]),
     ],
 )
-def test_a_distilled_run_resumes_with_its_teacher_only(
-    ranks: int, overrides: list[str], fork_server: ForkServer, runs: Runs, tmp_path: Path
-):
+def test_a_distilled_run_resumes_with_its_teacher_only(ranks: int, overrides, fork_server, runs: Runs, tmp_path: Path):
     """The teacher is another run, and its weights are in no checkpoint of this one."""
     teacher = shutil.copytree(runs.directory / "run1", tmp_path / "teacher")
     students = Runs(fork_server, tmp_path / "runs", [*overrides, f"distill.teacher={teacher}", LARA], ranks)
@@ -410,19 +387,15 @@ def test_a_distilled_run_resumes_with_its_teacher_only(
     assert statuses == [2] * ranks
     lines = job.text.splitlines()
     assert len(lines) == 1 + 2 * ranks  # no launcher ends the others, so that each says it
-    differences = [
-        line for line in lines if re.fullmatch(r"  teacher_weights: [0-9a-f]{64} there, [0-9a-f]{64} here", line)
-    ]
-    assert len(differences) == ranks
+    difference = r"  teacher_weights: [0-9a-f]{64} there, [0-9a-f]{64} here"
+    assert sum(re.fullmatch(difference, line) is not None for line in lines) == ranks
 
 
 MIXED = ["distill.alpha=0.7", "distill.beside=soft", "train.grad_accum_steps=2", "train.amp=bf16"]
 
 
 @pytest.mark.parametrize(("ranks", "overrides"), [(1, []), (2, []), (2, MIXED)])
-def test_a_run_without_labels_resumes(
-    ranks: int, overrides: list[str], fork_server: ForkServer, runs: Runs, tmp_path: Path
-):
+def test_a_run_without_labels_resumes(ranks: int, overrides, fork_server: ForkServer, runs: Runs, tmp_path: Path):
     """Averaged weights, too. They, and the weights, are the teacher's where nothing trains them."""
     teacher = shutil.copytree(runs.directory / "run1", tmp_path / "teacher")
     students = [f"init.weights={teacher}", "distill.teacher=init.weights", "distill.type=attention", LARA, *overrides]
@@ -472,10 +445,8 @@ def test_other_options_are_refused_until_allowed(runs: Runs, figure: Callable):
     others = ["attention.window_size=1", "optim.weight_decay=0.01", "train.log_every=3"]
     statuses, job, _ = runs.launch(output=output, more=others)
     assert statuses == [2]
-    assert job.text.splitlines()[1:] == [
-        "  attention.window_size: 3 there, 1 here",
-        "  optim.weight_decay: 0.05 there, 0.01 here",
-    ]
+    differences = ["  attention.window_size: 3 there, 1 here", "  optim.weight_decay: 0.05 there, 0.01 here"]
+    assert job.text.splitlines()[1:] == differences
     statuses, job, _ = runs.launch(output=output, more=["data.train_split=val"])
     assert "  images: 50 there, 24 here" in job.text.splitlines()
     assert "warning: data.val_split = val has the images of data.train_split; top-1 is not that of new" in job.text
@@ -522,15 +493,12 @@ def test_a_configuration_that_is_written_otherwise_is_the_same(runs: Runs):
 def test_a_configuration_that_cannot_be_read_is_refused_in_one_line(runs: Runs):
     output = stop_with_config(runs, lambda config: config["attention"].update(window_sides=3))
     statuses, job, _ = runs.launch(output=output)
-    assert statuses == [2]
-    (line,) = job.text.splitlines()
-    assert line.startswith(
-        f"error: {output}/step_4.pt: this version cannot resume it; its configuration: attention(eva)"
-    )
-    assert line.endswith(".window_sides: unknown option; did you mean 'window_size'?")
+    problem = "this version cannot resume it; its configuration: attention(eva).window_sides: unknown option; did you"
+    assert (statuses, job.text) == ([2], f"error: {output}/step_4.pt: {problem} mean 'window_size'?\n")
 
 
 def test_only_the_mode_of_a_mechanism_may_differ_by_itself():
+    """Another ranking forgets the best epochs until then."""
     there = {"attention.released": True, "attention.2.released": True, "attention.scale": 0.5, "data.workers": 1}
     here = there | {"attention.released": False, "data.workers": 2}
     assert list_differences(there, here) == []
@@ -540,10 +508,6 @@ def test_only_the_mode_of_a_mechanism_may_differ_by_itself():
     lines = ["attention.scale: 0.5 there, 1.0 here", "model.released: absent there, True here"]
     assert list_differences(there, here) == lines
     assert list_differences(there, here, ["attention.scale"]) == lines[1:]
-
-
-def test_another_ranking_needs_permission():
-    """It forgets the best epochs until then."""
     there, here = ({"train.best_by": metric} for metric in (None, "loss"))
     assert list_differences(there, here) == ["train.best_by: None there, loss here"]
 

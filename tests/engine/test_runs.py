@@ -21,6 +21,7 @@ from engine.runtime.errors import UserError
 from engine.runtime.locks import lock_directory
 from engine.runtime.terminal import append_line
 from tests.engine.test_recorder import CPU, RUN, WORLD
+from tests.support.refusals import refusal
 
 START = {"kind": "start", "epoch": 0, "step": 0, "epochs": 4, "total_steps": 40, "elapsed_seconds": 10.0}
 TRAIN = {"kind": "train", "epoch": 2, "step": 20, "elapsed_seconds": 50.0, "loss": 1.0, "images_per_second": 99.6}
@@ -59,23 +60,15 @@ def test_options_that_were_changed_within_a_run_are_named(tmp_path: Path):
 
 
 TAMPERED = [
-    b"\xff\xfe",
-    b"[1, 2]",
-    b"null",
-    b"{}",
-    b"[" * 100_000,
-    b"9" * 5000,
-    b'{"kind": ["train"], "epoch": 1, "step": 1}',
-    b'{"kind": "train", "epoch": "1", "step": 1}',
-    b'{"kind": "train", "epoch": 1, "step": -1}',
-    b'{"kind": "train", "epoch": 1}',
+    *(b"\xff\xfe", b"[1, 2]", b"null", b"{}", b"[" * 100_000, b"9" * 5000),
+    *(b'{"kind": ["train"], "epoch": 1, "step": 1}', b'{"kind": "train", "epoch": "1", "step": 1}'),
+    *(b'{"kind": "train", "epoch": 1, "step": -1}', b'{"kind": "train", "epoch": 1}'),
     b'{"kind": "train", "epoch": 1, "step": 5, "loss": NaN}',
     b'{"kind": "train", "epoch": 1, "step": 5, "loss": 1e999}',
     b'{"kind": "train", "epoch": 1, "step": 5, "images_per_second": "fast"}',
     b'{"kind": "eval", "epoch": 1, "step": 5, "top1": [1]}',
     b'{"kind": "eval", "epoch": 1, "step": 5, "elapsed_seconds": null}',
-    b'{"kind": "final", "epoch": 1, "step": 5, "gpu_hours": {"a": 1}}',
-    b'{"kind": "fail", "epoch": 1, "step": 5}',
+    *(b'{"kind": "final", "epoch": 1, "step": 5, "gpu_hours": {"a": 1}}', b'{"kind": "fail", "epoch": 1, "step": 5}'),
     b'{"kind": "fail", "epoch": 1, "step": 5, "reason": 5}',
     b'{"kind": "start", "epoch": 1, "step": 5, "total_steps": "many"}',
     b'{"kind": "train", "epoch": 1, "step": 5, "time": "today", "images_seen": 9}',
@@ -132,9 +125,8 @@ def test_a_configuration_of_many_aliases_is_that_of_another_run(tmp_path: Path, 
     levels = [f"x{i}: &x{i} [{', '.join([f'*x{i - 1}'] * 9)}]" for i in range(1, 30)]
     (run / "config.yaml").write_text("x0: &x0 [0]\n" + "\n".join(levels))
     assert Case(RUN, run, []).result() is None
-    assert capsys.readouterr().err == (
-        f"warning: {run}/config.yaml:1: more than 2000 values; the run counts as another\n"
-    )
+    warning = f"warning: {run}/config.yaml:1: more than 2000 values; the run counts as another\n"
+    assert capsys.readouterr().err == warning
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "lock", "ablate.lock", "console.log", "config.yaml"])
@@ -218,10 +210,8 @@ def test_runs_below_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture):
     main([str(tmp_path)])
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert lines[0] == ["run", *" ".join(COLUMNS).split()]
-    assert [line[:3] for line in lines[1:]] == [
-        [f"{tmp_path}/a", "not", "begun"],
-        [f"{tmp_path}/sweep/b", "interrupted", "1/4"],
-    ]
+    rows = [[f"{tmp_path}/a", "not", "begun"], [f"{tmp_path}/sweep/b", "interrupted", "1/4"]]
+    assert [line[:3] for line in lines[1:]] == rows
 
 
 @pytest.mark.parametrize(
@@ -241,13 +231,12 @@ def test_a_table_with_other_values_than_numbers(tmp_path: Path, monkeypatch, cap
     monkeypatch.chdir(tmp_path)
     make_run(tmp_path / "a", START, EVAL)
     (tmp_path / "b.csv").write_text(text)
+    arguments = ["a", "b.csv", "--compare", "eval_top1"]
     if isinstance(shown, str):
-        with pytest.raises(SystemExit):
-            main(["a", "b.csv", "--compare", "eval_top1"])
-        error = capsys.readouterr().err
+        error = refusal(main, arguments, capsys)
         assert (error.count("\n"), shown in error) == (1, True)
     else:
-        main(["a", "b.csv", "--compare", "eval_top1"])
+        main(arguments)
         assert [line.split() for line in capsys.readouterr().out.splitlines()][1:] == shown
 
 
@@ -276,8 +265,6 @@ def test_bad_input_is_one_line(tmp_path: Path, monkeypatch, capsys, arguments: l
     monkeypatch.chdir(tmp_path)
     make_run(tmp_path / "a", START, EVAL)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(SystemExit) as ended:
-        main(arguments)
-    error = capsys.readouterr().err
-    assert (ended.value.code, error.count("\n")) == (2, 1)
+    error = refusal(main, arguments, capsys)
+    assert error.count("\n") == 1
     assert error.startswith(f"error: {problem}")

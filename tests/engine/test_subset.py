@@ -11,11 +11,11 @@ from engine.config.schema import Data, Run, Train
 from engine.data.identity import digest_files
 from engine.data.loaders import create_loaders
 from engine.data.splits import classes_of, open_split, report_split
-from engine.data.subset import choose_images
 from engine.run.checks import check_run
 from engine.run.load import dump_run, load_run, parse_run
 from engine.runtime.distributed import World
 from engine.runtime.errors import ConfigError
+from tests.support.refusals import assert_split_refused
 
 ROOT = Path(__file__).parents[2]
 
@@ -60,11 +60,6 @@ def test_the_choice_is_that_of_its_seed():
     assert 40 < positions.mean() < 105  # of 143: from all of the class
 
 
-def test_a_class_with_fewer_images_is_named():
-    with pytest.raises(OptionError, match=r"data.subset = 200, but class '0' has 14\d images; lower it"):
-        choose_images(ALL.reader, 200, 0)
-
-
 @pytest.mark.parametrize("val_fraction", [0.1, 0.5, 1e-9])
 def test_images_held_out_validate_and_are_not_trained_on(val_fraction):
     train, val = (open_digits(split, val_fraction=val_fraction) for split in SPLITS)
@@ -83,8 +78,6 @@ def test_images_are_held_out_of_the_subset():
     chosen, train, val = open_digits(subset=20), *(open_digits(s, subset=20, val_fraction=0.25) for s in SPLITS)
     assert (len(train), len(val)) == (150, 50)
     assert sorted([*train.reader.filenames(), *val.reader.filenames()]) == sorted(chosen.reader.filenames())
-    with pytest.raises(OptionError, match=r"val_fraction = 0.1, but class '0' has 1 images, and some must stay; lower"):
-        open_digits(subset=1, val_fraction=0.1)
 
 
 @pytest.mark.parametrize("folds", [2, 5, 7])
@@ -104,9 +97,17 @@ def test_folds_partition_the_images_and_are_alike_in_their_classes(folds, seed):
     assert {*open_digits("val_split", folds=folds, fold=1, subset_seed=seed + 1).reader.indices} != {*again}
 
 
-def test_a_class_that_would_be_missing_in_a_fold_is_named():
-    with pytest.raises(OptionError, match=r"data.folds = 5, but class '0' has 4 images; lower it"):
-        open_digits(subset=4, folds=5)
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"subset": 200}, r"data.subset = 200, but class '0' has 14\d images; lower it"),
+        ({"subset": 1, "val_fraction": 0.1}, "val_fraction = 0.1, but class '0' has 1 images, and some must stay"),
+        ({"subset": 4, "folds": 5}, "data.folds = 5, but class '0' has 4 images; lower it"),
+    ],
+)
+def test_a_class_with_too_few_images_is_named(options, problem):
+    with pytest.raises(OptionError, match=problem):
+        open_digits(**options)
 
 
 @pytest.mark.parametrize(
@@ -130,10 +131,10 @@ def test_one_folder_of_class_folders_is_enough(tmp_path, capsys):
         (tmp_path / name).mkdir()
         for index in range(10):
             (tmp_path / name / f"{index}.png").touch()
-    with pytest.raises(OptionError, match=r"found there: cat, dog; if those .* data.train_split=. data.val_fraction="):
-        open_split(Data(root=str(tmp_path)), "train_split")
-    with pytest.raises(OptionError, match=r"no 'val' in .*; in training, data.val_fraction=0.2 .* data.val_split=\.$"):
-        open_split(Data(root=str(tmp_path), train_split="."), "val_split")
+    remedy = "found there: cat, dog; if those .* data.train_split=. data.val_fraction="
+    assert_split_refused(remedy, root=str(tmp_path))
+    remedy = r"no 'val' in .*; in training, data.val_fraction=0.2 .* data.val_split=\.$"
+    assert_split_refused(remedy, "val", root=str(tmp_path), train_split=".")
     data = Data(root=str(tmp_path), train_split=".", val_fraction=0.2)
     train, val = (open_split(data, split) for split in SPLITS)
     assert (len(train), len(val), classes_of(val)) == (16, 4, ["cat", "dog"])
@@ -158,12 +159,10 @@ def test_loose_images_are_told_how_to_go_on(tmp_path):
     (tmp_path / "train").mkdir()
     for folder in (tmp_path, tmp_path / "train"):
         (folder / "a.png").touch()
-    with pytest.raises(OptionError, match=r"images in no class folder: 1, such as 'a.png'; move each .*dataset=csv"):
-        open_split(Data(root=str(tmp_path)), "train_split")
-    with pytest.raises(
-        OptionError, match=r"no 'x' in .* 1 images in no folder, such as 'a.png', train; move each .*cs"
-    ):
-        open_split(Data(root=str(tmp_path), train_split="x"), "train_split")
+    problem = "images in no class folder: 1, such as 'a.png'; move each .*dataset=csv"
+    assert_split_refused(problem, root=str(tmp_path))
+    problem = "no 'x' in .* 1 images in no folder, such as 'a.png', train; move each .*cs"
+    assert_split_refused(problem, root=str(tmp_path), train_split="x")
 
 
 def test_classes_are_chosen_and_ordered_by_a_file(tmp_path):
@@ -191,20 +190,14 @@ def test_numbers_get_the_names_in_a_file(tmp_path):
         (None, "cannot be read: No such file or directory; data.classes=null takes the classes of the data$"),
         ("\n \n", "names no class; write one a line"),
         ("1\n2\n1\n", "line 3 names '1' again; leave one out"),
-        (
-            "1\ntwo\n",
-            "line 2: 'two' is no class of the data; known: 0, 1, 2, .*; data.classes=null takes the c",
-        ),
+        ("1\ntwo\n", "line 2: 'two' is no class of the data; known: 0, 1, 2, .*; data.classes=null takes the c"),
         ("one\ntwo\n", "line 1: 'one' is no class of the data"),
     ],
 )
 def test_a_file_that_names_no_classes_is_refused(tmp_path, text, problem):
     if text is not None:
         (tmp_path / "classes.txt").write_text(text)
-    with pytest.raises(OptionError, match=problem) as caught:
-        open_digits(classes=str(tmp_path / "classes.txt"))
-    assert caught.value.key == "data.classes"
-    assert "\n" not in str(caught.value)
+    assert_split_refused(problem, key="data.classes", dataset="digits", classes=str(tmp_path / "classes.txt"))
 
 
 def test_a_split_is_not_given_beside_images_that_are_held_out():

@@ -17,8 +17,7 @@ from PIL import Image
 import train
 import validate
 from engine.checkpoints import convert
-from engine.checkpoints.files import find_checkpoint, load_checkpoint, save_checkpoint
-from engine.checkpoints.preference import prefer
+from engine.checkpoints.files import find_checkpoint, load_checkpoint, prefer, save_checkpoint
 from engine.data.arrays import DigitsReader
 from engine.data.identity import identify_split
 from engine.data.idx import write_idx
@@ -29,23 +28,14 @@ from engine.evaluation.evaluate import evaluate
 from engine.evaluation.inference import load
 from engine.run.load import parse_run
 from engine.runtime.distributed import World
+from tests.support.refusals import refusal
 
 ROOT = Path(__file__).parents[2]
+TABLES = ("per-class", "predictions", "confusion")
 TINY = [
-    "model.img_size=8",
-    "model.patch_size=4",
-    "model.stem=linear",
-    "model.embed_dim=16",
-    "model.depth=1",
-    "model.num_heads=1",
-    "attention=softmax",
-    "data.workers=0",
-    "schedule.epochs=2",
-    "schedule.warmup_epochs=0",
-    "train.total_batch_size=128",
-    "train.ema_decay=0.9",
-    "train.keep_checkpoints=2",
-    "train.device=cpu",
+    *("model.img_size=8", "model.patch_size=4", "model.stem=linear", "model.embed_dim=16", "model.depth=1"),
+    *("model.num_heads=1", "attention=softmax", "data.workers=0", "schedule.epochs=2", "schedule.warmup_epochs=0"),
+    *("train.total_batch_size=128", "train.ema_decay=0.9", "train.keep_checkpoints=2", "train.device=cpu"),
 ]
 
 
@@ -86,13 +76,11 @@ def test_an_option_of_one_mechanism_of_a_hybrid(tmp_path, capsys):
     assert own["plain"]["loss"] != causal["plain"]["loss"]
     again = read_report(capsys, tmp_path, "--weights", "plain", "attention.0.blocks=[0]", "attention.0.causal=false")
     assert again == own
-    with pytest.raises(SystemExit):
-        validate.main([str(tmp_path), "attention.0.num_samples=8"])
-    problem = "attention[0](softmax).num_samples: unknown option; did you mean 'attention.1.num_samples'?"
-    assert problem in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        validate.main([str(tmp_path), "attention.0.blocks=0-1"])
-    assert "attention[1]: block 1 in attention[0] as well" in capsys.readouterr().err
+    for override, problem in (
+        ("num_samples=8", "attention[0](softmax).num_samples: unknown option; did you mean 'attention.1.num_samples'?"),
+        ("blocks=0-1", "attention[1]: block 1 in attention[0] as well"),
+    ):
+        assert problem in refusal(validate.main, [tmp_path, f"attention.0.{override}"], capsys)
 
 
 @pytest.mark.complete
@@ -157,20 +145,13 @@ def test_every_export_that_is_asked_for_is_written(run_directory, tmp_path, caps
 
 
 def test_an_option_of_one_value_is_given_once(run_directory, capsys):
-    with pytest.raises(SystemExit) as caught:
-        validate.main([str(run_directory), "--select", "best", "data.workers=0", "--select", "last"])
-    assert caught.value.code == 2
-    expected = "error: argument --select: given twice, and only the last would count; give it once\n"
-    assert capsys.readouterr().err.endswith(expected)
+    error = refusal(validate.main, [run_directory, "--select", "best", "data.workers=0", "--select", "last"], capsys)
+    assert error.endswith("error: argument --select: given twice, and only the last would count; give it once\n")
 
 
 def test_the_former_meaning_of_weights_says_its_new_name(run_directory, capsys):
-    with pytest.raises(SystemExit) as caught:
-        validate.main([str(run_directory), "--weights", "best"])
-    assert caught.value.code == 2
-    assert "--weights: 'best' is no kind of weights, plain or ema; the best checkpoint is --select best" in (
-        capsys.readouterr().err
-    )
+    error = refusal(validate.main, [run_directory, "--weights", "best"], capsys)
+    assert "--weights: 'best' is no kind of weights, plain or ema; the best checkpoint is --select best" in error
 
 
 def test_other_class_names_are_warned_of(run_directory, tmp_path, capsys):
@@ -217,20 +198,7 @@ def test_the_table_has_one_line_for_each_set_of_weights(run_directory, capsys):
     report = read_report(capsys, run_directory)
     validate.main([str(run_directory), "data.workers=0"])
     header, plain, ema = capsys.readouterr().out.splitlines()
-    assert header.split() == [
-        "weights",
-        "images",
-        "top-1",
-        "%",
-        "top-5",
-        "%",
-        "balanced",
-        "%",
-        "loss",
-        "images/s",
-        "epoch",
-        "checkpoint",
-    ]
+    assert " ".join(header.split()) == "weights images top-1 % top-5 % balanced % loss images/s epoch checkpoint"
     for line, name in ((plain, "plain"), (ema, "ema")):
         metrics = report[name]
         rates = [f"{metrics[rate]:.3f}" for rate in ("top1", "top5", "balanced_accuracy")]
@@ -329,16 +297,12 @@ def test_images_that_may_have_been_trained_on_are_not_held_out(run_directory, tm
     path, export = write_checkpoint(tmp_path / "x.pt", run_directory, trained), tmp_path / "x.safetensors"
     convert.main([str(path), str(export), *given])
     for arguments in ([str(path), *given], [str(export)]):
-        capsys.readouterr()
-        with pytest.raises(SystemExit, match="2"):
-            validate.main([*arguments, "data.workers=0", "--weights", "ema"])
-        output = capsys.readouterr()
-        told, error = output.err.splitlines()
+        output = refusal(validate.main, [*arguments, "data.workers=0", "--weights", "ema"], capsys)
+        told, error = output.splitlines()
         assert told.startswith("validation: ")
         assert "trained on" not in told
         assert "than those that validated in training, and the model may have been trained on them; give the d" in error
         assert error.endswith("=null data.val_split=NAME")
-        assert not output.out
 
 
 def test_images_held_out_in_training_validate(run_directory, tmp_path, capsys):
@@ -374,13 +338,7 @@ def test_some_of_the_classes(run_directory, tmp_path, capsys):
     predicted = logits.argmax(1)
     also = predicted[predicted != targets][0]
     (tmp_path / "real.json").write_text(json.dumps([[int(label), [3, 5, 8][also]] for label in labels]))
-    data = [
-        "data.dataset=folder",
-        f"data.root={tmp_path}",
-        "data.workers=0",
-        "--real-labels",
-        str(tmp_path / "real.json"),
-    ]
+    data = ["data.dataset=folder", f"data.root={tmp_path}", "data.workers=0", f"--real-labels={tmp_path / 'real.json'}"]
     validate.main([str(run_directory), *data, "--weights", "plain", "--json"])
     output = capsys.readouterr()
     assert output.err == "classes: the data has 3 of the checkpoint's 10; the logits of the others are left out\n"
@@ -392,11 +350,8 @@ def test_some_of_the_classes(run_directory, tmp_path, capsys):
     assert (found["real_top1"], found["real_images"]) == (pytest.approx(100 * is_real.mean()), len(chosen))
     assert found["real_top1"] > found["top1"]
     validate.main([str(run_directory), *data, "--weights", "plain"])
-    assert capsys.readouterr().out.splitlines()[2].split()[:3] == [
-        "plain",
-        f"{len(chosen)}",
-        f"{found['real_top1']:.3f}",
-    ]
+    line = capsys.readouterr().out.splitlines()[2]
+    assert line.split()[:3] == ["plain", str(len(chosen)), f"{found['real_top1']:.3f}"]
 
 
 def test_images_of_another_size_are_said(run_directory, capsys):
@@ -410,23 +365,6 @@ def test_images_of_another_size_are_said(run_directory, capsys):
     loader = create_val_loader(run, World(torch.device("cpu")), img_size=12)
     expected = evaluate(model, loader, World(torch.device("cpu")), None)
     assert output.out.splitlines()[1].split()[2] == f"{expected['top1']:.3f}"
-
-
-@pytest.mark.parametrize(
-    ("option", "name", "problem"),
-    [
-        ("--per-class", "x.csv", "x.csv: cannot be written: Is a directory"),
-        ("--predictions", "x.csv", "x.csv: cannot be written: Is a directory"),
-        ("--confusion", "x.csv", "x.csv: cannot be written: Is a directory"),
-        ("--mistakes", "x.csv", "x.csv: --mistakes writes .png; name such a file"),
-    ],
-)
-def test_a_file_that_cannot_be_written_is_refused_before_the_evaluation(tmp_path, capsys, option, name, problem):
-    (tmp_path / "x.csv").mkdir()
-    with pytest.raises(SystemExit, match="2"):
-        validate.main([str(tmp_path), option, str(tmp_path / name)])
-    output = capsys.readouterr()
-    assert (output.out, output.err) == ("", f"error: {tmp_path}/{problem}\n")
 
 
 def test_without_an_average_there_is_one_line(run_directory, tmp_path, capsys):
@@ -449,10 +387,7 @@ def test_without_an_average_there_is_one_line(run_directory, tmp_path, capsys):
         (["half.pt"], "half.pt: damaged, or no checkpoint that can be loaded safely"),
         (["plain.pt", "--weights", "ema"], "plain.pt: holds no ema weights, only plain"),
         (["state.pt"], "state.pt: no checkpoint of train.py: it holds no configuration; it seems to be a state dict"),
-        (
-            ["timm.pth.tar"],
-            "it seems to be a checkpoint of timm's train.py, and `python -m engine.checkpoints.convert timm.",
-        ),
+        (["timm.pth.tar"], "a checkpoint of timm's train.py, and `python -m engine.checkpoints.convert timm.pth.tar "),
         (["other.pth"], "it seems to be a checkpoint of another training script"),
         (["old.pth"], "it seems to be a file of torch.save before torch 1.6"),
         (["plain.safetensors"], "it seems to be weights in the safetensors format"),
@@ -463,6 +398,9 @@ def test_without_an_average_there_is_one_line(run_directory, tmp_path, capsys):
         (["good.pt", "model.num_classes=11"], "model.num_classes = 11, but the checkpoint names 10 classes"),
         (["good.pt", "model.depth=2"], "model: the checkpoint's weights do not fit: 12 missing: blocks.1."),
         (["good.pt", "train.device=cuda"], "train.device: cuda is not available here; use auto or cpu"),
+        (["good.pt", "data.broken_val=skip"], "data.broken_val is for training; --skip-broken leaves broken images"),
+        *(([".", f"--{kind}", "x.csv"], "x.csv: cannot be written: Is a directory") for kind in TABLES),
+        ([".", "--mistakes", "x.csv"], "x.csv: --mistakes writes .png; name such a file"),
     ],
 )
 def test_bad_input_is_one_line(run_directory, tmp_path, monkeypatch, capsys, arguments, problem):
@@ -473,6 +411,7 @@ def test_bad_input_is_one_line(run_directory, tmp_path, monkeypatch, capsys, arg
     Path("half.pt").write_bytes(content[: len(content) // 2])
     Path("text.pt").write_text("model: deit\n")
     Path("x.onnx").touch()
+    Path("x.csv").mkdir()
     plain = torch.load("good.pt")
     del plain["model_ema"]
     torch.save(plain, "plain.pt")
@@ -483,12 +422,9 @@ def test_bad_input_is_one_line(run_directory, tmp_path, monkeypatch, capsys, arg
     torch.save({"model": weights, "optimizer": {}, "args": args}, "other.pth")
     safetensors.torch.save_file(weights, "plain.safetensors")
     before = sorted(tmp_path.iterdir())
-    with pytest.raises(SystemExit) as caught:
-        validate.main(arguments)
-    output = capsys.readouterr()
-    assert caught.value.code == 2
-    assert (output.out, output.err.count("\n")) == ("", 1)
-    assert problem in output.err
+    error = refusal(validate.main, arguments, capsys)
+    assert error.count("\n") == 1
+    assert problem in error
     assert sorted(tmp_path.iterdir()) == before
 
 
@@ -511,23 +447,13 @@ def test_large_images_come_in_small_batches(run_directory, img_size, expected):
 
 
 def test_results_are_printed_before_an_export_that_fails(run_directory, tmp_path, capsys):
-    (tmp_path / "x.safetensors").mkdir()
-    with pytest.raises(SystemExit) as caught:
-        validate.main([str(run_directory), "data.workers=0", "--export", str(tmp_path / "x.safetensors")])
-    output = capsys.readouterr()
-    assert caught.value.code == 2
-    assert "top-1" in output.out
-    assert (
-        output.err
-        == f"error: {tmp_path}/x.safetensors: cannot be written: Is a directory; what was there is unchanged\n"
-    )
-
-
-def test_an_option_of_training_on_broken_images_is_refused(run_directory, capsys):
+    path = tmp_path / "x.safetensors"
+    path.mkdir()
     with pytest.raises(SystemExit, match="2"):
-        validate.main([str(run_directory), "data.broken_val=skip"])
-    expected = "error: data.broken_val is for training; --skip-broken leaves broken images out here\n"
-    assert capsys.readouterr().err == expected
+        validate.main([str(run_directory), "data.workers=0", "--export", str(path)])
+    out, err = capsys.readouterr()
+    assert "top-1" in out
+    assert err == f"error: {path}: cannot be written: Is a directory; what was there is unchanged\n"
 
 
 @pytest.fixture

@@ -199,6 +199,12 @@ def test_e2_singleton_groups_alone_are_softmax(grid, samples):
         assert_equal(layer("eva", grid, **options, pool=pool).train().attend(q, k, v, grid), softmax(q, k, v))
 
 
+@pytest.mark.parametrize("samples", [1, 2])
+def test_evaluation_has_noise_from_two_samples_on(samples):
+    attn = layer("eva", (4, 4), window_size=2, num_landmarks=4, num_samples=samples)
+    assert attn.landmarks.noise(torch.zeros(1, h, 1, 4, d)).any() == (samples > 1)
+
+
 @every_grid
 def test_e3_one_group_alone_is_self_normalised_importance_sampling(grid):
     q, k, v = tokens(grid)

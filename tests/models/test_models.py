@@ -30,10 +30,7 @@ EVA = {"name": "eva", "window_size": 3, "num_landmarks": 6}
 TINY = {
     "deit": {"img_size": (48, 40), "patch_size": 8, "embed_dim": 24, "depth": 3, "num_heads": 3, "num_classes": 5},
     "pvtv2_b0": {
-        "img_size": (64, 96),
-        "embed_dims": (8, 12, 16, 24),
-        "depths": (1, 2, 1, 1),
-        "num_heads": (1, 3, 2, 4),
+        **{"img_size": (64, 96), "embed_dims": (8, 12, 16, 24), "depths": (1, 2, 1, 1), "num_heads": (1, 3, 2, 4)},
         "num_classes": 5,
     },
 }
@@ -72,9 +69,8 @@ def test_a_pickled_and_a_copied_model_are_the_model(name, options):
         model = create_model(name, "linear", **options)
     for again in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
         assert str(again) == str(model)
-        assert {n: x.shape for n, x in again.state_dict().items()} == {
-            n: x.shape for n, x in model.state_dict().items()
-        }
+        shapes = [{name: x.shape for name, x in one.state_dict().items()} for one in (again, model)]
+        assert shapes[0] == shapes[1]
 
 
 @pytest.mark.parametrize("name", chosen(MODELS, ("deit", "deit_small_p8", "pvtv2_b1", "pvtv2_b2_2xheads").__contains__))
@@ -191,18 +187,12 @@ def test_contexts_are_those_of_the_layers_of_one_mechanism(name):
     depth = TINY[name].get("depth", 5)
     expected = [(layer, depth, 24, 3, (6, 5), None) for layer in range(3)]
     if name != "deit":
-        dims, heads, grids, reductions = (
-            (8, 12, 12, 16),
-            (1, 3, 3, 2),
-            [(16, 24), (8, 12), (8, 12), (4, 6)],
-            (8, 4, 4, 2),
-        )
+        dims, heads, reductions, grids = (8, 12, 12, 16), (1, 3, 3, 2), (8, 4, 4, 2), [(16, 24), *[(8, 12)] * 2, (4, 6)]
         expected = [*zip(range(4), [5] * 4, dims, heads, grids, reductions, strict=True)]
     found = layer_contexts(name, TINY[name])
     assert [(c.layer, c.depth, c.dim, c.num_heads, c.grid, c.reduction) for c in found] == expected
-    assert [layer.name() for layer in attention_layers(tiny_model(name, "linear"))][: len(found)] == ["linear"] * len(
-        found
-    )
+    names = [layer.name() for layer in attention_layers(tiny_model(name, "linear"))]
+    assert names[: len(found)] == ["linear"] * len(found)
 
 
 @families

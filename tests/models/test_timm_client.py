@@ -108,9 +108,7 @@ def test_a_resized_model_can_be_built_at_its_size(name):
     before = model(small)
     if name in ("linformer", "synthesizer"):
         tensor = {"linformer": "projection", "synthesizer": "factors"}[name]
-        problem = (
-            rf"blocks\.0\.attn: for this size attention\({name}\) has other weights.*: {tensor}; create a new model"
-        )
+        problem = rf"blocks\.0\.attn: for this size attention\({name}\) has other weights.*: {tensor}; create a new"
         with pytest.raises(OptionError, match=problem):
             model.set_input_size((56, 40))
         torch.testing.assert_close(model.state_dict(), state, rtol=0, atol=0)
@@ -133,11 +131,9 @@ def test_a_mechanism_whose_weights_follow_the_grid_is_not_resized():
     """In a DeiT, null is the reduction that leaves 49 keys."""
     model = tiny_model("deit", "sra", img_size=56)
     problem = (
-        r"blocks.0.attn: for this size attention\(sra\) .*: norm.bias, norm.weight, sr.bias, sr.weight; create a new"
+        r"size attention\(sra\) .*: norm.bias, norm.weight, sr.bias, sr.weight; create .*, or set attention\(sra\)"
     )
-    with pytest.raises(
-        OptionError, match=problem + r" model of this size, or set attention\(sra\).reduction instead of"
-    ):
+    with pytest.raises(OptionError, match=r"blocks\.0\.attn: for this " + problem + r"\.reduction instead of"):
         model.set_input_size(112)
     assert (model.grid, model.config.img_size) == ((7, 7), 56)
     assert model(torch.randn(1, 3, 56, 56)).shape == (1, 5)
@@ -218,9 +214,8 @@ def test_intermediates_are_of_all_patches():
 
 def test_set_patch_size():
     model = tiny_model("deit").eval()
-    stock = timm.create_model(
-        "vit_tiny_patch16_224", **TINY["deit"], class_token=False, global_pool="avg", fc_norm=False
-    )
+    plain = {"class_token": False, "global_pool": "avg", "fc_norm": False}
+    stock = timm.create_model("vit_tiny_patch16_224", **TINY["deit"], **plain)
     softmax = tiny_model("deit", "softmax")
     stock.load_state_dict(softmax.state_dict())
     for net in (model, softmax, stock.eval()):
@@ -253,9 +248,7 @@ def test_sizes_that_cannot_be_set_leave_the_model(sizes, message):
 @pytest.mark.parametrize("options", [{"stem": "conv"}, {"vocab_size": 7, "patch_size": 1, "in_chans": 1}], ids=str)
 def test_patches_that_are_no_single_convolution_keep_their_size(options):
     model = tiny_model("deit", "softmax", **options)
-    with pytest.raises(
-        OptionError, match="patch_size = 2: patches must be square, those of a conv stem and of tokens are fixed"
-    ):
+    with pytest.raises(OptionError, match=r"patch_size = 2: .*square, those of a conv stem and of tokens are fixed"):
         model.set_input_size(patch_size=2)
     assert model.config == tiny_model("deit", "softmax", **options).config
 
@@ -320,19 +313,11 @@ def test_patches_left_out_are_those_of_timm(tokens):
 def test_patches_are_left_out_where_attention_ignores_order(name):
     """Attention over the remaining tokens equals attention over an image of these tokens alone."""
     case = FACTS[name].CASES[0]
-    options = {
-        "img_size": (10, 14),
-        "patch_size": 2,
-        "embed_dim": 12,
-        "depth": 1,
-        "num_heads": 2,
-        "patch_drop_rate": 0.2,
-    }
+    options = {"img_size": (10, 14), "patch_size": 2, "embed_dim": 12, "depth": 1, "num_heads": 2}
+    options["patch_drop_rate"] = 0.2
     attention = {"name": name, **case.options}
     if not case.build().ignores_order():
-        with pytest.raises(
-            OptionError, match=rf"patch_drop_rate = 0\.2: attention\({name}\) needs the whole grid; set"
-        ):
+        with pytest.raises(OptionError, match=rf"patch_drop_rate = 0\.2: attention\({name}\) needs the whole grid; "):
             create_model("deit", attention, **options)
         return
     model = create_model("deit", attention, **options)

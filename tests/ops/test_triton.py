@@ -23,6 +23,7 @@ from attention.ops.joint_softmax import triton_joint
 from attention.parts.geometry import Windows
 from attention.parts.groups import bins
 from bench.kernel_cases import CASES, Case, FeatureCase, GroupCase, checked_by, errors, excess, outputs_and_gradients
+from engine.runtime.locks import hold_lock
 
 ROOT = Path(__file__).parents[2]
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
@@ -33,16 +34,23 @@ def gpu(test):
 
 
 @pytest.fixture(scope="module")
-def interpreted(pytestconfig) -> dict:
-    """The output of `interpreted.py`."""
+def interpreted(pytestconfig, tmp_path_factory) -> dict:
+    """The output of `interpreted.py`, which runs once for all workers of pytest-xdist."""
     if Version(triton.__version__) < Version("3.7") and Version(np.__version__) >= Version("2.4"):
         pytest.skip("Triton's interpreter before 3.7 fails with NumPy 2.4 and later (triton-lang/triton issue 9171)")
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
     filters = *pytestconfig.getini("filterwarnings"), "ignore:Conversion of an array:DeprecationWarning"  # Triton 3.6
     command = [sys.executable, *(f"-W{each}" for each in filters), "-m", "tests.support.interpreted"]
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout)
+    directory = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        directory = directory.parent
+    results = directory / "interpreted.json"
+    with hold_lock(directory / "interpreted.lock", wait=True, minutes=30):
+        if not results.exists():
+            run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+            assert run.returncode == 0, run.stderr
+            results.write_text(run.stdout)
+    return json.loads(results.read_text())
 
 
 @pytest.mark.parametrize(

@@ -32,8 +32,6 @@ from tests.support.partition import chosen, one_of_a_kind
 from tests.uniform.test_growth import label
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-one_worker = pytest.mark.xdist_group("costs of models")
-"""Mark of tests that count the same models, so that no two processes count them."""
 
 
 def stated(mechanism: str | Mapping[str, Any], **context: Any) -> Cost:
@@ -285,7 +283,6 @@ ROWS = [  # configuration, overrides, parameters in M, MACs in G: literal, most 
 ]
 
 
-@one_worker
 @pytest.mark.parametrize(
     ("config", "overrides", "parameters", "giga_macs"),
     chosen(ROWS, lambda config, *_: config.partition("/")[2] in ("eva", "lara", "performer", "transnormer", "abc")),
@@ -316,7 +313,6 @@ def test_performer_costs_by_samples(samples, total):
 COUNTED = [row for row in read_papers() if row.parameters or row.macs or row.released_macs]
 
 
-@one_worker
 @pytest.mark.parametrize("row", COUNTED, ids=lambda row: row.config)
 def test_a_count_rounds_to_what_the_paper_prints_or_its_row_says_why_not(row):
     """Counts agree with the one decimal that tables print; EVA Table 10 prints whole millions of parameters."""
@@ -349,7 +345,6 @@ def printed_by_size() -> list[str]:
     return out.getvalue().splitlines()[6:]
 
 
-@one_worker
 def test_benchmark_prints_every_mechanism_by_size(printed_by_size):
     assert printed_by_size[:4] == [
         "| DeiT-Tiny with | MACs (G) at 196 tokens | parameters (M) | at 784 | parameters | at 3136 | parameters |",
@@ -360,7 +355,6 @@ def test_benchmark_prints_every_mechanism_by_size(printed_by_size):
     assert [line.split()[1] for line in printed_by_size[2:]] == list(ATTENTION)
 
 
-@one_worker
 @pytest.mark.parametrize("name", ATTENTION)
 def test_benchmark_prints_costs_of_models(name, printed_by_size):
     """The table prints the costs of `deit`, which equal counted costs, see above."""
