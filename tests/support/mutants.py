@@ -28,7 +28,10 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[2]
 MUTATED = ("attention/**/*.py", "engine/training/*.py", "train.py")
-NAMES = ["twins", "contract", "determinism", "paths", "options", "costs", "fit", "key_mask", "causal", "prefix"]
+NAMES = (
+    *("twins", "contract", "determinism", "paths", "options", "costs"),
+    *("fit", "key_mask", "causal", "prefix", "symmetry"),
+)
 UNIFORM = [f"tests/uniform/test_{name}.py" for name in NAMES]
 TRAINING = [f"tests/engine/test_{name}.py" for name in ("train", "faults", "resume", "recorder")]
 TESTS = [
