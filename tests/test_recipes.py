@@ -283,7 +283,7 @@ def test_every_stage_has_its_file():
 
 @pytest.mark.parametrize(
     "path",
-    chosen(ABLATIONS, lambda path: path.stem in ("eva_table6", "lara_table2", "quickstart_pvt")),
+    chosen(ABLATIONS, lambda path: path.stem in ("eva_table6", "quickstart_pvt")),
     ids=name,
 )
 def test_an_ablation_is_read_and_all_its_runs_checked(path, tmp_path):

@@ -64,8 +64,8 @@ def build_models(run: Run, checkpoint: Mapping, kinds: Sequence[Weights]) -> tup
     Raises:
         UserError: weights that do not fit, or cannot be resampled, or of another number of attention heads.
     """
-    stated = checkpoint["config"]["model"].items()
-    there = parse_model(*split_name({key: run.model.get(key) if x == MISSING else x for key, x in stated}))
+    stated = {key: x for key, x in checkpoint["config"]["model"].items() if key in run.model}  # without removed options
+    there = parse_model(*split_name({key: run.model[key] if x == MISSING else x for key, x in stated.items()}))
     if to_2tuple(there.img_size) == to_2tuple(run.model["img_size"]):
         models = {kind: build_model(run, checkpoint[WEIGHTS[kind]], WEIGHTS[kind]) for kind in kinds}
         check_heads(there.num_heads, parse_model(*split_name(run.model)).num_heads, "the checkpoint")

@@ -213,6 +213,7 @@ def root(tmp_path_factory):
     return root
 
 
+@pytest.mark.complete
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_batches_depend_on_neither_workers_nor_where_a_run_begins(root):
     expected = load(make_run(root))

@@ -146,6 +146,7 @@ def test_a_run_directory_of_this_machine_chooses_its_images(directory: Path, tmp
         moved.rename(directory)
 
 
+@pytest.mark.complete
 def test_a_run_that_goes_on_in_a_copy_is_no_run_of_this_machine(directory: Path, tmp_path: Path):
     shutil.copytree(directory, tmp_path / "copy")
     arguments = [str(directory / "config.yaml"), "schedule.epochs=2", "--allow-change", "schedule.epochs"]

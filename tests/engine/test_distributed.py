@@ -58,6 +58,7 @@ def test_a_wrong_environment_of_a_launcher_is_refused_in_a_line(monkeypatch, cap
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.complete
 @pytest.mark.parametrize(
     ("rank", "host", "reason"),
     [

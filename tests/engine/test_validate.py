@@ -97,7 +97,7 @@ def test_other_images_of_the_same_names_are_announced(run_directory, tmp_path, c
     assert capsys.readouterr().err == "data: other images than those of the validation in training\n"
 
 
-@pytest.mark.parametrize("which", ["best", "last"])
+@pytest.mark.parametrize("which", ["best", pytest.param("last", marks=pytest.mark.complete)])
 def test_metrics_are_those_of_training(run_directory, capsys, which):
     path, recorded = find_checkpoint(run_directory, which)
     report = read_report(capsys, run_directory, "--select", which)

@@ -170,6 +170,7 @@ def test_full_shared_memory_is_named():
         list(RestartingLoader(Full(), 2, sampler=[1], num_workers=1))
 
 
+@pytest.mark.complete
 def test_workers_live_on_from_pass_to_pass():
     """Also after a pass that was not finished; one that dies in between is replaced."""
     loader = train_loader(2)

@@ -279,6 +279,7 @@ def test_kernel_entries_are_unbiased(weighting, signs):
     assert_mean(*kernel_entries(weighting, signs=signs))
 
 
+@pytest.mark.complete
 @every_weighting
 def test_kernel_entries_are_biased_under_the_released_noise(weighting):
     """The released densities assume unit covariance, which the released samples do not have."""
