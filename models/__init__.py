@@ -3,9 +3,8 @@
 model = create_model("deit_tiny_p8", attention={"name": "eva", "window_size": 7, "num_landmarks": 49}, num_classes=1000)
 
 `MODELS` maps names to (family, size options). To check options without building a model, `parse_model(name, options)`
-returns the family's `Config`, and `resolve_attention(name, attention, options)` the attention in full: one mapping, or
-a list of them (see `models.assignment`). All names are registered with timm: `timm.create_model(name, attention=...,
-**options)` builds the same model.
+returns the family's `Config`. All names are registered with timm: `timm.create_model(name, attention=..., **options)`
+builds the same model.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +19,7 @@ from torch import nn
 
 from attention import Attention, AttentionFactory, LayerContext, OptionError
 from attention.options import nearest, parse_options
-from models.assignment import Mechanism, as_option, assign, layer_factories, single_layers
+from models.assignment import Mechanism, assign, layer_factories, single_layers
 from models.base import Backbone
 from models.convert import resample_weights
 from models.deit import Deit
@@ -103,18 +102,6 @@ def split_name(model: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     if not isinstance(name, str):
         raise OptionError("model.name", f"expected the name of a model, got {name!r}")
     return name, options
-
-
-def resolve_attention(
-    name: str, attention: Mechanism | Sequence[Mechanism], options: Mapping[str, Any] = {}
-) -> dict[str, Any] | list[dict[str, Any]]:
-    """The attention of model `name` with these `options` in full: one mapping, or the list of the entries that
-    `models.assignment.assign` makes of it.
-
-    Raises:
-        OptionError: unknown mechanism or option, wrong type or value, or a list that does not name every block once.
-    """
-    return as_option([entry.options for entry in assign(name, attention, parse_model(name, options).depths)], attention)
 
 
 def layer_contexts(name: str, options: Mapping[str, Any] = {}) -> list[LayerContext]:
@@ -218,4 +205,4 @@ default_cfgs = generate_default_cfgs({name: _CFG | _OF_FAMILY[family] for name, 
 for _name in MODELS:
     register_model(_entrypoint(_name))
 
-__all__ = ["MODELS", "create_model", "layer_contexts", "parse_model", "resolve_attention", "split_name"]
+__all__ = ["MODELS", "create_model", "layer_contexts", "parse_model", "split_name"]

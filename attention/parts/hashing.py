@@ -49,11 +49,6 @@ def cluster_mask(tokens: int, size: int, device: torch.device) -> Tensor:
     return (torch.arange(tokens + -tokens % size, device=device) < tokens).view(-1, size)
 
 
-def cluster_ids(clusters: Tensor, tokens: int) -> Tensor:
-    """The cluster of every token: (..., g, c) -> (..., N) int64."""
-    return ranks(clusters, tokens) // clusters.shape[-1]
-
-
 def ranks(clusters: Tensor, tokens: int) -> Tensor:
     """The position of every token in the order of the clusters: (..., g, c) -> (..., N) int64."""
     return clusters.flatten(-2)[..., :tokens].argsort(-1)

@@ -26,9 +26,10 @@ from engine.config.schema import Data
 from engine.config.yaml_files import read_config
 from engine.run.load import MissingOptions, parse_run
 from engine.runtime.errors import UserError
-from models import create_model, parse_model, resolve_attention
+from models import create_model, parse_model
 from models.convert import from_released
 from tests.models.test_released_models import CASES, LAYOUTS, MODELS, RELEASED
+from tests.support.attention_in_full import resolve_attention
 from tests.support.launcher import ROOT
 from tests.support.refusals import refusal
 

@@ -6,7 +6,7 @@ import torch
 
 from attention import ATTENTION, AttentionFactory, LayerContext, OptionError
 from attention.base import Cost
-from models import create_model, parse_model, resolve_attention
+from models import create_model, parse_model
 from models.assignment import assign, mechanisms_of, numbers_of, replace, text_of
 from models.base import attention_layers
 from models.costs import count_costs
@@ -20,6 +20,7 @@ from tests.models.test_models import (
     tiny_model,
     train_and_evaluate,
 )
+from tests.support.attention_in_full import resolve_attention
 from tests.support.partition import ONE_OF_A_KIND, chosen
 
 SOFTMAX = {"name": "softmax"}

@@ -16,13 +16,14 @@ import models
 from attention import ATTENTION, OptionError, create_attention
 from attention.options import parse_options
 from attention.parts.features import full_precision
-from models import MODELS, create_model, layer_contexts, parse_model, resolve_attention
+from models import MODELS, create_model, layer_contexts, parse_model
 from models.base import attention_layers
 from models.block import Block, StochasticDepth, compiled
 from models.convert import resample_pos_embed
 from models.costs import count_costs
 from models.deit import Deit
 from models.pvt import Pvt
+from tests.support.attention_in_full import resolve_attention
 from tests.support.partition import chosen
 from tests.uniform.test_materialisation import fill_with_garbage
 

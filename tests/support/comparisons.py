@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from attention.parts.hashing import cluster_ids, hash_clusters
+from attention.parts.hashing import hash_clusters, ranks
 
 FP64, FP64_GRADIENT, FP32_RMS, BF16_RMS = 1e-9, 1e-8, 1e-5, 1e-2
 
@@ -43,7 +43,7 @@ def weights_of(op, q: Tensor, k: Tensor, *args, **options) -> Tensor:
 
 def same_cluster(q: Tensor, k: Tensor, directions: Tensor, size: int) -> Tensor:
     """Mask of the keys that each round's hash shows to a query, (B, h, r, N, N) bool."""
-    of_q, of_k = (cluster_ids(clusters, q.shape[2]) for clusters in hash_clusters(q, k, directions, size))
+    of_q, of_k = (ranks(clusters, q.shape[2]) // size for clusters in hash_clusters(q, k, directions, size))
     return of_q[..., None] == of_k[..., None, :]
 
 

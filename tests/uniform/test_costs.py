@@ -23,8 +23,8 @@ from attention.__main__ import layer_costs, read_docstring
 from attention.base import Attention, Cost
 from engine.config.papers import read_papers
 from engine.run.load import load_run
-from models import resolve_attention
 from models.costs import Costs, costs_of, count_costs
+from tests.support.attention_in_full import resolve_attention
 from tests.support.cases import HEAD_DIM, HEADS, Case
 from tests.support.facts import CASES, FACTS, rows
 from tests.support.growth import SIDES, Growth, order
