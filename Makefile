@@ -29,7 +29,7 @@ mutants: .venv/ready
 docs: build/venv/ready .venv/ready
 	rm -rf build/docs
 	mkdir -p build/docs
-	cp -r README.md CONTRIBUTING.md CHANGELOG.md docs configs reference build/docs
+	cp -r README.md CONTRIBUTING.md CHANGELOG.md CITATION.cff docs configs reference build/docs
 	.venv/bin/python -m engine.config.option_pages attention > build/docs/docs/options/attention.md
 	build/venv/bin/properdocs build --strict --config-file mkdocs.yml
 

@@ -29,7 +29,7 @@ def read(file: str, **where: str) -> list[dict[str, str]]:
     return [row for row in read_csv(DATA / file) if all(row[key] == value for key, value in where.items())]
 
 
-def table(columns: Mapping[str, Column], names: Iterable[str] | None = None, first: str = "") -> str:
+def table(columns: Mapping[str, Column], names: Iterable[str] | None = None, first: str = "mechanism") -> str:
     """Formats columns, title -> cells, as a table in Markdown; cells that a column lacks are empty.
 
     Args:
@@ -205,7 +205,7 @@ def bias(file: str) -> str:
         label = f"`{name.split(',')[0].split(': ')[-1]}`" + ", aligned" * (steps != "0")
         lines.append([label, options, f"{error:.4f}", f"{abs(squared):.4f}", *shares])
     titles = [f"bias, layer {layer} (%)" for layer in (1, 2, 3)]
-    return markdown_table(["", "options", "error", "squared bias", *titles], lines)
+    return markdown_table(["mechanism", "options", "error", "squared bias", *titles], lines)
 
 
 PRETRAINED = ("scratch", "pretrained"), ("from scratch (%)", "pre-trained (%)")

@@ -33,10 +33,11 @@ def ratios(file: str, value: str = "speedup", **where: str) -> Column:
 
 
 def relative_times(file: str, path: str = "", **where: str) -> Column:
-    """Returns times relative to softmax attention of the mechanisms of the first page, on a path if there is one."""
-    speedups = {row["name"]: float(row["speedup"]) for row in read(file, **where)}
-    found = {name: speedups.get(f"{name}{path}" if name != "softmax" else name) for name in TEN}
-    return {name: f"{1 / speedup:.2f}" for name, speedup in found.items() if speedup}
+    """Returns times relative to softmax attention of the mechanisms of the first page, noisy ones with a tilde."""
+    rows = {row["name"]: row for row in read(file, **where)}
+    found = {name: rows.get(f"{name}{path}" if name != "softmax" else name) for name in TEN}
+    noisy = {"True": "~", "False": ""}
+    return {name: f"{noisy[row['speedup_noisy']]}{1 / float(row['speedup']):.2f}" for name, row in found.items() if row}
 
 
 def ten_mechanisms() -> str:
@@ -85,7 +86,7 @@ def models_on_h100() -> str:
     columns = {"eager": cells("eager"), "graph": cells("cuda-graph")}
     columns["ratio of MACs"] = ratios("h100_models.csv", "macs_ratio", execution="eager")
     columns["peak (MiB)"] = {row["name"]: row["peak_mib"] for row in read("h100_models.csv", execution="eager")}
-    return table(columns)
+    return table(columns, first="model")
 
 
 @in_style

@@ -14,6 +14,7 @@ from engine.checkpoints.files import save_checkpoint
 from engine.checkpoints.progress import Progress
 from engine.run.load import dump_run, load_run
 from models import create_model
+from tests.support import refusals
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["model.depth=2", "model.embed_dim=24", "model.img_size=16", "model.stem=linear"]
@@ -56,7 +57,4 @@ def read_rows(path: Path) -> list[dict[str, str]]:
 
 def refusal(capsys: pytest.CaptureFixture, *arguments: str) -> str:
     """What analyze.py prints on stderr when it refuses these arguments."""
-    with pytest.raises(SystemExit) as caught:
-        analyze.main(arguments)
-    assert caught.value.code == 2
-    return capsys.readouterr().err
+    return refusals.refusal(analyze.main, arguments, capsys)

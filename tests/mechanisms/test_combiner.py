@@ -5,16 +5,12 @@ from functools import partial
 
 import pytest
 import torch
-from torch import Tensor
 
-from attention import Grid
-from attention.mechanisms.combiner import combiner
-from attention.mechanisms.softmax import softmax
 from attention.parts.geometry import Windows
 from tests.support.cases import PREFIX, Case
 from tests.support.comparisons import assert_equal
 from tests.support.growth import Growth
-from tests.support.inputs import B, d, draw, every_grid, h, layer, tokens
+from tests.support.inputs import B, d, draw, every_grid, h, layer
 from tests.support.symmetry import BLOCKS
 
 case = partial(Case, "combiner")
@@ -53,32 +49,11 @@ GROWTH = [
 REFUSED = [({"window_size": 15}, r"attention\(combiner\).window_size = 15: .* at most 14")]
 EVERYTHING = [
     {"window_size": 6, **FREE},
+    {"window_size": 1, "summary": "identity", **FREE},  # the own span's summary would count its token twice
     {"causal": True, "layout": "1d", "window_size": 24, **FREE},
 ]
 SYMBOLS = {"u": 49}
 LEARNED = {"position_bias", "summary_k", "summary_q"}
-
-
-def run(q, k, v, q_bar, k_bar, *, grid: Grid, window: Grid) -> Tensor:
-    return combiner(q, k, v, q_bar, k_bar, windows=Windows(grid, window))
-
-
-@every_grid
-def test_combiner_with_one_span_is_softmax(grid):
-    q, k, v = tokens(grid)
-    q_bar, k_bar = draw(B, h, 1, d, seed=3), draw(B, h, 1, d, seed=4)
-    assert_equal(run(q, k, v, q_bar, k_bar, grid=grid, window=grid), softmax(q, k, v))
-
-
-@every_grid
-def test_combiner_with_spans_of_one_token_is_softmax(grid):
-    """The own span's summary is excluded; otherwise it would count its token twice."""
-    q, k, v = tokens(grid)
-    assert_equal(run(q, k, v, q, k, grid=grid, window=(1, 1)), softmax(q, k, v))
-    attn = layer("combiner", grid, window_size=1, summary="identity", position_bias="none")
-    expected, x = layer("softmax", grid), draw(B, grid[0] * grid[1], h * d)
-    expected.load_state_dict(attn.state_dict())
-    assert_equal(attn(x, grid), expected(x, grid))
 
 
 @every_grid

@@ -4,12 +4,12 @@ from functools import partial
 
 import torch
 
-from attention.mechanisms.convolution import convolution, convolution_reference
+from attention.mechanisms.convolution import convolution
 from attention.parts.local_term import LocalTerm
 from tests.support.cases import Case
 from tests.support.comparisons import assert_equal
 from tests.support.growth import Growth
-from tests.support.inputs import B, d, draw, h, layer, one_head, tokens
+from tests.support.inputs import B, d, draw, h, layer, one_head
 
 case = partial(Case, "convolution", (5, 7), mixes_values=False)
 
@@ -20,7 +20,6 @@ GROWTH = [Growth(1, 1)]
 REFUSED = [
     ({"kernel_size": 4}, r"attention\(convolution\).kernel_size = 4: must be odd; nearest valid: 3"),
     ({"kernel_size": 29}, r"attention\(convolution\).kernel_size = 29: .*; at most 27"),
-    ({"num_prefix_tokens": 1}, r"num_prefix_tokens = 1: convolution does not declare"),
 ]
 SYMBOLS = {}
 LEARNED = {"filters"}
@@ -37,16 +36,6 @@ def test_by_hand():
         filters.bias.fill_(1)
     # 2 * 1 + 3 * 10; 1 + 2 * 10 + 3 * 100; 10 + 2 * 100; and 1
     assert_equal(convolution(one_head(1, 10, 100), filters, grid=(1, 3)), one_head(33, 322, 211))
-
-
-def test_gradients_of_the_filters_are_those_of_the_twin():
-    (v,), filters, probe = tokens(GRID, 1), LocalTerm(d, 5).double(), draw(B, h, 24, d, seed=3)
-    results = []
-    for function in (convolution, convolution_reference):
-        loss = (function(v, filters, grid=GRID) * probe).sum()
-        results.append(torch.autograd.grad(loss, list(filters.parameters())))
-    for gradient, expected in zip(*results, strict=True):
-        assert_equal(gradient, expected)
 
 
 def test_it_is_what_local_adds_to_a_mechanism():

@@ -101,8 +101,11 @@ def test_means_of_large_clusters_are_exact_in_half_types():
     torch.testing.assert_close(means.float(), expected, rtol=2**-8, atol=0)
 
 
-def test_training_clusters_anew_and_evaluation_does_not():
-    attn = layer("eva_clustered", (3, 5), **SMALL, landmark_transform="identity", mu="zero")
+@pytest.mark.parametrize(
+    ("name", "options"), [("eva_clustered", SMALL), ("eva_lsh", {"cluster_size": 4, "num_landmarks": 3})]
+)
+def test_training_clusters_anew_and_evaluation_does_not(name, options):
+    attn = layer(name, (3, 5), **options, landmark_transform="identity", mu="zero")
     (q, k, v), same = tokens((3, 5)), []
     attn.landmarks.noise = lambda mu: torch.zeros_like(mu)[..., None, :]
     for training in (True, False):

@@ -5,15 +5,14 @@ from functools import partial
 import torch
 
 from attention.mechanisms.eva_lsh import eva_lsh, in_order
-from attention.mechanisms.softmax import softmax
 from attention.parts.features import xi
 from attention.parts.geometry import Windows
-from attention.parts.groups import bins, bins_outside, group_mean
+from attention.parts.groups import bins, group_mean
 from attention.parts.hashing import hash_clusters
 from tests.support.cases import PREFIX, Case
 from tests.support.comparisons import assert_equal, same_cluster
 from tests.support.growth import Growth
-from tests.support.inputs import CPU, B, d, draw, every_grid, h, layer, tokens
+from tests.support.inputs import CPU, B, d, draw, every_grid, h, tokens
 from tests.support.symmetry import ALL
 
 case = partial(Case, "eva_lsh", (3, 5), stochastic=True, well_conditioned=False)
@@ -62,14 +61,6 @@ def hashed(q, k, size, count, partition=lambda groups, windows: groups):
 
 
 @every_grid
-def test_one_cluster_and_groups_outside_it_are_softmax(grid):
-    q, k, v = tokens(grid)
-    _, orders, options = hashed(q, k, q.shape[2], 3, bins_outside)
-    mu = draw(B, h, 1, 3, d, seed=7)
-    assert_equal(eva_lsh(q, k, v, *orders, mu, mu, mu[..., None, :], **options), softmax(q, k, v))
-
-
-@every_grid
 def test_clusters_are_those_of_the_hash_and_groups_chunks_of_its_order(grid):
     """Computes equation 16 with dense masks from the hash's ranks."""
     q, k, v = tokens(grid)
@@ -95,13 +86,3 @@ def test_groups_of_hashed_tokens_are_nearer_to_their_means_than_chunks_of_the_ra
         for x in (k, in_order(k, order))
     ]
     assert spread[1] < 0.9 * spread[0]
-
-
-def test_training_hashes_anew_and_evaluation_does_not():
-    attn = layer("eva_lsh", (3, 5), cluster_size=4, num_landmarks=3, landmark_transform="identity", mu="zero")
-    q, k, v = tokens((3, 5))
-    attn.landmarks.noise = lambda mu: torch.zeros_like(mu)[..., None, :]
-    for training in (True, False):
-        attn.train(training)
-        first, second = (attn.attend(q, k, v, (3, 5)) for _ in range(2))
-        assert torch.equal(first, second) is not training

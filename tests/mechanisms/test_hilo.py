@@ -52,10 +52,6 @@ def ours(w):
 VISION = {"hilo_4x6_w2_a05": (HALF, ours)}
 
 
-def run(q, k, v, *, grid, side: int, num_high: int):
-    return hilo(q, k, v, windows=Windows(grid, (side, side)), num_high=num_high)
-
-
 def test_by_hand():
     """One head of windows of two tokens, the last token alone; one head of the windows' means, with weights 1 3 2."""
     q, k = one_head(1, 1, 1, 1, 1), one_head(0, math.log(2), math.log(3), math.log(3), math.log(2))
@@ -72,8 +68,6 @@ def test_one_branch_alone_is_local_attention_or_softmax(grid):
     q, k, v = tokens(grid)
     windows = Windows(grid, (3, 3))
     assert_equal(hilo(q, k, v, windows=windows, num_high=h), local(q, k, v, windows=windows))
-    assert_equal(run(q, k, v, grid=grid, side=max(grid), num_high=h), softmax(q, k, v))
-    assert_equal(run(q, k, v, grid=grid, side=1, num_high=0), softmax(q, k, v))
     pooled = (windows.mean(x) for x in (k, v))
     assert_equal(hilo(q, k, v, windows=windows, num_high=0), softmax(q, *pooled))
 

@@ -17,7 +17,6 @@ CASES = [case((5, 7))]
 EFFECTS = {}
 SYMMETRIES = [(ALL, {})]
 GROWTH = [Growth(1, 1)]
-REFUSED = [({"num_prefix_tokens": 1}, r"num_prefix_tokens = 1: identity does not declare")]
 SYMBOLS = {}
 UNSIZED = True
 

@@ -128,18 +128,12 @@ def test_by_hand():
 
 
 @every_weighting
-def test_proposals_at_the_origin_are_random_feature_attention(weighting):
+@pytest.mark.parametrize("features", ["positive", "hyperbolic"])
+def test_proposals_at_the_origin_are_random_feature_attention(weighting, features):
+    """Also with corollary C.1's mapping, because a proposal at the origin is even by itself."""
     zero = torch.zeros_like(Q_BAR)
-    y = lara(Q, K, V, zero, zero, NOISE, proposal="pool", weighting=weighting)
-    assert_equal(y, random_feature_attention(scale(Q), scale(K), V, NOISE[:, :, :, 0]))
-
-
-@every_weighting
-def test_hyperbolic_features_with_proposals_at_the_origin_are_performers(weighting):
-    """Corollary C.1's mapping; a proposal at the origin is even by itself."""
-    zero = torch.zeros_like(Q_BAR)
-    y = lara(Q, K, V, zero, zero, NOISE, proposal="pool", weighting=weighting, features="hyperbolic")
-    assert_equal(y, performer(Q, K, V, NOISE[:, :, :, 0], features="hyperbolic"))
+    y = lara(Q, K, V, zero, zero, NOISE, proposal="pool", weighting=weighting, features=features)
+    assert_equal(y, performer(Q, K, V, NOISE[:, :, :, 0], features=features))
 
 
 def test_by_hand_with_hyperbolic_features():
@@ -165,8 +159,9 @@ def test_an_even_proposal_is_the_same_at_mirrored_samples(proposal):
     assert_equal(*both)
 
 
-def test_one_even_proposal_per_query_without_normalisation_is_hyperbolic_randomized_attention():
-    """Corollary C.1: q_c = p_n, even, and alpha_nc = delta_nc."""
+@pytest.mark.parametrize(("features", "signs"), [("positive", (1,)), ("hyperbolic", (1, -1))])
+def test_one_proposal_per_query_without_normalisation_is_randomized_attention(features, signs):
+    """q_c = p_n, which is even in corollary C.1, and alpha_nc = delta_nc: softmax's numerator over its denominator."""
     q, k = scale(Q), scale(K)
     noise, uniform = draw(2, 2, N, 1, D, seed=7), torch.rand(2, 2, N, 1).double()
     pi = (q @ k.mT).softmax(-1)
@@ -174,14 +169,14 @@ def test_one_even_proposal_per_query_without_normalisation_is_hyperbolic_randomi
     omega = q + k.gather(2, z[..., None].expand(-1, -1, -1, D)) + noise[:, :, :, 0]
     centre = q[:, :, :, None] + k[:, :, None]
     density = sum(
-        (pi * torch.exp(-(sign * omega[:, :, :, None] - centre).square().sum(-1) / 2)).sum(-1) for sign in (1, -1)
+        (pi * torch.exp(-(sign * omega[:, :, :, None] - centre).square().sum(-1) / 2)).sum(-1) for sign in signs
     )
-    ratio = torch.exp(-omega.square().sum(-1) / 2) / (density / 2)  # N(omega; 0, I) / p_n(omega)
+    ratio = torch.exp(-omega.square().sum(-1) / 2) / density  # N(omega; 0, I) / p_n(omega), but for the number of signs
     numerator = 0
-    for sign in (1, -1):
+    for sign in signs:
         xi_q = torch.exp(sign * (q * omega).sum(-1) - q.square().sum(-1) / 2)
-        numerator = numerator + (ratio * xi_q)[..., None] / 2 * (log_features(k, sign * omega).mT.exp() @ V)
-    expected = ra(Q, K, V, noise, uniform, features="hyperbolic")
+        numerator = numerator + (ratio * xi_q)[..., None] * (log_features(k, sign * omega).mT.exp() @ V)
+    expected = ra(Q, K, V, noise, uniform, features=features)
     assert_equal(numerator / (q @ k.mT).exp().sum(-1, keepdim=True), expected)
 
 
@@ -201,20 +196,6 @@ def test_the_balance_heuristic_cancels_the_proposals_own_density(proposal):
     arguments = (Q, K, V, Q_BAR, K_BAR, NOISE, UNIFORM if proposal == "mixture" else None)
     explicit = lara(*arguments, proposal=proposal, weighting="decoupled", beta=0.0)
     assert_equal(lara(*arguments, proposal=proposal, weighting="balance"), explicit)
-
-
-def test_one_proposal_per_query_without_normalisation_is_randomized_attention():
-    """q_c = p_n and alpha_nc = delta_nc: the estimate of softmax's numerator over its exact denominator."""
-    q, k = scale(Q), scale(K)
-    noise, uniform = draw(2, 2, N, 1, D, seed=7), torch.rand(2, 2, N, 1).double()
-    pi = (q @ k.mT).softmax(-1)
-    z = (pi.cumsum(-1) <= uniform).sum(-1)
-    omega = q + k.gather(2, z[..., None].expand(-1, -1, -1, D)) + noise[:, :, :, 0]
-    proposal = (pi * torch.exp(-(omega[:, :, :, None] - q[:, :, :, None] - k[:, :, None]).square().sum(-1) / 2)).sum(-1)
-    ratio = torch.exp(-omega.square().sum(-1) / 2) / proposal  # N(omega; 0, I) / p_n(omega)
-    xi_q = torch.exp((q * omega).sum(-1) - q.square().sum(-1) / 2)
-    numerator = (ratio * xi_q)[..., None] * (log_features(k, omega).mT.exp() @ V)
-    assert_equal(numerator / (q @ k.mT).exp().sum(-1, keepdim=True), ra(Q, K, V, noise, uniform))
 
 
 def test_a_single_proposal_compares_queries_with_their_mean():
@@ -356,15 +337,6 @@ def test_a_single_proposal_tells_queries_apart_in_evaluation():
     assert attn(torch.randn(2, 24, 8), (4, 6)).std(1).min() > 1e-3
 
 
-@pytest.mark.parametrize("count", [1, 12, 35, 49, 56])
-def test_as_many_landmarks_as_asked(count, monkeypatch):
-    attn = create_attention("lara", dim=8, num_heads=2, grid=(24, 16), num_landmarks=count)
-    seen = []
-    monkeypatch.setattr("attention.mechanisms.lara.lara", lambda q, k, v, *rest, **_: seen.extend(rest[:2]) or q)
-    attn(torch.randn(1, 24 * 16, 8), (24, 16))
-    assert [x.shape[2] for x in seen] == [count, count]
-
-
 def test_landmarks_are_transformed_segment_means(monkeypatch):
     """Mean, then Linear and LayerNorm: per head (light), or over all channels before the heads are split (dense)."""
     x = torch.randn(1, 24, 8)
@@ -382,20 +354,6 @@ def test_landmarks_are_transformed_segment_means(monkeypatch):
             whole = attn.landmark_q.norm(attn.landmark_q.linear(segment.transpose(1, 2).flatten(2)))
             segment = whole.view(1, 4, 2, 4).transpose(1, 2)
         torch.testing.assert_close(q_bar, segment)
-
-
-@pytest.mark.parametrize(
-    ("options", "parameters"),
-    [
-        ({}, 2 * (4**2 + 3 * 4)),
-        ({"landmark_transform": "dense"}, 2 * (8**2 + 3 * 8)),
-        ({"landmark_transform": "none"}, 0),
-        ({"proposal": "mixture"}, 4**2 + 3 * 4),  # no landmarks of keys
-        ({"proposal": "attended_keys"}, 4**2 + 3 * 4),
-    ],
-)
-def test_added_parameters(options, parameters):
-    assert sum(p.numel() for p in layer(**options).parameters()) == 4 * 8**2 + 4 * 8 + parameters
 
 
 def test_segments_of_another_grid_are_checked_when_it_comes():

@@ -12,7 +12,7 @@ from attention.parts.groups import group_mean
 from tests.support.cases import PREFIX, Case
 from tests.support.comparisons import assert_equal
 from tests.support.growth import Growth
-from tests.support.inputs import averaging, draw, every_grid, h, layer, tokens
+from tests.support.inputs import averaging, draw, every_grid, layer, tokens
 
 case = partial(Case, "linformer", (5, 7), mixes_values=False)
 FEW = {"num_landmarks": 6}
@@ -48,13 +48,6 @@ def test_the_identity_is_softmax_over_prefix_tokens_too():
     with torch.no_grad():
         attn.projection.copy_(torch.eye(N).expand_as(attn.projection))
     assert_equal(attn(x, GRID), softmax(x, GRID))
-
-
-def test_linformer_parameters_by_sharing():
-    N, p = 24, 5
-    count = {"heads": 2 * N * p, "kv": N * p, "none": 2 * h * N * p, "layers": N * p}
-    for sharing, expected in count.items():
-        assert layer("linformer", (6, 4), num_landmarks=p, sharing=sharing).projection.numel() == expected
 
 
 def test_layers_share_one_projection():

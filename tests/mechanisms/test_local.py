@@ -9,7 +9,6 @@ from torch import Tensor
 
 from attention import Grid
 from attention.mechanisms.local import local
-from attention.mechanisms.softmax import softmax
 from attention.parts.geometry import Windows
 from tests.support.cases import PREFIX, Case
 from tests.support.comparisons import assert_equal, under_mask
@@ -87,13 +86,6 @@ def test_by_hand():
     # a bias of log 3 for the key after the query: 1 3 over 6, 12 gives 42 / 4
     bias = torch.tensor([[[0, math.log(3)], [0, 0]]], dtype=torch.float64)
     assert_equal(run(q, k, v, bias, grid=(1, 3), window=(1, 2)), one_head(10.5, 10, 18))
-
-
-@every_grid
-def test_local_with_the_grid_as_window_is_softmax(grid):
-    q, k, v = tokens(grid)
-    assert_equal(run(q, k, v, grid=grid, window=grid), softmax(q, k, v))
-    assert_equal(run(q, k, v, grid=grid, window=(2, 2), overlap=(max(grid), max(grid))), softmax(q, k, v))
 
 
 @every_grid

@@ -9,7 +9,7 @@ from attention.mechanisms.softmax import softmax
 from tests.support.cases import PREFIX, Case
 from tests.support.comparisons import assert_equal
 from tests.support.growth import Growth
-from tests.support.inputs import B, d, draw, every_grid, h, layer, one_head, tokens
+from tests.support.inputs import every_grid, one_head, tokens
 from tests.support.symmetry import ALL
 
 case = partial(Case, "mean", (5, 7))
@@ -34,8 +34,3 @@ def test_by_hand():
 def test_it_is_softmax_with_keys_of_zero(grid):
     q, k, v = tokens(grid)
     assert_equal(mean(v), softmax(q, 0 * k, v))
-
-
-def test_a_layer_gives_every_token_the_same():
-    y = layer("mean", (4, 6))(draw(B, 24, h * d), (4, 6))
-    assert_equal(y, y[:, :1].expand_as(y))

@@ -84,11 +84,3 @@ def test_the_block_is_that_of_its_parts():
     y = y + attn.local_term(image(z)).flatten(2).mT
     gate = linear(x, (attn.gate[0].weight, attn.gate[0].bias))
     assert_equal(attn(x, GRID), attn.proj(y * gate * gate.sigmoid()))
-
-
-def test_a_gate_of_zero_leaves_the_bias():
-    attn, x = layer("mlla", GRID), draw(B, N, h * d)
-    with torch.no_grad():
-        attn.gate[0].weight.zero_()
-        attn.gate[0].bias.zero_()
-    assert_equal(attn(x, GRID), attn.proj.bias.expand_as(x))

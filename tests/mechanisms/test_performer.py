@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from attention import create_attention, kernels
+from attention import create_attention
 from attention.mechanisms.performer import performer, performer_reference
-from attention.options import OptionError
 from attention.parts.features import scale
 from tests.support.cases import Case
 from tests.support.comparisons import assert_equal
@@ -174,21 +173,6 @@ def test_samples_are_all_that_is_stored(features):
     assert set(layer(features=features).state_dict()) == stored
 
 
-def test_training_redraws_and_evaluation_keeps_the_stored_samples(monkeypatch):
-    attn = layer()
-    first, second = samples(attn, monkeypatch), samples(attn, monkeypatch)
-    assert first.shape == (2, 6, 4)
-    assert not torch.equal(first, second)
-    assert samples(attn.eval(), monkeypatch) is attn.omega
-    assert "omega" in attn.state_dict()
-
-
-def test_fixed_and_learnable_samples(monkeypatch):
-    attn = layer(feature_redraw="fixed")
-    assert samples(attn, monkeypatch) is samples(attn.eval(), monkeypatch) is attn.omega
-    assert isinstance(layer(feature_redraw="learnable").omega, torch.nn.Parameter)
-
-
 def test_orthogonal_evaluation_after_independent_training(monkeypatch):
     """The released code trains on independent samples and evaluates on orthogonal ones."""
 
@@ -218,21 +202,11 @@ def test_samples_are_shared_by_as_many_passes_as_asked(compiled):
     assert torch.equal(again.train_omega, used[-1])
 
 
-def test_shared_samples_are_refused_by_parts_of_the_batch():
-    problem = r"feature_redraw_interval = 2: by parts of the batch \(lean\) .*; set it to 1, or take auto"
-    attn = layer(feature_redraw_interval=2)
-    with kernels.use("lean"), pytest.raises(OptionError, match=problem):
-        attn(torch.zeros(2, 15, 8), GRID)
-    with kernels.use("lean"):
-        attn.eval()(torch.zeros(2, 15, 8), GRID)
-
-
-@pytest.mark.parametrize("interval", [1, 2])
-def test_recomputation_uses_the_samples_of_its_own_pass(interval):
+def test_recomputation_uses_the_samples_of_its_own_pass():
     """Activation checkpointing runs a pass twice, which must change neither the samples nor their count."""
     gradients = []
     for recompute in (False, True):
-        attn = layer(feature_redraw_interval=interval).double()
+        attn = layer(feature_redraw_interval=2).double()
         torch.manual_seed(2)
         for _ in range(5):
             x = draw(2, 15, 8)

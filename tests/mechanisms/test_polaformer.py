@@ -10,7 +10,7 @@ from attention.mechanisms.polaformer import polaformer
 from tests.support.cases import PREFIX, Case
 from tests.support.comparisons import assert_equal
 from tests.support.growth import Growth
-from tests.support.inputs import B, d, draw, h, identity, layer, one_head, tokens
+from tests.support.inputs import B, d, draw, h, identity, one_head, tokens
 
 # All weights of a query for one kind of sign may be zero; rounding may make one positive.
 case = partial(Case, "polaformer", (5, 7), mixes_values=False, well_conditioned=False)
@@ -96,11 +96,3 @@ def test_heads_of_an_odd_number_of_channels():
     other = polaformer(q, k, v.roll(1, -1), ONE[:, :7], POWER[:, :7], alpha=4.0)
     assert_equal(other[..., 1:4], y[..., :3])  # four channels are of equal signs
     assert_equal(other[..., 5:], y[..., 4:6])
-
-
-def test_a_gate_of_zero_leaves_the_bias():
-    attn, x = layer("polaformer", GRID), draw(B, N, h * d)
-    with torch.no_grad():
-        attn.gate.weight.zero_()
-        attn.gate.bias.zero_()
-    assert_equal(attn(x, GRID), attn.proj.bias.expand_as(x))

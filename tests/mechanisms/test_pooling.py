@@ -22,7 +22,6 @@ REFUSED = [
     ({"pool_size": 4}, r"attention\(pooling\).pool_size = 4: must be odd; nearest valid: 3"),
     ({"pool_size": 1}, r"attention\(pooling\).pool_size = 1: a token less itself is zero; give 3 or more"),
     ({"pool_size": 29}, r"attention\(pooling\).pool_size = 29: .*; at most 27"),
-    ({"num_prefix_tokens": 1}, r"num_prefix_tokens = 1: pooling does not declare"),
 ]
 SYMBOLS = {}
 

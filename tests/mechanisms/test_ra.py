@@ -15,9 +15,9 @@ from tests.support.calls import assert_paths_agree
 from tests.support.cases import Case
 from tests.support.comparisons import assert_equal, assert_mean, standard_errors
 from tests.support.growth import Growth
-from tests.support.inputs import B, d, draw, h, one_head, shuffled, tokens
+from tests.support.inputs import draw, one_head
 from tests.support.random_features import random_feature_attention
-from tests.support.symmetry import ALL, GRID
+from tests.support.symmetry import ALL
 
 drawn = partial(Case, "ra", stochastic=True, well_conditioned=False)  # a key, which rounding may exchange
 averaged = partial(Case, "ra", stochastic=True)
@@ -149,40 +149,6 @@ def test_one_sample_shared_by_all_queries_is_random_feature_attention():
     noise = omega - (scale(Q) + scale(K).mean(2, keepdim=True))[:, :, :, None]
     expected = random_feature_attention(scale(Q), scale(K), V, omega[:, :, 0])
     assert_equal(ra(Q, K, V, noise, proposal="mean_key"), expected)
-
-
-def test_permutation_equivariance_in_law_of_drawn_keys():
-    """Equal draws of keys, whose probabilities permute with them, give equal outputs."""
-    pi, noise, order = (scale(Q) @ scale(K).mT).softmax(-1), draw(1, 1, N, N, D), torch.tensor([3, 1, 4, 0, 2])
-    q, k, v, pi_moved, noise_moved = (x[:, :, order] for x in (Q, K, V, pi, noise))
-    pi_moved = pi_moved[..., order]
-    # Sample s of a query draws key s: the middle of its interval of uniforms.
-    uniform, moved = (p.cumsum(-1) - p / 2 for p in (pi, pi_moved))
-    y = ra(Q, K, V, noise, uniform)[:, :, order]
-    torch.testing.assert_close(ra(q, k, v, noise_moved[..., order, :], moved), y, rtol=1e-10, atol=1e-10)
-
-
-def test_ra_commutes_with_permutations_of_tokens_together_with_their_noise():
-    q, k, v = tokens(GRID)
-    noise, order = draw(B, h, 24, 3, d, seed=3), shuffled(24)
-    for proposal in ("biased", "mean_key"):
-        y = ra(q, k, v, noise, proposal=proposal)[:, :, order]
-        assert_equal(ra(*(x[:, :, order] for x in (q, k, v, noise)), proposal=proposal), y)
-
-
-def test_evaluation_depends_neither_on_the_batch_nor_on_the_generator():
-    attn = create_attention("ra", dim=8, num_heads=2, grid=(3, 5), num_eval_samples=2).eval()
-    x = torch.randn(1, 15, 8).expand(3, -1, -1)
-    y = attn(x, (3, 5))
-    torch.testing.assert_close(y, y[:1].expand_as(y))
-    torch.manual_seed(8)
-    assert torch.equal(attn(x, (3, 5)), y)
-
-
-def test_training_draws_for_each_image_apart():
-    attn = create_attention("ra", dim=8, num_heads=2, grid=(3, 5))
-    y = attn(torch.randn(1, 15, 8).expand(2, -1, -1), (3, 5))
-    assert not torch.isclose(y[0], y[1]).any()
 
 
 def test_noise_and_samples_follow_the_options():

@@ -3,6 +3,7 @@
 import math
 from functools import partial
 
+import pytest
 import torch
 
 from attention.mechanisms.rala import rala
@@ -84,9 +85,9 @@ def test_a_normaliser_that_vanishes_makes_no_large_output():
     assert_equal(rala(0 * q, k, v, grid=(1, 1)), UNTURNED(0 * q, k, v))
 
 
-def test_a_gate_of_zero_leaves_the_bias():
-    attn, x = layer("rala", GRID), draw(B, N, h * d)
-    with torch.no_grad():
-        attn.gate.weight.zero_()
-        attn.gate.bias.zero_()
+@pytest.mark.parametrize("name", ["mlla", "polaformer", "rala"])
+def test_a_gate_of_zero_leaves_the_bias(name):
+    attn, x = layer(name, GRID), draw(B, N, h * d)
+    for parameter in attn.gate.parameters():
+        torch.nn.init.zeros_(parameter)
     assert_equal(attn(x, GRID), attn.proj.bias.expand_as(x))

@@ -8,7 +8,6 @@ import torch
 from attention.mechanisms.performer import performer
 from attention.mechanisms.scatterbrain_lsh import scatterbrain_lsh
 from attention.mechanisms.smyrf import smyrf
-from attention.mechanisms.softmax import softmax
 from tests.mechanisms.test_scatterbrain import S, assert_exact_on_support_and_unbiased_off_it, corrected, features
 from tests.support.cases import PREFIX, Case
 from tests.support.comparisons import assert_equal, same_cluster
@@ -49,13 +48,6 @@ REFUSED = [
 ]
 EVERYTHING = [{"cluster_size": 24}, {"cluster_size": 24, "features": "elu"}]
 SYMBOLS = {"s": 96, "c": 49, "r": 2}
-
-
-@every_grid
-def test_everything_in_one_cluster_is_softmax(grid):
-    q, k, v = tokens(grid)
-    omega, directions = draw(h, S, d, seed=3), draw(h, 2, d + 2, seed=4)
-    assert_equal(scatterbrain_lsh(q, k, v, omega, directions, cluster_size=q.shape[2]), softmax(q, k, v))
 
 
 @every_grid

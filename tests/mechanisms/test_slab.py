@@ -12,7 +12,7 @@ from tests.mechanisms.test_focused_linear import VISION as FOCUSED
 from tests.support.cases import HEAD_DIM, HEADS, PREFIX, Case
 from tests.support.comparisons import assert_equal
 from tests.support.growth import Growth
-from tests.support.inputs import B, d, draw, h, identity, layer, tokens
+from tests.support.inputs import B, d, draw, h, layer, tokens
 
 # Rectified features; the function is that of relu_linear.
 case = partial(Case, "slab", (5, 7), op="relu_linear", mixes_values=False, well_conditioned=False)
@@ -56,12 +56,6 @@ def test_it_is_relu_linear_with_positions_of_keys_and_a_local_term():
     local = F.conv2d(v.mT.flatten(1, 2).unflatten(2, GRID), filters, biases, padding=2, groups=h * d)
     y = relu_linear(q, k, v, eps=1e-6) + local.flatten(2).unflatten(1, (h, d)).mT
     assert_equal(attn(x, GRID), attn.proj(y.transpose(1, 2).flatten(2)))
-
-
-def test_weights_sum_to_one_but_for_what_is_added():
-    kernel = Q.relu() @ K.relu().mT
-    total = kernel.sum(-1)
-    assert_equal(relu_linear(Q, K, identity(N), eps=1e-6).sum(-1), total / (total + 1e-6))
 
 
 def test_focused_linear_of_power_one_is_relu_linear():

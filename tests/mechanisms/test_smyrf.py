@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from attention.mechanisms.smyrf import smyrf
-from attention.mechanisms.softmax import softmax
 from tests.support.cases import Case
 from tests.support.comparisons import assert_equal, same_cluster
 from tests.support.growth import Growth
@@ -21,15 +20,8 @@ EFFECTS = {"cluster_size": (SMALL, 8), "num_rounds": (SMALL, 1), "attn_drop": (S
 SYMMETRIES = [(ALL, {"cluster_size": 5})]
 GROWTH = [Growth(1, 1)]  # sorting, N log N, is no MAC and saves N indices
 REFUSED = [({"cluster_size": 197}, r"attention\(smyrf\).cluster_size = 197: .* at most 196")]
+EVERYTHING = [{"cluster_size": 24, "num_rounds": 1}, {"cluster_size": 24, "num_rounds": 3}]
 SYMBOLS = {"c": 49, "r": 2}
-
-
-@every_grid
-@pytest.mark.parametrize("rounds", [1, 3])
-def test_smyrf_with_one_cluster_is_softmax(grid, rounds):
-    q, k, v = tokens(grid)
-    directions = draw(h, rounds, d + 2, seed=3)
-    assert_equal(smyrf(q, k, v, directions, cluster_size=q.shape[2]), softmax(q, k, v))
 
 
 @every_grid

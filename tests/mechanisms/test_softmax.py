@@ -22,10 +22,6 @@ SYMMETRIES = [
     (set(), {"causal": True}),  # the order of the raster matters
 ]
 GROWTH = [Growth(2, 2)]  # by its definition; fused kernels save less, see below
-REFUSED = [
-    ({"num_heads": 3}, r"num_heads = 3 does not divide dim = 16"),
-    ({"causal": True, "num_prefix_tokens": 1}, r"causal = True: prefix tokens attend to every token"),
-]
 RELEASED = {"softmax_2d": {}}
 SYMBOLS = {}
 UNSIZED = True

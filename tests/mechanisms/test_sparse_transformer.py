@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from attention import OptionError
-from attention.mechanisms.softmax import softmax
 from attention.mechanisms.sparse_transformer import sparse_transformer
 from tests.support.cases import PREFIX, Case
 from tests.support.comparisons import assert_equal, under_mask
@@ -29,14 +28,6 @@ REFUSED = [
 ]
 EVERYTHING = [{"block_size": 24}, {"block_size": 4, "num_summary": 4}]
 SYMBOLS = {"b": math.isqrt, "c": 1}
-
-
-@every_grid
-def test_sparse_transformer_with_all_as_summaries_or_one_block_is_softmax(grid):
-    q, k, v = tokens(grid)
-    for b in (1, 3, grid[1], q.shape[2]):
-        assert_equal(sparse_transformer(q, k, v, block_size=b, num_summary=b), softmax(q, k, v))
-    assert_equal(sparse_transformer(q, k, v, block_size=q.shape[2], num_summary=1), softmax(q, k, v))
 
 
 @every_grid

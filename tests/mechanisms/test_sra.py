@@ -34,13 +34,6 @@ SYMBOLS = {"R": lambda N: math.isqrt(N // 49)}
 LEARNED = {"norm", "sr"}
 
 
-@every_grid
-def test_sra_without_a_reduction_is_softmax(grid):
-    attn, expected, x = layer("sra", grid, reduction=1), layer("softmax", grid), draw(B, grid[0] * grid[1], h * d)
-    expected.load_state_dict(attn.state_dict())
-    assert_equal(attn(x, grid), expected(x, grid))
-
-
 def average(attn):
     """Makes the convolution of a layer the mean of 2 x 2 tokens, without LayerNorm."""
     attn.norm = nn.Identity()

@@ -6,14 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from attention import OptionError
 from attention.mechanisms.linear import linear
 from attention.mechanisms.transnormer import rela, transnormer
 from attention.parts.geometry import Windows
 from tests.support.cases import PREFIX, Case
 from tests.support.comparisons import assert_equal
 from tests.support.growth import Growth
-from tests.support.inputs import B, d, draw, h, layer, tokens
+from tests.support.inputs import d, draw, h, layer, tokens
 from tests.support.symmetry import ALL, BLOCKS
 
 norm_layer = partial(Case, "transnormer", (5, 7), mixes_values=False, far_keys_vanish=False)  # elu + 1
@@ -53,7 +52,10 @@ GROWTH = [
     Growth(1, 1, lambda side: {**CAUSAL, "depth": 2}),
 ]
 EVERYTHING = [{"window_size": 6, "depth": 2}, {**CAUSAL, "window_size": 24, "depth": 2}]
-REFUSED = [({**CAUSAL, "layout": "2d", "depth": 2}, r"attention\(transnormer\).layout = 2d: .*; set layout: 1d")]
+REFUSED = [
+    ({**CAUSAL, "layout": "2d", "depth": 2}, r"attention\(transnormer\).layout = 2d: .*; set layout: 1d"),
+    ({"window_size": 15, "depth": 2}, r"attention\(transnormer\).window_size = 15: larger than the 14x14 grid"),
+]
 SYMBOLS = {"|E|": 49}
 LEARNED = {"gain"}
 NO_MATRIX = "not linear"  # LayerNorm of outputs
@@ -93,14 +95,6 @@ def test_norm_attention_points_where_linear_attention_does():
     assert_equal(F.normalize(y, dim=-1), F.normalize(linear(Q, K, V), dim=-1))
 
 
-def test_diag_attention_with_the_grid_as_window_is_softmax():
-    attn = layer("transnormer", GRID, layer=0, depth=2, window_size=max(GRID))
-    reference = layer("softmax", GRID)
-    reference.load_state_dict(attn.state_dict(), strict=True)
-    x = draw(B, N, h * d)
-    assert_equal(attn(x, GRID), reference(x, GRID))
-
-
 def test_diag_attention_of_t1_with_the_grid_as_window_is_dense_relu_attention():
     gain = draw(h, d, seed=7)
     dense = (Q @ K.mT / d**0.5).relu() @ V
@@ -113,8 +107,3 @@ def test_diag_attention_stands_in_the_first_half_of_the_layers(depth):
     layers = [layer("transnormer", GRID, layer=i, depth=depth, window_size=3) for i in range(depth)]
     assert [attn.in_windows for attn in layers] == [i + 1 <= depth / 2 for i in range(depth)]
     assert [hasattr(attn, "gain") for attn in layers] == [not attn.in_windows for attn in layers]
-
-
-def test_window_of_diag_attention_beyond_the_grid_is_refused():
-    with pytest.raises(OptionError, match=r"attention\(transnormer\).window_size = 7: larger than the 6x4 grid; at m"):
-        layer("transnormer", GRID, depth=2, window_size=7)

@@ -3,7 +3,7 @@
 Sizes are all different and no grid is square, so that a transposed axis cannot pass.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -68,3 +68,8 @@ class Case:
         generator = torch.Generator().manual_seed(seed)
         shape = (batch, self.num_tokens(self.grid), HEADS * HEAD_DIM)
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def with_options(case: Case, **options: Any) -> Case:
+    """The case with further options."""
+    return replace(case, options={**case.options, **options})

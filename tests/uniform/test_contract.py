@@ -18,6 +18,10 @@ from tests.support.facts import CASES, ORDINARY
 from tests.support.partition import ONE_OF_A_KIND, chosen
 
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
+POSITIONS = (*(f"{of}_positions.table" for of in ("image", "row", "column")), "position_bias.table", "prefix_bias")
+"""Parameters of which every entry is in use."""
+UNUSED_OFFSETS = {"position_bias", "overlap", "reduction"}
+"""Options that may leave offsets without a pair of tokens."""
 
 
 @every_case
@@ -31,6 +35,8 @@ def test_shape_dtype_and_gradient_of_every_parameter(case):
         assert parameter.grad is not None, name
         assert parameter.grad.isfinite().all(), name
         assert parameter.grad.abs().sum() > 0, name
+        if name.endswith(POSITIONS) and UNUSED_OFFSETS.isdisjoint(case.options):
+            assert parameter.grad.ne(0).all(), name
 
 
 @every_case

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from attention import ATTENTION, create_attention, kernels
+from attention import ATTENTION, kernels
 from tests.support.calls import capture_op, value_and_gradients
 from tests.support.comparisons import FP64, FP64_GRADIENT
 from tests.support.facts import FACTS
@@ -49,9 +49,3 @@ def test_corners_are_right_on_every_path(case, context, batch):
     op, arguments, options = capture_op(case, attn, x)
     twin = getattr(sys.modules[op.__module__], f"{op.__name__}_reference")
     torch.testing.assert_close(op(*arguments, **options), twin(*arguments, **options), rtol=FP64, atol=FP64)
-
-
-@pytest.mark.parametrize("name", ["local", "eva", "combiner", "transformer_ls", "scatterbrain"])
-def test_windows_larger_than_the_grid_are_refused_at_construction(name):
-    with pytest.raises(ValueError, match=rf"attention\({name}\).window_size = 9: larger than the 3x5 grid; at most 5"):
-        create_attention(name, dim=12, num_heads=3, grid=(3, 5), window_size=9)

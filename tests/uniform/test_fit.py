@@ -11,7 +11,7 @@ from torch import Tensor
 from attention import ATTENTION, Attention, Grid, LayerContext, OptionError, options_of
 from attention.options import Options, fit_option, option
 from attention.parts.groups import bin_counts
-from tests.support.cases import HEAD_DIM, HEADS, B, Case
+from tests.support.cases import HEAD_DIM, HEADS, B, Case, with_options
 from tests.support.facts import CASES, FACTS, light
 from tests.support.outside import OUTSIDE
 from tests.support.partition import chosen
@@ -29,10 +29,6 @@ every_grid = pytest.mark.parametrize(
 
 NOTHING_FITS = {"complement": "a window leaves only 0 tokens outside it", "pool_size": "a token less itself is zero"}
 """Word of the options or the message -> why no size fits the smallest grids."""
-
-
-def with_options(case: Case, **options: Any) -> Case:
-    return dataclasses.replace(case, options={**case.options, **options})
 
 
 def on_grid(case: Case, grid: Grid) -> Case:

@@ -1,13 +1,12 @@
 """Options of mechanisms: documented, frozen, each with an effect; impossible values are refused by name."""
 
 import dataclasses
-from typing import Any
 
 import pytest
 import torch
 
-from attention import ATTENTION, OptionError, create_attention
-from tests.support.cases import Case
+from attention import ATTENTION, OptionError, create_attention, options_of
+from tests.support.cases import Case, with_options
 from tests.support.facts import CASES, FACTS, rows
 from tests.support.partition import ONE_OF_A_KIND, chosen
 
@@ -29,11 +28,6 @@ def test_every_option_has_a_row(name):
     assert set(FACTS[name].EFFECTS) == set(options_of(name)) - {"fit"}
 
 
-def options_of(name: str) -> list[str]:
-    """The names of a mechanism's options."""
-    return [field.name for field in dataclasses.fields(ATTENTION[name].Config)]
-
-
 def outputs(case: Case) -> list[torch.Tensor]:
     """Outputs of two training passes and one evaluation from fixed seeds."""
     attn, x = case.build(), case.tokens()
@@ -48,11 +42,6 @@ def test_every_option_has_an_effect(name, changed):
     before, same, after = (outputs(Case(name, GRID, options)) for options in contexts)
     assert all(torch.equal(a, b) for a, b in zip(before, same, strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-
-
-def with_options(case: Case, **options: Any) -> Case:
-    """The case with further options."""
-    return dataclasses.replace(case, options={**case.options, **options})
 
 
 @pytest.mark.parametrize(

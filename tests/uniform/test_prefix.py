@@ -53,7 +53,7 @@ def test_every_token_attends_to_prefix_tokens_and_their_order_is_free(case):
         (name, options, prefix)
         for name, options in rows("EVERYTHING")
         for prefix in ({}, PREFIX)
-        if not (prefix and options.get("causal"))  # causal attention refuses prefix tokens
+        if not (prefix and (options.get("causal") or ATTENTION[name].prefix_tokens != "exact"))
     ],
 )
 def test_what_attends_to_everything_is_softmax(name, options, prefix):
