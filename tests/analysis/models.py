@@ -56,5 +56,5 @@ def read_rows(path: Path) -> list[dict[str, str]]:
 
 
 def refusal(capsys: pytest.CaptureFixture, *arguments: str) -> str:
-    """What analyze.py prints on stderr when it refuses these arguments."""
+    """Text that analyze.py prints on stderr when it refuses these arguments."""
     return refusals.refusal(analyze.main, arguments, capsys)

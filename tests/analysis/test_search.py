@@ -201,7 +201,7 @@ def test_the_first_table_has_each_layer_alone(checkpoint, tmp_path, monkeypatch,
 
 
 def test_a_budget_within_which_nothing_was_measured_is_named(checkpoint, tmp_path, monkeypatch, capsys):
-    """What `random` has not predicted is blank, and other files in front/ stay."""
+    """Values that `random` has not predicted are blank, and other files in front/ stay."""
     (tmp_path / "front").mkdir()
     (tmp_path / "front/2026.txt").touch()
     options = "--attention", "linear", "--strategy", "random", "--evaluations", "1", "--seed", "1"
