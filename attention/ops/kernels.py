@@ -63,6 +63,13 @@ def kernel(covers: Callable[..., bool]) -> Callable[[Op], Op]:
     return decorate
 
 
+def offer(op: str, module: str) -> None:
+    """Names the module with the Triton kernel of an op."""
+    TRITON_MODULES[op] = module
+    if _has_kernels:
+        importlib.import_module(module)
+
+
 def path() -> Path:
     """The path in use: "torch" takes fast paths, "triton" prefers kernels to them, "plain" takes none. "auto" is one of
     the first two. "lean" is "auto" with least memory: layers attend by parts of the batch, see `memory.by_parts`.
@@ -91,6 +98,18 @@ def _measured_gpu(gpu: int | None) -> bool:
 
 def _prefers_kernels(x: torch.Tensor) -> bool:
     return _path == "triton" or (_path != "torch" and x.element_size() == 2 and measured(x))
+
+
+def takes_kernels(x: torch.Tensor) -> bool:
+    """True if the path in use takes kernels for some calls with this tensor."""
+    return _path == "triton" or (_path == "auto" and measured(x))
+
+
+def covering(op: str, *args: Any) -> Callable[..., Any] | None:
+    """The kernel of an op if the path in use prefers it and it covers the arguments, of which the first is a tensor."""
+    of_torch = torch.compiler.is_exporting() or torch.jit.is_tracing() or transformed()
+    taken = not of_torch and takes_kernels(args[0]) and _prefers_kernels(args[0]) and _triton[op].covers(*args)
+    return _triton[op].run if taken else None
 
 
 def import_kernels() -> None:
@@ -179,9 +198,7 @@ def with_fast_path(fast: Callable, covers: Callable[..., bool], triton: str | No
     def decorate(op: Op) -> Op:
         _fast[op.__name__] = fast
         if triton:
-            TRITON_MODULES[op.__name__] = triton
-            if _has_kernels:
-                importlib.import_module(triton)
+            offer(op.__name__, triton)
 
         @functools.wraps(op)
         def run(*args: Any, **kwargs: Any) -> Any:
