@@ -258,125 +258,126 @@ def group_gradient(
         numbers = (batch.to(tl.int64) * h + head) * H * W + token
         tl.store(weights + numbers, tl.sum(weight, 0), token < last)
         tl.store(d_logits + numbers, tl.sum(d_logit, 0), token < last)
-        total += dot(cast(d_logit, dtype), keys, S)  # (c, n) @ (n, d)
+        total += dot_exactly(d_logit, keys, S)  # (c, n) @ (n, d)
     store(d_omega, batch, head, group, real, total * S.d**-0.25, S)
 
 
 @triton.jit
-def _transform_rows(means, weights, dy, of_means, row, real, eps, S: tl.constexpr):
-    """Writes the gradient of tokens through the means, less the scale of logits; returns those of W, b, gain and shift."""
-    column = tl.arange(0, S.block_d)
-    rows = row.to(tl.int64)[:, None] * S.d + column[None, :]
-    x = tl.load(means + rows, real[:, None], other=0.0)
-    hat, rstd = _normalised(x, weights, eps, S)
-    through = dy * tl.load(weights[2] + column).to(tl.float32)[None, :]
-    dx = through - tl.sum(through, 1)[:, None] / S.d - hat * (tl.sum(through * hat, 1) / S.d)[:, None]
-    dx *= rstd[:, None]
-    half = cast(dx, x.dtype)
-    matrix = cast(tl.load(weights[0] + column[:, None] * S.d + column[None, :]), x.dtype)
-    of_x = dot(half, matrix, S) * (S.d**0.5 / (S.tile_rows * S.tile_columns))  # (c, d) @ (d, d)
-    tl.store(of_means + rows, cast(of_x, x.dtype), real[:, None])
-    return dot(tl.trans(half), x, S), tl.sum(dx, 0), tl.sum(dy * hat, 0), tl.sum(dy, 0)  # (d, c) @ (c, d)
-
-
-@triton.jit
-def _store_share(share, of_matrix, of_bias, of_gain, of_shift, S: tl.constexpr):
-    column = tl.arange(0, S.block_d)
-    tl.store(share + column[:, None] * S.d + column[None, :], of_matrix)
-    rest = share + S.d * S.d + column
-    tl.store(rest, of_bias)
-    tl.store(rest + S.d, of_gain)
-    tl.store(rest + 2 * S.d, of_shift)
+def _rows(start, rows, valid):
+    return tl.load(start + rows, valid[:, None], other=0.0)
 
 
 @triton.jit
 def transform_gradient(
     of_q, of_k, q_bar, k_bar, d_omega, dk_tilde, dq_bar, dk_bar, shares, total, splits, mu_scale, eps, S: tl.constexpr
 ):
-    """Kernel of every `programs`-th block of groups of all images and heads: the gradients of their means, and this
-    program's share of those of both landmark transforms (W, b, gain, shift).
+    """Kernel of every `programs`-th block of groups of all images and heads: the gradients of tokens through their
+    means, less the scale of logits, and this program's share of those of one landmark transform (W, b, gain, shift).
     """
+    if tl.program_id(1) == 0:
+        _transform_gradient(of_q, q_bar, d_omega, None, dq_bar, shares, total, splits, mu_scale, eps, S)
+    else:
+        _transform_gradient(of_k, k_bar, d_omega, dk_tilde, dk_bar, shares, total, splits, mu_scale, eps, S)
+
+
+@triton.jit
+def _transform_gradient(
+    weights, means, d_omega, dk_tilde, of_means, shares, total, splits, mu_scale, eps, S: tl.constexpr
+):
     program, column = tl.program_id(0), tl.arange(0, S.block_d)
-    q_matrix = tl.full([S.block_d, S.block_d], 0.0, tl.float32)
-    k_matrix = tl.full([S.block_d, S.block_d], 0.0, tl.float32)
-    zeros = tl.full([S.block_d], 0.0, tl.float32)
-    q_bias, q_gain, q_shift, k_bias, k_gain, k_shift = zeros, zeros, zeros, zeros, zeros, zeros
+    size: tl.constexpr = S.tile_rows * S.tile_columns
+    d_matrix = tl.full([S.block_d, S.block_d], 0.0, tl.float32)
+    d_bias, d_gain, d_shift = (tl.full([S.block_d], 0.0, tl.float32),) * 3
     for block in range(program, tl.cdiv(total, S.block_n), tl.num_programs(0)):
         row = block * S.block_n + tl.arange(0, S.block_n)
         real, rows = row < total, row.to(tl.int64)[:, None] * S.d + column[None, :]
-        dy = tl.load(d_omega + rows, real[:, None], other=0.0) * mu_scale
-        matrix, bias, gain, shift = _transform_rows(q_bar, of_q, dy, dq_bar, row, real, eps, S)
-        q_matrix, q_bias, q_gain, q_shift = q_matrix + matrix, q_bias + bias, q_gain + gain, q_shift + shift
-        for split in range(splits):
-            dy += tl.load(dk_tilde + split * total * S.d + rows, real[:, None], other=0.0)
-        matrix, bias, gain, shift = _transform_rows(k_bar, of_k, dy, dk_bar, row, real, eps, S)
-        k_matrix, k_bias, k_gain, k_shift = k_matrix + matrix, k_bias + bias, k_gain + gain, k_shift + shift
-    share, length = shares + program * 2 * (S.d * S.d + 3 * S.d), S.d * S.d + 3 * S.d
-    _store_share(share, q_matrix, q_bias, q_gain, q_shift, S)
-    _store_share(share + length, k_matrix, k_bias, k_gain, k_shift, S)
+        dy = _rows(d_omega, rows, real) * mu_scale
+        if dk_tilde is not None:
+            for split in range(splits):
+                dy += _rows(dk_tilde + split * total * S.d, rows, real)
+        x = _rows(means, rows, real)
+        hat, rstd = _normalised(x, weights, eps, S)
+        d_gain += tl.sum(dy * hat, 0)
+        d_shift += tl.sum(dy, 0)
+        through = dy * tl.load(weights[2] + column).to(tl.float32)[None, :]
+        dx = through - tl.sum(through, 1)[:, None] / S.d - hat * (tl.sum(through * hat, 1) / S.d)[:, None]
+        dx *= rstd[:, None]
+        d_bias += tl.sum(dx, 0)
+        half = cast(dx, x.dtype)
+        d_matrix += dot(tl.trans(half), x, S)  # (d, c) @ (c, d)
+        matrix = cast(tl.load(weights[0] + column[:, None] * S.d + column[None, :]), x.dtype)
+        tl.store(of_means + rows, cast(dot(half, matrix, S) * (S.d**0.5 / size), x.dtype), real[:, None])
+    share = shares + (program * 2 + tl.program_id(1)) * (S.d * S.d + 3 * S.d)
+    tl.store(share + column[:, None] * S.d + column[None, :], d_matrix)
+    rest = share + S.d * S.d + column
+    tl.store(rest, d_bias)
+    tl.store(rest + S.d, d_gain)
+    tl.store(rest + 2 * S.d, d_shift)
 
 
 @triton.jit
 def token_gradient(
-    q, k, v, bias, k_tilde, beta, omega, dbeta, dq_bar, dk_bar, weights, d_logits, y, dy, lse, delta,
-    dq, dk, dv, dbias, B, h, H, W, c, origin, prior, splits, S: tl.constexpr,
+    qkv, bias, k_tilde, beta, omega, dbeta, dq_bar, dk_bar, weights, d_logits, y, dy, lse, delta, dqkv, dbias,
+    B, h, H, W, c, origin, prior, splits, S: tl.constexpr,
 ):  # fmt: skip
     """Kernel of the gradients of q, k and v of every `programs`-th part of one head's images, a part being every
     `splits`-th window, and of this program's share in dbias.
     """
     head, program, programs = tl.program_id(0) % h, tl.program_id(0) // h, tl.num_programs(0) // h
-    dtype = q[0].dtype.element_ty
+    dtype = qkv.dtype.element_ty
     scale: tl.constexpr = S.d**-0.5
-    position, landmark = tl.arange(0, S.block_w), tl.arange(0, S.block_c)
+    position, landmark, column = tl.arange(0, S.block_w), tl.arange(0, S.block_c), tl.arange(0, S.block_d)
     if dbias is not None:
         d_bias = tl.full([S.block_w, S.block_w], 0.0, tl.float32)
-    for part in range(program, B * splits, programs):
-        batch = part // splits
+    for part in tl.range(program, B * splits, programs, disable_licm=True):  # hoisted addresses would spill
+        batch, N = (part // splits).to(tl.int64), H * W
+        first, first_number, step = (batch * N * 3 * h + head) * S.d, (batch * h + head) * N, h * S.d
+        of_q, of_k, of_v, of_dy = qkv + first, qkv + first + step, qkv + first + 2 * step, (batch * N * h + head) * S.d
         if k_tilde is not None:
-            real = landmark < c
-            of_landmarks = load(k_tilde, batch, head, landmark, real, dtype, S)
-            of_groups = load(beta, batch, head, landmark, real, dtype, S)
-            samples = cast(load(omega, batch, head, landmark, real, tl.float32, S) * S.d**0.25, dtype)
-            d_groups = load(dbeta, batch, head, landmark, real, dtype, S)
-            d_queries_mean = load(dq_bar, batch, head, landmark, real, dtype, S)
-            d_keys_mean = load(dk_bar, batch, head, landmark, real, dtype, S)
-        for i in range(part % splits, _num_windows(H, W, origin, S), splits):
+            real, table = landmark < c, (batch * h + head) * c * S.d + landmark[:, None] * S.d + column[None, :]
+            of_landmarks = _rows(k_tilde, table, real)
+            of_groups = _rows(beta, table, real)
+            samples = cast(_rows(omega, table, real) * S.d**0.25, dtype)
+            d_groups = _rows(dbeta, table, real)
+            d_queries_mean = _rows(dq_bar, table, real)
+            d_keys_mean = _rows(dk_bar, table, real)
+        for i in tl.range(part % splits, _num_windows(H, W, origin, S), splits, disable_licm=True):
             token, valid = _window_tokens(i, H, W, origin, S)
-            queries = load(q, batch, head, token, valid, dtype, S)
-            keys = load(k, batch, head, token, valid, dtype, S)
-            gradient = load(dy, batch, head, token, valid, dtype, S)
-            normaliser = load_numbers(lse, batch, head, token, valid, h, H * W, float("inf"))[:, None]
+            rows = token[:, None] * (3 * step) + column[None, :]
+            queries = _rows(of_q, rows, valid)
+            keys = _rows(of_k, rows, valid)
+            gradient = _rows(dy + of_dy, token[:, None] * step + column[None, :], valid)
+            normaliser = tl.load(lse + first_number + token, valid, other=float("inf"))[:, None]
             if k_tilde is None:
-                shift = tl.sum(load(y, batch, head, token, valid, tl.float32, S) * gradient.to(tl.float32), 1)[:, None]
+                output = _rows(y + of_dy, token[:, None] * step + column[None, :], valid).to(tl.float32)
+                shift = tl.sum(output * gradient.to(tl.float32), 1)[:, None]
             else:
-                shift = load_numbers(delta, batch, head, token, valid, h, H * W, 0.0)[:, None]
-                members = _group_of(token, W, S)[:, None] == landmark[None, :]
+                shift = tl.load(delta + first_number + token, valid, other=0.0)[:, None]
+                members = cast((_group_of(token, W, S)[:, None] == landmark[None, :]).to(tl.float32), dtype)
             weight = tl.exp(_window_logits(queries, keys, bias, head, valid, scale, S) - normaliser)
             d_values = dot(tl.trans(cast(weight, dtype)), gradient, S)  # (k, q) @ (q, d)
             if k_tilde is not None:
-                within = load_numbers(weights, batch, head, token, valid, h, H * W, 0.0)[:, None]
-                d_values += dot(cast(tl.where(members, within, 0.0), dtype), d_groups, S)  # (k, c) @ (c, d)
-            store(dv, batch, head, token, valid, d_values, S)
-            values = load(v, batch, head, token, valid, dtype, S)
+                within = tl.load(weights + first_number + token, valid, other=0.0)[:, None]
+                d_values += within * dot(members, d_groups, S)  # (k, c) @ (c, d)
+            tl.store(dqkv + first + 2 * step + rows, cast(d_values, dtype), valid[:, None])
+            values = _rows(of_v, rows, valid)
             d_weight = weight * (dot(gradient, tl.trans(values), S) - shift)  # (q, d) @ (d, k)
             if dbias is not None:
                 d_bias += d_weight
             half = cast(d_weight, dtype)
             d_keys = dot(tl.trans(half), queries, S)  # (k, q) @ (q, d)
+            if k_tilde is not None:
+                within = tl.load(d_logits + first_number + token, valid, other=0.0)[:, None]
+                d_keys += dot(members, d_keys_mean, S)  # (k, c) @ (c, d)
+                d_keys += within * (dot(members, samples, S) - keys.to(tl.float32))  # (k, c) @ (c, d)
+            tl.store(dqkv + first + step + rows, cast(d_keys * scale, dtype), valid[:, None])
             d_queries = dot(half, keys, S)  # (q, k) @ (k, d)
             if k_tilde is not None:
-                within = load_numbers(d_logits, batch, head, token, valid, h, H * W, 0.0)[:, None]
-                d_keys += dot(cast(tl.where(members, within, 0.0), dtype), samples, S)  # (k, c) @ (c, d)
-                of_members = cast(tl.where(members, 1.0, 0.0), dtype)
-                d_keys += dot(of_members, d_keys_mean, S)  # (k, c) @ (c, d)
-                d_keys -= within * keys.to(tl.float32)
-                d_queries += dot(of_members, d_queries_mean, S)  # (q, c) @ (c, d)
-            store(dk, batch, head, token, valid, d_keys * scale, S)
-            if k_tilde is not None:
+                d_queries += dot(members, d_queries_mean, S)  # (q, c) @ (c, d)
                 weight = tl.exp(_landmark_logits(queries, of_landmarks, real, prior, scale, S) - normaliser)
                 d_weight = weight * (dot(gradient, tl.trans(of_groups), S) - shift)  # (q, d) @ (d, c)
                 d_queries += dot(cast(d_weight, dtype), of_landmarks, S)  # (q, c) @ (c, d)
-            store(dq, batch, head, token, valid, d_queries * scale, S)
+            tl.store(dqkv + first + rows, cast(d_queries * scale, dtype), valid[:, None])
     if dbias is not None:
         w: tl.constexpr = S.rows * S.columns
         row = dbias + (tl.program_id(0) * w + position)[:, None] * S.block_w + position[None, :]

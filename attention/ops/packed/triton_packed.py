@@ -13,6 +13,7 @@ import triton
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from ...parts.geometry import Grid, Windows
 from ..kernels import NAMESPACE, first_order, kernel
 from ..triton_tokens import INTERPRETED, block_length, launch, precision, supported, view
 from .op import Packing, transforms_of
@@ -148,7 +149,6 @@ def _packed_backward(
     """
     G, (y, lse, *summaries) = Geometry(qkv, weights, grid, window, origin, tile), saved
     q, k, v = _tokens(qkv)
-    y, dy = view(y.transpose(1, 2)), view(dy.transpose(1, 2))
     parts = triton.cdiv(G.num_windows, PART)
     dqkv, *shares = _empty_gradients(qkv, bias, weights, grid, window, origin, tile, of_bias)
     of_landmarks, of_tokens, delta = (None,) * 6, (None, None), None
@@ -159,20 +159,21 @@ def _packed_backward(
         dk_tilde, shares_of_values = (lse.new_empty(splits, *k_tilde.shape) for _ in range(2))
         d_omega, dbeta, dq_bar, dk_bar = lse.new_empty(k_tilde.shape), *map(torch.empty_like, (beta, q_bar, k_bar))
         of_shares = view(dk_tilde), view(shares_of_values)
-        inputs = q, view(k_tilde), view(beta), y, dy, lse, delta, *of_shares, G.B, G.h, G.N, G.c, prior
+        of_y = (view(x.transpose(1, 2)) for x in (y, dy))
+        inputs = q, view(k_tilde), view(beta), *of_y, lse, delta, *of_shares, G.B, G.h, G.N, G.c, prior
         G.launch(landmark_gradient, (G.B * G.h, splits), *inputs)
         results = view(d_omega), view(dbeta), *of_tokens
         of_groups = view(omega), view(beta), mass, view(shares_of_values)
         G.on_bands(group_gradient, k, v, *of_groups, *results, G.B, G.h, G.H, G.W, G.c, splits)
         inputs = tuple(weights[:4]), tuple(weights[4:]), q_bar, k_bar, d_omega, dk_tilde
         scalars = total, splits, mu_scale * G.d**-0.25, eps
-        G.launch(transform_gradient, (len(shares[-1]),), *inputs, dq_bar, dk_bar, shares[-1], *scalars)
-        of_landmarks = tuple(map(view, (k_tilde, beta, omega, dbeta, dq_bar, dk_bar)))
+        G.launch(transform_gradient, (len(shares[-1]), 2), *inputs, dq_bar, dk_bar, shares[-1], *scalars)
+        of_landmarks = k_tilde, beta, omega, dbeta, dq_bar, dk_bar
     dbias = shares[0] if of_bias else None
-    outputs = y, dy, lse, delta, *_tokens(dqkv), dbias
+    outputs = saved[0], dy, lse, delta, dqkv, dbias
     scalars = G.B, G.h, G.H, G.W, G.c, G.origin, prior, parts
     programs = _programs(G.B * parts, G.h) * G.h
-    G.launch(token_gradient, (programs,), q, k, v, bias, *of_landmarks, *of_tokens, *outputs, *scalars)
+    G.launch(token_gradient, (programs,), qkv, bias, *of_landmarks, *of_tokens, *outputs, *scalars)
     return [dqkv, *shares]
 
 
@@ -189,7 +190,7 @@ def _empty_gradients(qkv, bias, weights, grid, window, origin, tile, of_bias) ->
         programs = _programs(G.B * triton.cdiv(G.num_windows, PART), G.h)
         gradients.append(qkv.new_empty(programs, *bias.shape, dtype=torch.float32))
     if weights:
-        programs = _programs(triton.cdiv(G.B * G.h * G.c, LARGEST), 1)
+        programs = _programs(triton.cdiv(G.B * G.h * G.c, LAUNCHED["transform_gradient"][0]), 2)
         gradients.append(qkv.new_empty(programs, 2, G.d * (G.d + 3), dtype=torch.float32))
     return gradients
 
@@ -261,20 +262,37 @@ def covers_packed(qkv: Tensor, packing: Packing) -> bool:
 @kernel(covers_packed)
 def packed_attention(qkv: Tensor, packing: Packing) -> Tensor:
     """Attended values (B, h, N, d) of qkv (B, N, 3, h, d), laid out in memory as (B, N, h, d)."""
-    (B, _, _, h, d), (windows, bias, origin, tiles, log_count, landmarks) = qkv.shape, packing
-    noise, weights, mu_scale, eps, size, prior = None, [], 1.0, 0.0, [1, 1], 0.0
-    bias = bias()
+    tiles, landmarks, bias = packing.tiles, packing.landmarks, packing.bias()
+    noise, weights, options = None, list[Tensor](), {}
+    if landmarks is not None:
+        transforms = transforms_of(landmarks)
+        weights = [x for each in transforms for module in (each.linear, each.norm) for x in module.parameters()]
+        options = {"mu_scale": landmarks.config.mu_scale, "eps": transforms[0].norm.eps}
+        if landmarks.training:
+            in_full = torch.is_autocast_enabled(qkv.device.type)  # then the norm returns float32
+            shape, dtype = (len(qkv), qkv.shape[3], 1, tiles.num_windows), torch.float32 if in_full else qkv.dtype
+            noise = landmarks.noise(qkv.new_empty(*shape, qkv.shape[4], dtype=dtype))[:, :, 0, :, 0]
+    windows = packing.windows
+    y = attend_on(qkv, bias, noise, weights, windows, packing.origin, tiles, packing.log_count, **options)
+    return y.transpose(1, 2)
+
+
+def attend_on(
+    qkv: Tensor,
+    bias: Tensor | None,
+    noise: Tensor | None,
+    weights: list[Tensor],
+    windows: Windows,
+    origin: Grid,
+    tiles: Windows | None,
+    log_count: bool,
+    mu_scale: float = 1.0,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Attended values (B, N, h, d) of qkv (B, N, 3, h, d). bias: (h, w, w). noise: (B, h, c, d). See `Packing`."""
     if bias is not None:
         width = block_length(windows.num_queries, LARGEST) - windows.num_queries
         bias = F.pad(bias.float(), (0, width), value=-math.inf).contiguous()
-    if landmarks is not None:
-        transforms, size, mu_scale = transforms_of(landmarks), list(tiles.size), landmarks.config.mu_scale
-        weights = [x for each in transforms for module in (each.linear, each.norm) for x in module.parameters()]
-        eps, prior = transforms[0].norm.eps, math.log(tiles.num_queries) if log_count else 0.0
-        if landmarks.training:
-            in_full = torch.is_autocast_enabled(qkv.device.type)  # then the norm returns float32
-            like = qkv.new_empty(B, h, 1, tiles.num_windows, d, dtype=torch.float32 if in_full else qkv.dtype)
-            noise = landmarks.noise(like)[:, :, 0, :, 0]
-    geometry = list(windows.grid), list(windows.size), list(origin), size
-    y, *_ = _packed(qkv.contiguous(), bias, noise, weights, *geometry, mu_scale, prior, eps)
-    return y.transpose(1, 2)
+    geometry = list(windows.grid), list(windows.size), list(origin), list(tiles.size) if tiles else [1, 1]
+    prior = math.log(tiles.num_queries) if tiles and log_count else 0.0
+    return _packed(qkv.contiguous(), bias, noise, weights, *geometry, mu_scale, prior, eps)[0]
