@@ -29,31 +29,35 @@ LIMITS = {"warm": 150, "time": 100}
 
 def work(waiting: queue.Queue[str], arguments: Sequence[str], environment: dict[str, str], limit: int, end: float):
     """Hands tasks to a worker until none is left or the time is over; a worker that ends or hangs has a successor."""
-    worker: subprocess.Popen | None = None
+    while waiting.qsize() and time.monotonic() < end:
+        command = [sys.executable, "-m", "bench.gpu_tasks", *arguments]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        with subprocess.Popen(command, **pipes, text=True, env=os.environ | environment) as worker:
+            serve(worker, waiting, limit, end)
+
+
+def serve(worker: subprocess.Popen, waiting: queue.Queue[str], limit: int, end: float) -> None:
+    """Hands tasks to one worker."""
     while time.monotonic() < end:
         try:
             task = waiting.get_nowait()
         except queue.Empty:
-            break
-        if worker is None:
-            command = [sys.executable, "-m", "bench.gpu_tasks", *arguments]
-            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-            worker = subprocess.Popen(command, **pipes, text=True, env=os.environ | environment)
+            return
         timer = threading.Timer(min(limit, end - time.monotonic()), worker.kill)
         timer.start()
-        print(task, file=worker.stdin, flush=True)
-        for line in worker.stdout:
-            print(line, end="", flush=True)
-            if line.startswith("done "):
-                break
-        else:
+        try:
+            print(task, file=worker.stdin, flush=True)
+            for line in worker.stdout:
+                print(line, end="", flush=True)
+                if line.startswith("done "):
+                    break
+            else:
+                raise BrokenPipeError
+        except BrokenPipeError:
             print(f"{task}: its process ended, perhaps at the limit of {limit} s", flush=True)
-            worker.wait()
-            worker = None
-        timer.cancel()
-    if worker:
-        worker.stdin.close()
-        worker.wait()
+            return
+        finally:
+            timer.cancel()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -75,7 +79,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         make_output(args.output, [*COLUMNS])
         for file, columns in COLUMNS.items():
             write_file(args.output / file, dicts_to_csv([], columns))
-    options = [f"--output={args.output}", *(["--smoke"] if args.smoke else [])]
     threads = str(max(1, (os.cpu_count() or 1) // args.processes))
     environment = {"TORCHINDUCTOR_COMPILE_THREADS": threads, "OMP_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1"}
     if args.smoke:
@@ -84,7 +87,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         waiting: queue.Queue[str] = queue.Queue()
         for task in tasks(phase, args.steps, args.models, args.networks):
             waiting.put(task)
-        given = waiting, [*options, f"--phase={phase}"], environment, LIMITS[phase], began + share * args.seconds
+        options = [str(args.output), phase, *(["smoke"] if args.smoke else [])]
+        given = waiting, options, environment, LIMITS[phase], began + share * args.seconds
         threads_of_phase = [threading.Thread(target=work, args=given) for _ in range(processes)]
         for thread in threads_of_phase:
             thread.start()

@@ -4,7 +4,6 @@ A task is "errors/PART", "training/MODEL/NETWORK", "inference/IMAGES" or "layers
 compiles what it will need, with other processes beside it, and checks kernels; in the phase "time" it measures.
 """
 
-import argparse
 import gc
 import math
 import os
@@ -425,11 +424,8 @@ class Worker:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.gpu_tasks")
-    parser.add_argument("--output", type=Path)
-    parser.add_argument("--phase", choices=("warm", "time"))
-    parser.add_argument("--smoke", action="store_true")
-    worker = Worker(**vars(parser.parse_args()))
+    output, phase, *smoke = sys.argv[1:]
+    worker = Worker(Path(output), phase, bool(smoke))
     for line in sys.stdin:
         began, task = time.monotonic(), line.strip()
         worker.run(task)
