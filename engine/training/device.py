@@ -2,7 +2,7 @@
 
 import copy
 import importlib.util
-import json
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -38,7 +38,7 @@ def check_device(run: Run, device: torch.device) -> None:
 
 @contextmanager
 def chosen_kernels(run: Run, network: Callable[[], nn.Module], progress: Progress, world: World) -> Iterator[str]:
-    """Context of the path `train.kernels`; its value, for records, says what the path takes.
+    """Context of the path `train.kernels`, whose value says what it takes.
 
     On a GPU the paths auto and lean take the faster of two functions, see `attention.kernels.use`. Those that
     `progress` does not know for the primary rank's GPU are timed there, and added to it.
@@ -52,12 +52,14 @@ def chosen_kernels(run: Run, network: Callable[[], nn.Module], progress: Progres
         if world.is_primary:
             speedups = time_kernels(run, network(), progress.kernels.get(gpu, {}), world)
             if progress.kernels and speedups != progress.kernels.get(gpu):
-                print("train.kernels: timed anew, for another GPU, model or precision than before", flush=True)
-        gpu, speedups = json.loads(world.first(json.dumps([gpu, speedups]) if world.is_primary else ""))
+                print(
+                    "train.kernels: timed anew, for another GPU, model or precision than before",
+                    file=sys.stderr,
+                    flush=True,
+                )
+        gpu, speedups = world.share((gpu, speedups))
         progress.kernels[gpu] = speedups
     with kernels.use(run.train.kernels, speedups):
-        if world.on_cuda and world.is_primary:
-            print(f"train.kernels = {kernels.resolved()}", flush=True)
         yield kernels.resolved()
 
 

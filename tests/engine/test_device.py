@@ -79,9 +79,9 @@ def test_times_choose_once_and_stand_in_the_records(tmp_path, capsys, monkeypatc
         TAKEN.clear()
         assert run_eva(tmp_path, "schedule.epochs=2", *more) == {"joint_softmax"}
     assert recorded(tmp_path)[1] == recorded(tmp_path)[0]
-    assert "timed anew" not in capsys.readouterr().out
+    assert "timed anew" not in capsys.readouterr().err
     assert run_eva(tmp_path, "schedule.epochs=3", *more, gpu="another GPU") == {"joint_softmax"}
-    assert "train.kernels: timed anew, for another GPU, model or precision than before" in capsys.readouterr().out
+    assert "train.kernels: timed anew, for another GPU, model or precision than before" in capsys.readouterr().err
     kept = find_checkpoint(tmp_path / "run", "last")[1]["progress"]["kernels"]
     assert kept == {"GPU": CHOSEN, "another GPU": CHOSEN}
 
