@@ -23,7 +23,7 @@ import torch
 
 from ..parts import transforms
 from ..parts.features import autocast_off
-from ..parts.transforms import in_graph, transformed
+from ..parts.transforms import exporting, in_graph, transformed
 from . import memory
 from .timing import Clock, speedup
 
@@ -241,9 +241,8 @@ def with_fast_path(fast: Callable, covers: Callable[..., bool], triton: str | No
         @functools.wraps(op)
         def run(*args: Any, **kwargs: Any) -> Any:
             kwargs = {name: value for name, value in kwargs.items() if value is not None}
-            # exported and traced graphs must consist of torch's own operators; no fast path supports key masks; with
-            # torch 2.11 is_exporting is true in compiled graphs too, in which fast paths had wrong gradients
-            of_torch = torch.compiler.is_exporting() or torch.jit.is_tracing()
+            # exported and traced graphs must consist of torch's own operators; no fast path supports key masks
+            of_torch = exporting() or torch.jit.is_tracing()
             if _path == "plain" or of_torch or transformed() or "key_mask" in kwargs:
                 return op(*args, **kwargs)
             if triton and takes_kernels(args[0]) and _triton[op.__name__].covers(*args, **kwargs):
