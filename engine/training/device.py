@@ -84,4 +84,8 @@ def time_kernels(run: Run, model: nn.Module, known: Mapping[str, float], world: 
         set_train_mode(model)
         with autocast(run.train.amp, world.device):
             model(images)
+    if world.on_cuda:  # training's own memory is what counts
+        del model, images
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(world.device)
     return speedups
