@@ -258,7 +258,7 @@ def group_gradient(
         numbers = (batch.to(tl.int64) * h + head) * H * W + token
         tl.store(weights + numbers, tl.sum(weight, 0), token < last)
         tl.store(d_logits + numbers, tl.sum(d_logit, 0), token < last)
-        total += dot_exactly(d_logit, keys, S)  # (c, n) @ (n, d)
+        total += dot(cast(d_logit, dtype), keys, S)  # (c, n) @ (n, d)
     store(d_omega, batch, head, group, real, total * S.d**-0.25, S)
 
 
@@ -336,7 +336,7 @@ def token_gradient(
         if k_tilde is not None:
             real, table = landmark < c, (batch * h + head) * c * S.d + landmark[:, None] * S.d + column[None, :]
             of_landmarks = _rows(k_tilde, table, real)
-            of_groups = _rows(beta, table, real)
+            of_groups = cast(_rows(beta, table, real), dtype)
             samples = cast(_rows(omega, table, real) * S.d**0.25, dtype)
             d_groups = _rows(dbeta, table, real)
             d_queries_mean = _rows(dq_bar, table, real)

@@ -117,8 +117,8 @@ def _empty_outputs(qkv: Tensor, weights: list[Tensor], grid: list[int], tile: li
     means of queries and keys, samples, landmarks, values and log masses.
     """
     (B, N, _, h, d), c = qkv.shape, (grid[0] // tile[0]) * (grid[1] // tile[1]) if weights else 0
-    q_bar, k_bar, k_tilde, beta = (qkv.new_empty(B, h, c, d) for _ in range(4))
-    omega, mass, lse = (qkv.new_empty(B, h, *shape, dtype=torch.float32) for shape in ((c, d), (c,), (N,)))
+    q_bar, k_bar, k_tilde = (qkv.new_empty(B, h, c, d) for _ in range(3))
+    omega, beta, mass, lse = (qkv.new_empty(B, h, *x, dtype=torch.float32) for x in ((c, d), (c, d), (c,), (N,)))
     return qkv.new_empty(B, N, h, d), lse, q_bar, k_bar, omega, k_tilde, beta, mass
 
 
@@ -157,7 +157,7 @@ def _packed_backward(
         splits, total = G.splits(triton.cdiv(G.N, 64)), G.B * G.h * G.c
         delta, *of_tokens = (torch.empty_like(lse) for _ in range(3))
         dk_tilde, shares_of_values = (lse.new_empty(splits, *k_tilde.shape) for _ in range(2))
-        d_omega, dbeta, dq_bar, dk_bar = lse.new_empty(k_tilde.shape), *map(torch.empty_like, (beta, q_bar, k_bar))
+        d_omega, dbeta, dq_bar, dk_bar = map(torch.empty_like, (beta, q_bar, q_bar, k_bar))
         of_shares = view(dk_tilde), view(shares_of_values)
         of_y = (view(x.transpose(1, 2)) for x in (y, dy))
         inputs = q, view(k_tilde), view(beta), *of_y, lse, delta, *of_shares, G.B, G.h, G.N, G.c, prior
