@@ -285,11 +285,13 @@ class Attention(nn.Module):
         packing = self.packing(grid) if kernels.takes_kernels(x) else None
         if packing is None or self.num_prefix_tokens or self.local_term is not None or self.attn_drop:
             return kernels.by_path(self.attend_all, self.project(x, grid), grid)
-        qkv = self.qkv(x)
-        packed = qkv.unflatten(2, (3, self.num_heads, self.head_dim))
-        if attend := kernels.covering("packed_attention", packed, packing):
-            return attend(packed, packing)
-        return kernels.by_path(self.attend_all, split_heads(qkv, 3, self.num_heads), grid)
+        packed = self.qkv(x).unflatten(2, (3, self.num_heads, self.head_dim))
+
+        def apart(packed: Tensor, packing: "Packing") -> Tensor:
+            return kernels.by_path(self.attend_all, tuple(y.transpose(1, 2) for y in packed.unbind(2)), grid)
+
+        attend = kernels.covering("packed_attention", packed, packing)
+        return kernels.prefer(self.label, attend, apart, packed, packing) if attend else apart(packed, packing)
 
     def attend_all(self, projected: tuple[Any, ...], grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         """Attended values (B, h, P + N, d) of all P + N tokens: `attend`, exact prefix tokens and the local term.

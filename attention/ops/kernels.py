@@ -143,16 +143,18 @@ def _is_faster(op: str, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
     return dtype.itemsize == 2 if found is None else found > 1
 
 
-def takes_kernels(x: torch.Tensor) -> bool:
-    """True if the path in use takes kernels for some calls with this tensor."""
-    return _path == "triton" or (_path == "auto" and measured(x))
+def covering(op: str, x: torch.Tensor, *args: Any) -> Callable[..., Any] | None:
+    """The kernel of an op that only a kernel has, for `prefer`; None if the path in use takes none, or the kernel does
+    not cover the arguments. The path "lean" takes none.
+    """
+    if _path == "lean" or follows_torch() or not takes_kernels(x) or not _triton[op].covers(x, *args):
+        return None
+    return _triton[op].run
 
 
-def covering(op: str, *args: Any) -> Callable[..., Any] | None:
-    """The kernel of an op if the path in use prefers it and it covers the arguments, of which the first is a tensor."""
-    of_torch = torch.compiler.is_exporting() or torch.jit.is_tracing() or transformed()
-    taken = not of_torch and takes_kernels(args[0]) and _prefers_kernels(args[0]) and _triton[op].covers(*args)
-    return _triton[op].run if taken else None
+def follows_torch() -> bool:
+    """True in exported and traced graphs and in transforms of torch.func, which consist of torch's own operators."""
+    return exporting() or torch.jit.is_tracing() or transformed()
 
 
 def import_kernels() -> None:
@@ -258,9 +260,7 @@ def with_fast_path(fast: Callable, covers: Callable[..., bool], triton: str | No
         @functools.wraps(op)
         def run(*args: Any, **kwargs: Any) -> Any:
             kwargs = {name: value for name, value in kwargs.items() if value is not None}
-            # exported and traced graphs must consist of torch's own operators; no fast path supports key masks
-            of_torch = exporting() or torch.jit.is_tracing()
-            if _path == "plain" or of_torch or transformed() or "key_mask" in kwargs:
+            if _path == "plain" or follows_torch() or "key_mask" in kwargs:  # no fast path supports key masks
                 return op(*args, **kwargs)
             if triton and takes_kernels(args[0]) and _triton[op.__name__].covers(*args, **kwargs):
                 return prefer(op.__name__, _triton[op.__name__].run, by_torch, *args, **kwargs)

@@ -47,7 +47,9 @@ LAUNCHED = {
 class Geometry:
     """Sizes of a call, and launches of its kernels."""
 
-    def __init__(self, qkv: Tensor, weights: list[Tensor], grid: list[int], window: list[int], origin: list[int], tile: list[int]):
+    def __init__(
+        self, qkv: Tensor, weights: list[Tensor], grid: list[int], window: list[int], origin: list[int], tile: list[int]
+    ):
         (self.B, self.N, _, self.h, self.d), (self.H, self.W) = qkv.shape, grid
         self.window, self.tile, self.origin = window, tile, tuple(origin)
         self.across = self.W // tile[1]
@@ -263,7 +265,9 @@ def covers_packed(qkv: Tensor, packing: Packing) -> bool:
 def packed_attention(qkv: Tensor, packing: Packing) -> Tensor:
     """Attended values (B, h, N, d) of qkv (B, N, 3, h, d), laid out in memory as (B, N, h, d)."""
     tiles, landmarks, bias = packing.tiles, packing.landmarks, packing.bias()
-    noise, weights, options = None, list[Tensor](), {}
+    noise: Tensor | None = None
+    weights: list[Tensor] = []
+    options: dict[str, float] = {}
     if landmarks is not None:
         transforms = transforms_of(landmarks)
         weights = [x for each in transforms for module in (each.linear, each.norm) for x in module.parameters()]
