@@ -16,7 +16,7 @@ from torch.utils.flop_counter import register_flop_formula
 from ...parts.geometry import Grid, Windows
 from ..kernels import NAMESPACE, first_order, kernel
 from ..triton_tokens import INTERPRETED, block_length, launch, precision, supported, view
-from .op import Packing, transforms_of
+from .op import Packing
 from .triton_kernels import (
     Sizes,
     attend,
@@ -35,7 +35,7 @@ PART = 8
 """Windows of a part of an image, between whose loads of landmarks `token_gradient` works."""
 LAUNCHED = {
     "summarise": (64, 4, 2),
-    "attend": (64, 4, 3),
+    "attend": (64, 4, 2),
     "landmark_gradient": (32, 4, 2),
     "group_gradient": (64, 4, 2),
     "transform_gradient": (64, 4, 1),
@@ -251,12 +251,12 @@ def covers_packed(qkv: Tensor, packing: Packing) -> bool:
     """Returns whether the kernels can compute attention on qkv (B, N, 3, h, d).
 
     They can on a GPU, in half precision, for heads of 16, 32 or 64 channels, windows of at most `LARGEST` tokens that
-    do not overlap and are not causal, and at most `LARGEST` groups with plain `transforms_of` their means.
+    do not overlap and are not causal, and at most `LARGEST` groups with plain transforms.
     """
     windows, tiles, landmarks = packing.windows, packing.tiles, packing.landmarks
     apart = windows.overlap == (0, 0) and not windows.causal and windows.key_mask is None
     fit = 0 < windows.num_queries <= LARGEST and (tiles is None or tiles.num_windows <= LARGEST)
-    plain = landmarks is None or transforms_of(landmarks) is not None
+    plain = landmarks is None or landmarks.plain_transforms() is not None
     half = qkv.element_size() == 2 or INTERPRETED.value
     return apart and fit and plain and half and qkv.shape[-1] in (16, 32, 64) and supported(qkv)
 
@@ -269,11 +269,11 @@ def packed_attention(qkv: Tensor, packing: Packing) -> Tensor:
     weights: list[Tensor] = []
     options: dict[str, float] = {}
     if landmarks is not None:
-        transforms = transforms_of(landmarks)
+        transforms = landmarks.plain_transforms()
         weights = [x for each in transforms for module in (each.linear, each.norm) for x in module.parameters()]
         options = {"mu_scale": landmarks.config.mu_scale, "eps": transforms[0].norm.eps}
         if landmarks.training:
-            in_full = torch.is_autocast_enabled(qkv.device.type)  # then the norm returns float32
+            in_full = qkv.is_cuda and torch.is_autocast_enabled("cuda")  # norms are then in float32
             shape, dtype = (len(qkv), qkv.shape[3], 1, tiles.num_windows), torch.float32 if in_full else qkv.dtype
             noise = landmarks.noise(qkv.new_empty(*shape, qkv.shape[4], dtype=dtype))[:, :, 0, :, 0]
     windows = packing.windows
