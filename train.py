@@ -136,9 +136,8 @@ class Trainer:
         """Prepares the model for training, and starts the records."""
         run, progress = self.run, self.progress
         self.cleanup.enter_context(kernels.use(self.options.kernels))
-        if self.options.compile:
-            models = [self.model, *([self.ema.module] if self.ema else []), *self.objective.compiled]
-            self.cleanup.enter_context(compiled_blocks(models, self.train_loader.batch_sampler.batch_size, self.world))
+        models = [self.model, *([self.ema.module] if self.ema else []), *self.objective.compiled]
+        compilation = self.cleanup.enter_context(compiled_blocks(models, run, self.world))
         self.network = self.cleanup.enter_context(self.world.average_gradients(self.objective.wrap(self.model)))
         update = self.checkpoints, self.train_loader, self.stateful, progress
         self.guard = FiniteGuard(run.train, progress, lambda *why: dump_step(*update, *why))
@@ -149,7 +148,8 @@ class Trainer:
         self.recorder = self.cleanup.enter_context(kind(self.output, run, progress, self.total_steps, self.world))
         self.signals = self.cleanup.enter_context(SignalHandler())
         stop_waiting_if(self.signals.stop_requested, self.train_loader, self.val_loader)
-        self.recorder.start(progress.epoch, self.world.size, self.resumption, kernels=kernels.resolved(), **self.costs)
+        paths = {"kernels": kernels.resolved(), "compile": compilation}
+        self.recorder.start(progress.epoch, self.world.size, self.resumption, **paths, **self.costs)
 
     def train_epoch(self, batches: Iterator[tuple[Tensor, Tensor]]) -> bool:
         """Makes the updates that are left of an epoch, and saves; returns whether a signal has stopped the run."""

@@ -248,10 +248,10 @@ class Train:
         False,
         "on a GPU, fp32 matrix products in TF32: faster, with 10 bits of mantissa; false: convolutions only, as torch",
     )
-    compile: bool = option(
-        False,
+    compile: Literal["auto", True, False] = option(
+        "auto",
         "torch.compile the blocks, those that are alike as one graph, for full batches; smaller ones run as they are;"
-        " it pays on a GPU, and not always on a CPU, see docs/training.md",
+        " auto: on a CUDA GPU of compute capability 8.0 or later, if Triton is installed, see docs/training.md",
     )
     kernels: Literal["auto", "torch", "triton", "lean", "plain"] = option(
         "auto",

@@ -25,6 +25,7 @@ from engine.run.load import dump_run
 from engine.runtime.distributed import World, autocast
 from engine.runtime.memory import saved_storages
 from engine.runtime.text import describe_error
+from engine.training.compilation import describe_compilation
 from engine.training.objective import create_objective
 from engine.training.optim import create_optimizer
 from engine.training.resume import Checkpoints, Resumed
@@ -81,6 +82,7 @@ def print_plan(run: Run, world: World, output: Path, allowed: Sequence[str] = ()
         "steps": f"{steps:,}: {epochs:,} epochs of {sampler.updates_per_epoch:,}",
         "batch": f"{batch:,} images: processes x passes x images of a pass = {passes}",
         "memory": describe_memory(run, world, images),
+        "compile": describe_compilation(run, world),
         "resumes": found,
     }
     if world.is_primary:
