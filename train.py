@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from attention import kernels
 from engine.checkpoints.initial_weights import create_initial_model
 from engine.config.micro_batches import describe_batch_norm, share_batch
 from engine.config.schema import Run
@@ -38,11 +37,12 @@ from engine.runtime.signals import STOPPED, SignalHandler, end_at_interrupt
 from engine.runtime.terminal import ConsoleLog, print_fields
 from engine.training.command_line import parse_arguments
 from engine.training.compilation import compiled_blocks
+from engine.training.device import check_device, chosen_kernels
 from engine.training.exchange import UpdateExchange
 from engine.training.failure import explain_failures
 from engine.training.nonfinite import FiniteGuard, dump_step
 from engine.training.objective import create_objective
-from engine.training.optim import check_optimizer, create_average, create_optimizer, create_schedule, keep_finite
+from engine.training.optim import create_average, create_optimizer, create_schedule, keep_finite
 from engine.training.plan import print_plan
 from engine.training.resume import Checkpoints, Resumed
 from models.costs import count_costs
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         # Report refusals before the process group is destroyed; otherwise another rank fails first.
         with world.ending(), refuse_bad_input(), explain_failures(run.train, world), ExitStack() as cleanup:
             check_tracker(run.report)
-            check_optimizer(run.optim, world.device)
+            check_device(run, world.device)
             run = share_batch(run, world, first_micro_batch_size(args.output))
             if args.dry_run:
                 print_plan(run, world, args.output, args.allow_change)
@@ -135,7 +135,7 @@ class Trainer:
     def begin(self) -> None:
         """Prepares the model for training, and starts the records."""
         run, progress = self.run, self.progress
-        self.cleanup.enter_context(kernels.use(self.options.kernels))
+        taken = self.cleanup.enter_context(chosen_kernels(run, lambda: self.model, progress, self.world))
         models = [self.model, *([self.ema.module] if self.ema else []), *self.objective.compiled]
         compilation = self.cleanup.enter_context(compiled_blocks(models, run, self.world))
         self.network = self.cleanup.enter_context(self.world.average_gradients(self.objective.wrap(self.model)))
@@ -148,7 +148,7 @@ class Trainer:
         self.recorder = self.cleanup.enter_context(kind(self.output, run, progress, self.total_steps, self.world))
         self.signals = self.cleanup.enter_context(SignalHandler())
         stop_waiting_if(self.signals.stop_requested, self.train_loader, self.val_loader)
-        paths = {"kernels": kernels.resolved(), "compile": compilation}
+        paths = {"kernels": taken, "compile": compilation}
         self.recorder.start(progress.epoch, self.world.size, self.resumption, **paths, **self.costs)
 
     def train_epoch(self, batches: Iterator[tuple[Tensor, Tensor]]) -> bool:

@@ -256,7 +256,7 @@ class Train:
     kernels: Literal["auto", "torch", "triton", "lean", "plain"] = option(
         "auto",
         "fast paths of attention, see docs/mechanisms.md; torch: PyTorch's operators; triton: fused kernels on a GPU;"
-        " auto: the faster of these two, where that was measured; lean: auto with least memory; plain: none",
+        " auto: the faster of these two, timed before the first update; lean: auto with least memory; plain: none",
     )
     grad_checkpointing: bool = option(
         False, "recompute block activations in the backward pass; random state is restored"
