@@ -40,6 +40,7 @@ from engine.training.compilation import compiled_blocks
 from engine.training.device import check_device, chosen_kernels
 from engine.training.exchange import UpdateExchange
 from engine.training.failure import explain_failures
+from engine.training.graphs import graph_passes
 from engine.training.nonfinite import FiniteGuard, dump_step
 from engine.training.objective import create_objective
 from engine.training.optim import create_average, create_optimizer, create_schedule, keep_finite
@@ -64,14 +65,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             check_device(run, world.device)
             run = share_batch(run, world, first_micro_batch_size(args.output))
             if args.dry_run:
-                print_plan(run, world, args.output, args.allow_change)
-                return
+                return print_plan(run, world, args.output, args.allow_change)
             trainer = Trainer(run, world, args.output, args.allow_change, cleanup)
             if trainer.progress.epoch < run.schedule.epochs:  # the log of a finished run stays as it is
                 console.keep(args.output)
             finished = trainer.train()
-        if not finished and world.is_primary:
-            print("saved; the same command continues the run", flush=True)
+        world.tell("" if finished else "saved; the same command continues the run")
     if not finished:
         sys.exit(STOPPED)
 
@@ -138,17 +137,17 @@ class Trainer:
         taken = self.cleanup.enter_context(chosen_kernels(run, lambda: self.model, progress, self.world))
         models = [self.model, *([self.ema.module] if self.ema else []), *self.objective.compiled]
         compilation = self.cleanup.enter_context(compiled_blocks(models, run, self.world))
-        self.network = self.cleanup.enter_context(self.world.average_gradients(self.objective.wrap(self.model)))
+        network, cuda_graph = graph_passes(self.objective, self.model, run, self.world, self.layout)
+        self.network = self.cleanup.enter_context(self.world.average_gradients(network))
         update = self.checkpoints, self.train_loader, self.stateful, progress
         self.guard = FiniteGuard(run.train, progress, lambda *why: dump_step(*update, *why))
         self.exchange = UpdateExchange(run, self.world, progress, self.guard.check)
-        if self.world.is_primary and (line := describe_batch_norm(self.model, run, self.world.size)):
-            print(line, flush=True)
+        self.world.tell(describe_batch_norm(self.model, run, self.world.size))
         kind = Recorder if self.world.is_primary else SilentRecorder
         self.recorder = self.cleanup.enter_context(kind(self.output, run, progress, self.total_steps, self.world))
         self.signals = self.cleanup.enter_context(SignalHandler())
         stop_waiting_if(self.signals.stop_requested, self.train_loader, self.val_loader)
-        paths = {"kernels": taken, "compile": compilation}
+        paths = {"kernels": taken, "compile": compilation, "cuda_graph": cuda_graph}
         self.recorder.start(progress.epoch, self.world.size, self.resumption, **paths, **self.costs)
 
     def train_epoch(self, batches: Iterator[tuple[Tensor, Tensor]]) -> bool:
@@ -161,8 +160,7 @@ class Trainer:
             self.schedule.step_update(progress.epoch * sampler.updates_per_epoch + number)
             if not self.update(batches):
                 self.recorder.skip(progress.epoch + 1, progress.num_skipped)
-            progress.step += 1
-            progress.images += options.total_batch_size
+            progress.step, progress.images = progress.step + 1, progress.images + options.total_batch_size
             self.recorder.end_step()
             is_complete = progress.images == sampler.stop
             is_logged = is_complete or (number + 1) % options.log_every == 0

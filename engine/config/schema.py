@@ -253,6 +253,12 @@ class Train:
         "torch.compile the blocks, those that are alike as one graph, for full batches; smaller ones run as they are;"
         " auto: on a CUDA GPU of compute capability 8.0 or later, if Triton is installed, see docs/training.md",
     )
+    cuda_graph: Literal["auto", True, False] = option(
+        "auto",
+        "capture the network's forward and backward pass over a full micro-batch in CUDA graphs, and replay them: the"
+        " host launches thousands of kernels as two; smaller batches and evaluation run as they are; auto: on a GPU,"
+        " unless an option or the mechanism rules it out, with a line that says so; true: refuse such an option",
+    )
     kernels: Literal["auto", "torch", "triton", "lean", "plain"] = option(
         "auto",
         "fast paths of attention, see docs/mechanisms.md; torch: PyTorch's operators; triton: fused kernels on a GPU;"

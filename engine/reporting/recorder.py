@@ -192,7 +192,7 @@ class Recorder(SilentRecorder):
         self.tracker = Tracker(Launch(self.run, self.directory, self.run_id))
         values |= (origin := provenance(self.device))
         if resumption.checkpoint is not None:
-            names = [name for name in ("compile", *origin) if name != "command" and name in self.former]
+            names = [name for name in ("compile", "cuda_graph", *origin) if name != "command" and name in self.former]
             others = {name: (self.former[name], values[name]) for name in names}
             print(f"resumes from {resumption.describe(self._place(epoch), others)}", flush=True)
         self.num_gpus = processes if self.device.type == "cuda" else 0

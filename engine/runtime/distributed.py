@@ -56,6 +56,11 @@ class World:
     def on_cuda(self) -> bool:
         return self.device.type == "cuda"
 
+    def tell(self, line: str) -> None:
+        """Prints `line` on the primary rank, unless it is empty."""
+        if self.is_primary and line:
+            print(line, flush=True)
+
     def sum(self, tensor: Tensor) -> Tensor:
         """Sums `tensor` over all ranks, in place."""
         if self.size > 1:
@@ -261,9 +266,14 @@ def average_in_rank_order(state: None, bucket: dist.GradBucket) -> Future[Tensor
     return dist.all_gather(gathered, mine, async_op=True).get_future().then(average)
 
 
-def autocast(amp: Amp, device: torch.device) -> torch.autocast:
-    """Returns the context of automatic mixed precision for the forward pass; disabled for None."""
-    return torch.autocast(device.type, AMP_DTYPE[amp] if amp else None, enabled=amp is not None)
+def autocast(amp: Amp, device: torch.device, cache_enabled: bool | None = None) -> torch.autocast:
+    """Returns the context of automatic mixed precision for the forward pass; disabled for None.
+
+    Args:
+        cache_enabled: whether weights are cast once in the context; None: as around it.
+    """
+    dtype = AMP_DTYPE[amp] if amp else None
+    return torch.autocast(device.type, dtype, enabled=amp is not None, cache_enabled=cache_enabled)
 
 
 def set_arithmetic(deterministic: bool, tf32: bool) -> None:

@@ -16,6 +16,7 @@ from attention.options import OptionError
 from engine.checkpoints.progress import Progress
 from engine.config.micro_batches import micro_batch_size
 from engine.config.schema import Run, num_channels
+from engine.run.checks import check_cuda_graph
 from engine.runtime.distributed import World, autocast
 from engine.runtime.provenance import device_name
 from engine.training.optim import check_optimizer
@@ -23,12 +24,13 @@ from models.freeze import set_train_mode
 
 
 def check_device(run: Run, device: torch.device) -> None:
-    """Refuses an optimiser, see `check_optimizer`, or kernels that do not run on the device.
+    """Refuses an optimiser, see `check_optimizer`, kernels or CUDA graphs that do not run on the device.
 
     Raises:
         OptionError: for one of these reasons.
     """
     check_optimizer(run.optim, device)
+    check_cuda_graph(run, device.type == "cuda")
     reason = "triton is not installed" if importlib.util.find_spec("triton") is None else None
     if device.type == "cuda":
         reason = kernels.refusal_of(device.index)
@@ -82,4 +84,8 @@ def time_kernels(run: Run, model: nn.Module, known: Mapping[str, float], world: 
         set_train_mode(model)
         with autocast(run.train.amp, world.device):
             model(images)
+    if world.on_cuda:  # training's own memory is what counts
+        del model, images
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(world.device)
     return speedups

@@ -34,7 +34,7 @@ RESUMABLE_OPTIONS = {
 }
 """Options without an effect on the trained weights: a run may be resumed with other values."""
 
-BY_DEVICE = {"train.compile"}
+BY_DEVICE = {"train.compile", "train.cuda_graph"}
 """Options whose value auto depends on the device."""
 
 TEACHER = "teacher_weights"

@@ -21,7 +21,7 @@ from engine.data.identity import identify_data
 from engine.data.loaders import create_loaders, images_of
 from engine.data.sampler import EpochSampler
 from engine.data.splits import classes_of
-from engine.run.checks import check_profile
+from engine.run.checks import check_profile, why_eager
 from engine.run.load import dump_run
 from engine.runtime.distributed import World, autocast
 from engine.runtime.memory import saved_storages
@@ -88,6 +88,7 @@ def print_plan(run: Run, world: World, output: Path, allowed: Sequence[str] = ()
         "batch": f"{batch:,} images: processes x passes x images of a pass = {passes}",
         "kernels": taken,
         "compile": describe_compilation(run, world),
+        "CUDA graph": f"off: {reason}" if (reason := why_eager(run, world.on_cuda)) else "on",
         "memory": describe_memory(run, world, images),
         "resumes": found,
     }
