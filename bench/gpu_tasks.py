@@ -242,6 +242,7 @@ class Worker:
             self.timm(model, ["compiled"])
         for execution in (BEST, "cuda-graph", "compiled", "eager"):  # the first that works
             row = self.row(model, network, execution)
+            self.clear()
             with self.guarded("gpu_training.csv", **row), ExitStack() as stack:
                 peak = self.peak()
                 call = self.retried(lambda: self.ours(model, network, execution, stack))  # noqa: B023
@@ -298,7 +299,8 @@ class Worker:
         shape, (name, _, options) = self.shape(model), network.partition(":")
         given = [*shape.options, f"attention.name={'softmax' if name == 'timm' else name}", *overrides]
         given += [f"attention.{option}" for option in options.split(",") if option]
-        given += [f"train.total_batch_size={shape.batch}", *(shape.smallest if self.smoke else [])]
+        given += [f"{key}={shape.batch}" for key in ("train.total_batch_size", "optim.lr_base_size")]
+        given += shape.smallest if self.smoke else []
         return load_run(f"configs/{shape.recipe}.yaml", given)
 
     def prepare(self, model: nn.Module, shape: Shape, run: Run) -> Batch:
