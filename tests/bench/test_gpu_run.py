@@ -45,7 +45,7 @@ def test_a_failure_is_a_row_and_another_execution_follows(worker, tmp_path, monk
     worker.peer = "tiny8", {"eager": lambda: None}
     worker.run("training/tiny8/eva")
     found = rows(tmp_path, "gpu_training.csv")
-    assert [row["execution"] for row in found] == [gpu_tasks.BEST, "cuda-graph", "eager"]
+    assert [row["execution"] for row in found] == [gpu_tasks.BEST, "cuda-graph", "compiled", "eager"]
     assert all("too bad" in row["failure"] and row["name"] == "eva" and not row["seconds"] for row in found)
 
 
