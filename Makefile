@@ -8,7 +8,7 @@ OUTPUT ?= runs/$(basename $(notdir $(CONFIG)))-$(shell date +%Y%m%d-%H%M%S)
 # As torchrun has it: one thread per process. The models here are small, and loader workers take the other cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test test-all mutants docs
+.PHONY: train test test-all mutants gpu docs
 .DELETE_ON_ERROR:
 
 train: .venv/ready
@@ -24,6 +24,9 @@ test-all: PYTEST = -m 'not stress and not timm'
 
 mutants: .venv/ready
 	.venv/bin/python -m tests.support.mutants --jobs $(JOBS)
+
+gpu: .venv/ready
+	.venv/bin/python -m bench.gpu_run --output runs/gpu
 
 # The site, in site/, of the Markdown files at their places. Only the options of mechanisms need .venv and torch.
 docs: build/venv/ready .venv/ready

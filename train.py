@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from attention import kernels
 from engine.checkpoints.initial_weights import create_initial_model
 from engine.config.micro_batches import describe_batch_norm, share_batch
 from engine.config.schema import Run
@@ -38,11 +37,13 @@ from engine.runtime.signals import STOPPED, SignalHandler, end_at_interrupt
 from engine.runtime.terminal import ConsoleLog, print_fields
 from engine.training.command_line import parse_arguments
 from engine.training.compilation import compiled_blocks
+from engine.training.device import check_device, chosen_kernels
 from engine.training.exchange import UpdateExchange
 from engine.training.failure import explain_failures
+from engine.training.graphs import graph_passes
 from engine.training.nonfinite import FiniteGuard, dump_step
 from engine.training.objective import create_objective
-from engine.training.optim import check_optimizer, create_average, create_optimizer, create_schedule, keep_finite
+from engine.training.optim import create_average, create_optimizer, create_schedule, keep_finite
 from engine.training.plan import print_plan
 from engine.training.resume import Checkpoints, Resumed
 from models.costs import count_costs
@@ -61,17 +62,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         # Report refusals before the process group is destroyed; otherwise another rank fails first.
         with world.ending(), refuse_bad_input(), explain_failures(run.train, world), ExitStack() as cleanup:
             check_tracker(run.report)
-            check_optimizer(run.optim, world.device)
+            check_device(run, world.device)
             run = share_batch(run, world, first_micro_batch_size(args.output))
             if args.dry_run:
-                print_plan(run, world, args.output, args.allow_change)
-                return
+                return print_plan(run, world, args.output, args.allow_change)
             trainer = Trainer(run, world, args.output, args.allow_change, cleanup)
             if trainer.progress.epoch < run.schedule.epochs:  # the log of a finished run stays as it is
                 console.keep(args.output)
             finished = trainer.train()
-        if not finished and world.is_primary:
-            print("saved; the same command continues the run", flush=True)
+        world.tell("" if finished else "saved; the same command continues the run")
     if not finished:
         sys.exit(STOPPED)
 
@@ -135,21 +134,21 @@ class Trainer:
     def begin(self) -> None:
         """Prepares the model for training, and starts the records."""
         run, progress = self.run, self.progress
-        self.cleanup.enter_context(kernels.use(self.options.kernels))
-        if self.options.compile:
-            models = [self.model, *([self.ema.module] if self.ema else []), *self.objective.compiled]
-            self.cleanup.enter_context(compiled_blocks(models, self.train_loader.batch_sampler.batch_size, self.world))
-        self.network = self.cleanup.enter_context(self.world.average_gradients(self.objective.wrap(self.model)))
+        taken = self.cleanup.enter_context(chosen_kernels(run, lambda: self.model, progress, self.world))
+        models = [self.model, *([self.ema.module] if self.ema else []), *self.objective.compiled]
+        compilation = self.cleanup.enter_context(compiled_blocks(models, run, self.world))
+        network, cuda_graph = graph_passes(self.objective, self.model, run, self.world, self.layout)
+        self.network = self.cleanup.enter_context(self.world.average_gradients(network))
         update = self.checkpoints, self.train_loader, self.stateful, progress
         self.guard = FiniteGuard(run.train, progress, lambda *why: dump_step(*update, *why))
         self.exchange = UpdateExchange(run, self.world, progress, self.guard.check)
-        if self.world.is_primary and (line := describe_batch_norm(self.model, run, self.world.size)):
-            print(line, flush=True)
+        self.world.tell(describe_batch_norm(self.model, run, self.world.size))
         kind = Recorder if self.world.is_primary else SilentRecorder
         self.recorder = self.cleanup.enter_context(kind(self.output, run, progress, self.total_steps, self.world))
         self.signals = self.cleanup.enter_context(SignalHandler())
         stop_waiting_if(self.signals.stop_requested, self.train_loader, self.val_loader)
-        self.recorder.start(progress.epoch, self.world.size, self.resumption, kernels=kernels.resolved(), **self.costs)
+        paths = {"kernels": taken, "compile": compilation, "cuda_graph": cuda_graph}
+        self.recorder.start(progress.epoch, self.world.size, self.resumption, **paths, **self.costs)
 
     def train_epoch(self, batches: Iterator[tuple[Tensor, Tensor]]) -> bool:
         """Makes the updates that are left of an epoch, and saves; returns whether a signal has stopped the run."""
@@ -161,8 +160,7 @@ class Trainer:
             self.schedule.step_update(progress.epoch * sampler.updates_per_epoch + number)
             if not self.update(batches):
                 self.recorder.skip(progress.epoch + 1, progress.num_skipped)
-            progress.step += 1
-            progress.images += options.total_batch_size
+            progress.step, progress.images = progress.step + 1, progress.images + options.total_batch_size
             self.recorder.end_step()
             is_complete = progress.images == sampler.stop
             is_logged = is_complete or (number + 1) % options.log_every == 0

@@ -56,7 +56,7 @@ def plan(args: argparse.Namespace, device: torch.device) -> list[Comparison]:
     """
     if {"onnx", "onnx-int8"} & {*args.execution}:
         check_target("model.onnx")
-    if "cuda-graph" in args.execution and device.type != "cuda":
+    if any(name.endswith("cuda-graph") for name in args.execution) and device.type != "cuda":
         raise ConfigError("--execution cuda-graph needs a GPU; use eager")
     if args.output:
         make_output(args.output, [*FILES, *FIGURES])
@@ -134,7 +134,7 @@ def set_up(comparison: Comparison, device: torch.device) -> tuple[dict[str, Call
     """Returns calls to time, and their memory and launches, for all subjects that fit into memory together."""
     setting = [getattr(comparison, name) for name in SETTINGS]
     workloads, calls, counts = {}, {}, {}
-    with capturing() if comparison.execution == "cuda-graph" else nullcontext(lambda call: call) as to_time:
+    with capturing() if comparison.execution.endswith("cuda-graph") else nullcontext(lambda call: call) as to_time:
         for subject in comparison.subjects:
             with memory_permitting():
                 workloads[subject.name] = Workload(subject, *setting, device)

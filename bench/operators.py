@@ -145,12 +145,12 @@ def count_operators(call: Callable[[], object]) -> list[Operator]:
 
 
 @contextmanager
-def off_cpu(measured: bool = False) -> Iterator[None]:
-    """Context in which fast paths work as on a GPU, for fake tensors with `measured` as on one of `kernels.MEASURED`.
+def off_cpu(has_kernels: bool = False) -> Iterator[None]:
+    """Context in which fast paths work as on a GPU, for fake tensors with `has_kernels` as on one that runs Triton's.
     They take a GPU's product of bfloat16, and Triton's kernels; others compute the same value by operators of a CPU.
     """
-    of_gpu, known = products.sum_in_full, kernels.measured
-    if measured:
+    of_gpu, known = products.sum_in_full, kernels.has_kernels
+    if has_kernels:
         kernels.import_kernels()
 
     def sum_in_full(a: Tensor, b: Tensor) -> Tensor:
@@ -159,7 +159,7 @@ def off_cpu(measured: bool = False) -> Iterator[None]:
     with (
         patch.object(memory, "on_cpu", lambda x: False),
         patch.object(memory, "on_gpu", lambda x: x.is_cuda or isinstance(x, FakeTensor)),
-        patch.object(kernels, "measured", lambda x: measured if isinstance(x, FakeTensor) else known(x)),
+        patch.object(kernels, "has_kernels", lambda x: has_kernels if isinstance(x, FakeTensor) else known(x)),
         patch.object(products, "sum_in_full", sum_in_full),
     ):
         yield

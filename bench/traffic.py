@@ -27,16 +27,16 @@ TITLES = ("tokens", "name", "GB", "GFLOP, 16 bits", "GFLOP, 32 bits", "operators
 
 
 def count(
-    subject: Subject, size: Grid, batch: int, mode: str, dtype: str, on_cpu: bool = False, measured: bool = False
+    subject: Subject, size: Grid, batch: int, mode: str, dtype: str, on_cpu: bool = False, has_kernels: bool = False
 ) -> OperatorCounter:
     """Counts the operators of a call of a layer, and their memory, on fake tensors.
 
     Args:
         mode: forward, forward+backward or inference. on_cpu: counts the path on a CPU, with its chunks one by one.
-        measured: counts the path "auto" as on a GPU of `attention.kernels.MEASURED`.
+        has_kernels: counts the path "auto" as on a GPU that runs Triton's kernels.
     """
     network = subject.build(size).train(mode != "inference")
-    path, amp = nullcontext() if on_cpu else off_cpu(measured), None if dtype == "fp32" else dtype
+    path, amp = nullcontext() if on_cpu else off_cpu(has_kernels), None if dtype == "fp32" else dtype
     with path, FakeTensorMode(allow_non_fake_inputs=True), torch.set_grad_enabled(mode != "inference"):
         inputs = subject.example(network, size, batch, "cpu")
         with OperatorCounter() as counter, subject.on_path(), autocast(amp, torch.device("cpu")):

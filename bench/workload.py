@@ -29,7 +29,7 @@ from models.costs import Costs, costs_of
 
 MODES = ("forward", "forward+backward", "train", "inference")
 DTYPES = ("fp32", "bf16", "fp16")
-EXECUTIONS = ("eager", "compiled", "cuda-graph", *RUNTIMES)
+EXECUTIONS = ("eager", "compiled", "cuda-graph", "compiled-cuda-graph", *RUNTIMES)
 DEPTH = 12
 """Layers of a network whose layers differ by their number: DeiT's."""
 PLACE = ", layer "
@@ -65,7 +65,7 @@ class Subject:
         problem = None
         if self.path == "triton" and device.type == "cpu":
             problem = "Triton's kernels need a GPU"
-        elif self.path == "lean" and execution == "compiled":
+        elif self.path == "lean" and execution.startswith("compiled"):
             problem = "compiled graphs do not attend by parts of the batch"
         elif self.path != "auto" and execution in RUNTIMES:
             problem = f"--execution {execution} exports definitions, on no path"
@@ -251,7 +251,7 @@ class Workload:
         self.parameters = list(network.parameters())
         self.leaves = [x for x in (*self.parameters, *self.inputs) if isinstance(x, Tensor) and x.requires_grad]
         self.network = network.train(mode != "inference")
-        if execution == "compiled":
+        if execution.startswith("compiled"):
             if isinstance(network, Backbone):  # as in training
                 network.compile_blocks({batch})
             else:
@@ -267,7 +267,7 @@ class Workload:
         if mode in ("forward+backward", "train"):
             self.gradient = torch.randn_like(self.forward())
         if mode == "train":
-            self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-6, capturable=execution == "cuda-graph")
+            self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-6, capturable=execution.endswith("cuda-graph"))
         for _ in range(WARM_UP):
             self.call()
 
@@ -292,7 +292,7 @@ class Workload:
         with torch.compiler.set_stance("force_eager"):  # compiled calls search what eager ones do
             operators = count_operators(self.call)
         return {
-            "operators": None if self.execution == "compiled" else len(operators),
+            "operators": None if self.execution.startswith("compiled") else len(operators),
             "searches": searches(operators, self.tokens),
             "peak_bytes": peak_bytes(self.call, self.device),
             "saved_bytes": saved_bytes(self.forward, self.parameters) if self.network.training else None,

@@ -90,6 +90,9 @@ class Performer(Attention):
     prefix_tokens = "plain"
     size_option = "num_samples"
     omega: Tensor
+    train_omega: Tensor
+    num_passes: Tensor
+    last_draw: Tensor
 
     class Config(Options):
         num_samples: int = option(128, "samples omega per head", low=1)
@@ -156,10 +159,11 @@ class Performer(Attention):
         # Activation checkpointing restores the generator: equal samples mean a recomputed pass, which is not counted.
         counted = fresh[0, 0, 0] != self.last_draw
         due = counted & (self.num_passes % self.config.feature_redraw_interval == 0)
-        self.train_omega: Tensor = torch.where(due, fresh, self.train_omega)
-        self.num_passes: Tensor = self.num_passes + counted
-        self.last_draw: Tensor = fresh[0, 0, 0].clone()
-        return self.train_omega
+        omega = torch.where(due, fresh, self.train_omega)
+        self.train_omega.copy_(omega)  # a CUDA graph writes the same memory again
+        self.num_passes.add_(counted)
+        self.last_draw.copy_(fresh[0, 0, 0])
+        return omega
 
     def restart(self) -> None:
         """Makes the next training pass draw new samples. The average of those of several passes is no sample."""

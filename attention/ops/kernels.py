@@ -9,7 +9,8 @@ with kernels.use("torch"): ...   # fast paths of PyTorch's operators
 with kernels.use("triton"): ...  # fused kernels on a GPU, fast paths of PyTorch's operators for what they do not cover
 with kernels.use("lean"): ...    # as "auto", by parts of the batch that the backward pass computes again
 
-"auto", the default, is "triton" in half precision on GPUs where the kernels were measured (`MEASURED`), else "torch".
+"auto", the default, takes for each call the faster of "triton" and "torch" where both were timed, as train.py does. For
+others it is "triton" in half precision on NVIDIA's GPUs from `LOWEST_CAPABILITY` on, else "torch".
 """
 
 import contextlib
@@ -22,16 +23,17 @@ import torch
 
 from ..parts import transforms
 from ..parts.features import autocast_off
-from ..parts.transforms import in_graph, transformed
+from ..parts.transforms import exporting, in_graph, transformed
 from . import memory
+from .timing import Clock, speedup
 
 Op = TypeVar("Op", bound=Callable[..., Any])
 
 Path = Literal["auto", "torch", "triton", "lean", "plain"]
 
-MEASURED = {(9, 0)}
-"""Compute capabilities of NVIDIA's GPUs on which Triton's kernels were measured: they are faster in half precision, and
-slower in float32 (docs/speed.md).
+LOWEST_CAPABILITY = (8, 0)
+"""Lowest compute capability of NVIDIA's GPUs that Triton's kernels are for. On (9, 0) they were measured: they are
+faster in half precision, and slower in float32 (docs/speed.md).
 """
 
 NAMESPACE = __package__.replace(".", "_")
@@ -40,6 +42,9 @@ TRITON_MODULES: dict[str, str] = {}
 """Name of an op -> the module with its kernel, a function with the decorator `kernel`; filled by `with_fast_path`."""
 
 _path: Path = "auto"
+_speedups: dict[str, float] = {}
+"""Signature of a call -> how many times as fast as PyTorch's operators Triton's kernel is."""
+_clock: Clock | None = None
 _fast: dict[str, Callable] = {}
 _triton: dict[str, "Kernel"] = {}
 _has_kernels = False
@@ -70,27 +75,65 @@ def path() -> Path:
     return _path
 
 
-def measured(x: torch.Tensor) -> bool:
-    """True if the tensor's GPU is one of `MEASURED`. Tests and counts replace this function."""
-    return memory.on_gpu(x) and _measured(x.device.index)
+def takes_kernels(x: torch.Tensor) -> bool:
+    """True if the path in use takes Triton's kernels for some calls with this tensor; `prefer` chooses for each."""
+    return _path == "triton" or (_path in ("auto", "lean") and has_kernels(x))
+
+
+def has_kernels(x: torch.Tensor) -> bool:
+    """True if the tensor's GPU runs Triton's kernels. Tests and counts replace this function."""
+    return memory.on_gpu(x) and _has_kernels_on(x.device.index)
 
 
 @torch.compiler.assume_constant_result
-def _measured(gpu: int | None) -> bool:
-    return _measured_gpu(gpu)
+def _has_kernels_on(gpu: int | None) -> bool:
+    return refusal_of(gpu) is None
 
 
 @functools.cache
-def _measured_gpu(gpu: int | None) -> bool:
-    """True if Triton is installed and the GPU, by its index, is one of `MEASURED`; imports the kernels then."""
-    known = torch.version.hip is None and importlib.util.find_spec("triton") is not None
-    if known := known and torch.cuda.get_device_capability(gpu) in MEASURED:
-        import_kernels()
-    return known
+def refusal_of(gpu: int | None) -> str | None:
+    """The reason why the GPU, by its index, runs no kernels of Triton; None if it does, and they are imported then."""
+    if torch.version.hip is not None:
+        return "kernels are for NVIDIA's GPUs"
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if (capability := torch.cuda.get_device_capability(gpu)) < LOWEST_CAPABILITY:
+        here, lowest = (f"{major}.{minor}" for major, minor in (capability, LOWEST_CAPABILITY))
+        return f"kernels need compute capability {lowest}, and this GPU has {here}"
+    import_kernels()
+    return None
 
 
-def _prefers_kernels(x: torch.Tensor) -> bool:
-    return _path == "triton" or (_path != "torch" and x.element_size() == 2 and measured(x))
+def prefer(op: str, kernel: Callable[..., Any], other: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls `kernel` or `other`, two functions of one meaning, with the arguments, of which the first is a tensor.
+
+    Call it where `takes_kernels` is true, and `kernel` covers the arguments. The path "triton" takes the kernel, others
+    the faster function by `use`; in calls that were not timed, the kernel in half precision.
+
+    Args:
+        op: name of what both compute, for the signature of the call.
+    """
+    x = args[0]
+    if _clock and (key := signature(op, x.shape[1:], x.dtype)) not in _speedups:
+        _speedups[key] = speedup(_clock, kernel, other, args, kwargs)
+    return (kernel if _prefers_kernel(op, x) else other)(*args, **kwargs)
+
+
+def signature(op: str, shape: tuple[int, ...], dtype: torch.dtype) -> str:
+    """Key of a call in a table of speed-ups: the name of the op, and shape and type of an image's first tensor."""
+    return f"{op} {'x'.join(map(str, shape))} {str(dtype).removeprefix('torch.')}"
+
+
+def _prefers_kernel(op: str, x: torch.Tensor) -> bool:
+    if _path == "triton" or not _speedups:
+        return _path == "triton" or x.element_size() == 2
+    return _is_faster(op, tuple(x.shape[1:]), x.dtype)
+
+
+@torch.compiler.assume_constant_result
+def _is_faster(op: str, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+    found = _speedups.get(signature(op, shape, dtype))
+    return dtype.itemsize == 2 if found is None else found > 1
 
 
 def import_kernels() -> None:
@@ -102,14 +145,18 @@ def import_kernels() -> None:
 
 
 @contextlib.contextmanager
-def use(path: Path) -> Iterator[None]:
+def use(path: Path, speedups: dict[str, float] | None = None, clock: Clock | None = None) -> Iterator[None]:
     """Sets the path for calls inside the context, in all threads; checkpointed activations must be recomputed under the
     same path.
 
+    Args:
+        speedups: signature of a call -> how many times as fast as PyTorch's operators Triton's kernel is; decides for
+            the paths "auto" and "lean".
+        clock: times calls that are not in `speedups`, and adds them; compiled graphs cannot.
     Raises:
         ValueError: the path is unknown, or is "triton" and triton is not installed.
     """
-    global _path
+    global _path, _speedups, _clock
     if path not in get_args(Path):
         raise ValueError(f"kernels.use({path!r}): unknown path; one of {', '.join(get_args(Path))}")
     if path == "triton":
@@ -117,21 +164,26 @@ def use(path: Path) -> Iterator[None]:
             import_kernels()
         except ModuleNotFoundError as error:
             raise ValueError(f"kernels.use('triton'): {error.name} is not installed; use 'torch'") from error
-    before, _path = _path, path
+    before = _path, _speedups, _clock
+    _path, _speedups, _clock = path, {} if speedups is None else speedups, clock
     transforms.by_definition = path == "plain"
     try:
         yield
     finally:
-        _path, transforms.by_definition = before, before == "plain"
+        _path, _speedups, _clock = before
+        transforms.by_definition = _path == "plain"
 
 
 def resolved() -> str:
-    """The path in use and the imported ops that it serves, for logs."""
+    """The path in use and the calls or the imported ops that it serves, for logs."""
     if _path == "plain":
         return _path
-    on_measured = _path in ("auto", "lean") and torch.cuda.is_initialized() and _measured_gpu(None)
+    if _path in ("auto", "lean") and _speedups:
+        taken = (f"{'triton' if x > 1 else 'torch'} for {key} ({x:.2f}x)" for key, x in sorted(_speedups.items()))
+        return f"{_path}: {', '.join(taken)}; fast {', '.join(sorted(_fast))}"
+    runs_kernels = _path in ("auto", "lean") and torch.cuda.is_initialized() and refusal_of(None) is None
     half = "" if _path == "triton" else " in half precision"
-    on_gpu = f"on a GPU{half} Triton's {', '.join(TRITON_MODULES)}; " if _path == "triton" or on_measured else ""
+    on_gpu = f"on a GPU{half} Triton's {', '.join(TRITON_MODULES)}; " if _path == "triton" or runs_kernels else ""
     return f"{_path}: {on_gpu}fast {', '.join(sorted(_fast))}"
 
 
@@ -172,8 +224,8 @@ def _is_batched(gradient: torch.Tensor | None) -> bool:
 def with_fast_path(fast: Callable, covers: Callable[..., bool], triton: str | None = None) -> Callable[[Op], Op]:
     """Decorates an op, whose first argument is a tensor: calls `fast` in its place if `covers` is true of the arguments
     and the path is not "plain". The path "triton" prefers the kernel of the module `triton` if that covers them, and so
-    do "auto" and "lean" in half precision on GPUs of `MEASURED`. Exported and traced graphs, transforms of torch.func
-    and forward differentiation take the op itself.
+    do "auto" and "lean" where `prefer` does. Exported and traced graphs, transforms of torch.func and forward
+    differentiation take the op itself.
     """
 
     def decorate(op: Op) -> Op:
@@ -183,17 +235,19 @@ def with_fast_path(fast: Callable, covers: Callable[..., bool], triton: str | No
             if _has_kernels:
                 importlib.import_module(triton)
 
+        def by_torch(*args: Any, **kwargs: Any) -> Any:
+            return (fast if covers(*args, **kwargs) else op)(*args, **kwargs)
+
         @functools.wraps(op)
         def run(*args: Any, **kwargs: Any) -> Any:
             kwargs = {name: value for name, value in kwargs.items() if value is not None}
-            # exported and traced graphs must consist of torch's own operators; no fast path supports key masks; with
-            # torch 2.11 is_exporting is true in compiled graphs too, in which fast paths had wrong gradients
-            of_torch = torch.compiler.is_exporting() or torch.jit.is_tracing()
+            # exported and traced graphs must consist of torch's own operators; no fast path supports key masks
+            of_torch = exporting() or torch.jit.is_tracing()
             if _path == "plain" or of_torch or transformed() or "key_mask" in kwargs:
                 return op(*args, **kwargs)
-            if triton and _prefers_kernels(args[0]) and _triton[op.__name__].covers(*args, **kwargs):
-                return _triton[op.__name__].run(*args, **kwargs)
-            return (fast if covers(*args, **kwargs) else op)(*args, **kwargs)
+            if triton and takes_kernels(args[0]) and _triton[op.__name__].covers(*args, **kwargs):
+                return prefer(op.__name__, _triton[op.__name__].run, by_torch, *args, **kwargs)
+            return by_torch(*args, **kwargs)
 
         return cast(Op, run)
 

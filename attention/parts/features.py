@@ -14,6 +14,8 @@ from typing import Any, Literal, TypeVar, cast
 import torch
 from torch import Tensor
 
+from .transforms import exporting
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 Normaliser = Literal["floor", "clamp", "sum", "mean", "none"]
@@ -47,7 +49,7 @@ def autocast_off(x: Tensor) -> contextlib.AbstractContextManager:
 
     It may be on in compiled graphs, because their backward pass runs under the autocast state of their callers.
     """
-    compiles = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+    compiles = torch.compiler.is_compiling() and not exporting()
     may_be_on = not x.is_meta and (compiles or torch.is_autocast_enabled(x.device.type))  # meta has no autocast
     return torch.autocast(x.device.type, enabled=False) if may_be_on else contextlib.nullcontext()
 

@@ -1,7 +1,8 @@
 """Constant tables of grids, windows and groups, made once on the CPU and cached on every device that uses them."""
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from torch._guards import detect_fake_mode
 
 MAX_KEPT = 64
 """Number of cached tables of each kind; the least recently used are dropped first."""
+
+_held: list[list[Any]] = []
 
 
 def kept_table(make: Callable) -> Callable:
@@ -31,10 +34,24 @@ def kept_table(make: Callable) -> Callable:
     def run(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or torch.jit.is_tracing() or _holds_no_data():
             return make(*args, **kwargs)
-        return keep(next(x for x in args if isinstance(x, torch.device)), *args, **kwargs)
+        table = keep(next(x for x in args if isinstance(x, torch.device)), *args, **kwargs)
+        for tables in _held:
+            tables.append(table)
+        return table
 
     vars(run)["kept"] = keep.cache_info
     return run
+
+
+@contextlib.contextmanager
+def held_tables() -> Iterator[list[Any]]:
+    """Context of a list of all cached tables that are used inside it. CUDA graphs read their memory later."""
+    tables: list[Any] = []
+    _held.append(tables)
+    try:
+        yield tables
+    finally:
+        _held.pop()
 
 
 def _holds_no_data() -> bool:

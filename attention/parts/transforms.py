@@ -19,6 +19,12 @@ def in_graph() -> bool:
     return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
+@torch.compiler.assume_constant_result
+def exporting() -> bool:
+    """True in exported graphs; torch 2.11's own function is true in compiled ones too."""
+    return torch.compiler.is_exporting()
+
+
 def transformed() -> bool:
     """True within a transform of torch.func or forward differentiation; False in compiled and exported graphs.
 

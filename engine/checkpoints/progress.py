@@ -23,6 +23,7 @@ class Progress:
         metrics: metrics of the last evaluation. ranking, ema_ranking: [score, epoch] of the best epochs, best first,
             by the plain and by the averaged weights. ranked_by: the metric that is the score, a loss negated; "": see
             `default_ranking`.
+        kernels: GPU -> signature of a call -> speed-up by Triton's kernel, see `attention.kernels.use`.
     """
 
     epoch: int = 0
@@ -37,6 +38,7 @@ class Progress:
     ranking: list[list] = field(default_factory=list)
     ema_ranking: list[list] = field(default_factory=list)
     ranked_by: str = ""
+    kernels: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def total_steps(self, run: Run, updates_per_epoch: int) -> int:
         """Returns the updates of the whole run: the finished ones and the rest of its epochs."""
@@ -136,9 +138,11 @@ def check_progress(progress: Any) -> None:
         raise ValueError(f"progress without epoch and step: {progress}")
     rankings = [value for value in fields.values() if isinstance(value, list)]
     numbers = [*fields["metrics"].values(), *(number for ranking in rankings for pair in ranking for number in pair)]
+    tables = [*fields["kernels"].values()]
     counts = [value for value in fields.values() if isinstance(value, int)]
     if (
         not all(isinstance(number, float) or (isinstance(number, int) and abs(number) < 2**63) for number in numbers)
+        or not all(isinstance(x, float) for table in tables for x in (dict(table).values()))
         or any(len(pair) != 2 for ranking in rankings for pair in ranking)
         or not all(0 <= count < 2**53 for count in counts)
     ):

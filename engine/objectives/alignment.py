@@ -101,6 +101,7 @@ class Alignment(Objective):
     """
 
     measure = CLASSES
+    graph_refusal = "distill.type = attention gives the network activations of the teacher; choose another type"
 
     def __init__(self, loss: nn.Module, distill: Distill, model: nn.Module, teacher: nn.Module):
         self.loss, self.distill, self.teacher = loss, distill, teacher

@@ -78,7 +78,7 @@ def to_pixels(masks: Tensor, images: Tensor) -> Tensor:
 class MaskedImages(Objective):
     """The objective of a run on masked images: the targets of its images are their masks."""
 
-    measure, predicts_classes = Measure(("loss",), rate_masked), False
+    measure, predicts_classes, takes_targets = Measure(("loss",), rate_masked), False, True
 
     @staticmethod
     def applies(run: Run) -> bool:

@@ -40,6 +40,8 @@ class Objective:
         measure: metrics of an evaluation.
         inputs: what the model takes: images, or sequences of tokens.
         predicts_classes: whether the classes of the data are the outputs of the model.
+        takes_targets: whether a training step gives the network the targets, too.
+        graph_refusal: why the passes of the network cannot be in a CUDA graph, with the remedy; "": they can.
         identity: metadata of checkpoints; a run resumes only with equal ones.
         values: scalars of the last batch of this process, which are logged beside the loss: name -> value.
         compiled: models of the objective itself whose blocks `train.compile` compiles.
@@ -49,6 +51,8 @@ class Objective:
     measure: ClassVar[Measure]
     inputs: ClassVar[Literal["images", "tokens"]] = "images"
     predicts_classes: ClassVar[bool] = True
+    takes_targets: ClassVar[bool] = False
+    graph_refusal: ClassVar[str] = ""
     identity: Mapping[str, str] = {}
     values: Mapping[str, Tensor] = {}
     compiled: Sequence[Any] = ()

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import textalloc
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -88,6 +87,8 @@ def label_points(
     """
     if not points:
         return
+    import textalloc  # only figures with names need it
+
     own, all_points = np.array(points), np.array([*points, *others])
     curves = [np.asarray(line.get_xydata()) for line in lines]
     avoided: dict[str, Any] = {"x_lines": [c[:, 0] for c in curves], "y_lines": [c[:, 1] for c in curves]}

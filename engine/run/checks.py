@@ -120,12 +120,42 @@ def _check_training(run: Run) -> None:
     if train.best_by and train.best_by not in (measured := choose_objective(run).measure.ranks_by):
         problem = f" = {train.best_by}, which the evaluations of this run do not measure; known: {', '.join(measured)}"
         raise OptionError("train.best_by", problem)
-    if train.compile and train.kernels == "lean":
+    if train.compile is True and train.kernels == "lean":
         problem = " = lean: compiled blocks take auto; set it to auto, or train.compile=false"
         raise OptionError("train.kernels", problem)
+    check_cuda_graph(run, train.device != "cpu")
     if run.report.profile is not None and not 1 <= run.report.profile[1] <= MAX_PROFILED:
         problem = f" = {list(run.report.profile)}: expected [step, steps] with 1 to {MAX_PROFILED} steps"
         raise OptionError("report.profile", problem)
+
+
+def check_cuda_graph(run: Run, on_cuda: bool) -> None:
+    """Refuses `train.cuda_graph=true` beside an option, or on a device, that rules graphs out; see `why_eager`.
+
+    Raises:
+        OptionError: the first of them.
+    """
+    if run.train.cuda_graph is True and (reason := why_eager(run, on_cuda)):
+        raise OptionError("train.cuda_graph", f" = true: {reason}, or train.cuda_graph=auto")
+
+
+def why_eager(run: Run, on_cuda: bool) -> str:
+    """Returns why the passes of a run cannot be in a CUDA graph, with the remedy; "" if nothing speaks against it.
+
+    Args:
+        on_cuda: whether the run has CUDA devices.
+    """
+    train = run.train
+    reasons = {
+        "train.cuda_graph = false": train.cuda_graph is False,
+        "the device is not cuda; set train.device=cuda": not on_cuda,
+        "blocks are computed again under saved random states; set train.grad_checkpointing=false": (
+            train.grad_checkpointing
+        ),
+        "train.kernels = lean computes attention again by parts; set it to auto": train.kernels == "lean",
+    }
+    refusals = (reason for reason, applies in reasons.items() if applies)
+    return next(refusals, "") or choose_objective(run).graph_refusal
 
 
 def check_class_weights(run: Run) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -56,6 +56,11 @@ class World:
     def on_cuda(self) -> bool:
         return self.device.type == "cuda"
 
+    def tell(self, line: str) -> None:
+        """Prints `line` on the primary rank, unless it is empty."""
+        if self.is_primary and line:
+            print(line, flush=True)
+
     def sum(self, tensor: Tensor) -> Tensor:
         """Sums `tensor` over all ranks, in place."""
         if self.size > 1:
@@ -93,6 +98,13 @@ class World:
         if self.size > 1:
             dist.all_gather_object(texts, text)
         return next(filter(None, texts), "")
+
+    def share(self, value: Any) -> Any:
+        """Returns the primary rank's `value`, of plain types, on every rank."""
+        values = [value]
+        if self.size > 1:
+            dist.broadcast_object_list(values)
+        return values[0]
 
     def check_same_files(self, values: Mapping[str, object]) -> None:
         """Refuses files that are not the same on all ranks. All ranks give the same names in `values`, and plain types.

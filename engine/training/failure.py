@@ -2,7 +2,7 @@
 
 0   finished
 1   failed: a loss that is not finite, a broken image, too little memory or disk, a rank that does not answer, loader
-    workers that are killed or hang, blocks that cannot be compiled
+    workers that are killed or hang, blocks that cannot be compiled or captured
 2   refused before it began: configuration, data, a directory in use
 75  stopped by a signal and saved (not if loader workers hang); the same command resumes it (`engine.runtime.signals`)
 """
@@ -21,6 +21,7 @@ from engine.runtime.distributed import World
 from engine.runtime.memory import is_out_of_memory
 from engine.runtime.signals import STOPPED
 from engine.training.compilation import CompilationFailed
+from engine.training.graphs import CaptureFailed
 
 FAILED = 1
 
@@ -33,7 +34,7 @@ def explain_failures(options: Train, world: World) -> Iterator[None]:
     """Context in which such a failure ends the process with one line and status `FAILED`; bugs pass."""
     try:
         yield
-    except (FloatingPointError, BrokenImage, DataError, WorkersLost, CompilationFailed) as error:
+    except (FloatingPointError, BrokenImage, DataError, WorkersLost, CompilationFailed, CaptureFailed) as error:
         _end(world, str(error))
     except WorkersStuck as error:
         remedy = "the last checkpoint stands; check the storage of data.root, or raise data.timeout_minutes"

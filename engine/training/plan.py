@@ -1,5 +1,6 @@
 """Plan of a run: what `train.py --dry-run` says about it. Nothing is started and nothing is written."""
 
+import functools
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,11 +21,13 @@ from engine.data.identity import identify_data
 from engine.data.loaders import create_loaders, images_of
 from engine.data.sampler import EpochSampler
 from engine.data.splits import classes_of
-from engine.run.checks import check_profile
+from engine.run.checks import check_profile, why_eager
 from engine.run.load import dump_run
 from engine.runtime.distributed import World, autocast
 from engine.runtime.memory import saved_storages
 from engine.runtime.text import describe_error
+from engine.training.compilation import describe_compilation
+from engine.training.device import chosen_kernels
 from engine.training.objective import create_objective
 from engine.training.optim import create_optimizer
 from engine.training.resume import Checkpoints, Resumed
@@ -74,12 +77,18 @@ def print_plan(run: Run, world: World, output: Path, allowed: Sequence[str] = ()
         found = f"nothing; {output} has no checkpoint, and the run starts from the beginning"
     else:
         found = resumed.resumption.describe(describe_place(run, progress.epoch, progress.step, steps))
+    build = functools.partial(create_model, attention=run.attention, **run.model)
+    with chosen_kernels(run, build, progress, world) as taken:
+        pass
     facts = {
         "parameters": f"{costs.parameters:,}",
         "MACs": f"{costs.macs:,} of an image",
         "images": f"{sampler.num_images:,} to train, {len(images_of(val)):,} to validate",
         "steps": f"{steps:,}: {epochs:,} epochs of {sampler.updates_per_epoch:,}",
         "batch": f"{batch:,} images: processes x passes x images of a pass = {passes}",
+        "kernels": taken,
+        "compile": describe_compilation(run, world),
+        "CUDA graph": f"off: {reason}" if (reason := why_eager(run, world.on_cuda)) else "on",
         "memory": describe_memory(run, world, images),
         "resumes": found,
     }

@@ -87,11 +87,11 @@ def test_kernels_of_triton_have_the_products_of_the_fast_path(name):
 
 def test_the_default_path_is_counted_as_on_the_device():
     arguments = attention_layer("performer", 192, 3), (28, 28), 8, "forward+backward"
-    found = {measured: count(*arguments, "bf16", measured=measured).found for measured in (False, True)}
+    found = {kernels: count(*arguments, "bf16", has_kernels=kernels).found for kernels in (False, True)}
     layers = [attention_layer(f"performer@{path}", 192, 3) for path in ("torch", "triton")]
     assert list(found.values()) == [count(layer, *arguments[1:], "bf16").found for layer in layers]
     assert sum(o.nbytes for o in found[True]) < 0.3 * sum(o.nbytes for o in found[False])
-    assert count(*arguments, "fp32", measured=True).found == count(layers[0], *arguments[1:], "fp32").found
+    assert count(*arguments, "fp32", has_kernels=True).found == count(layers[0], *arguments[1:], "fp32").found
 
 
 @pytest.mark.parametrize("name", ["longformer", "bigbird", "neighborhood", "rala", "mlla"])

@@ -112,14 +112,21 @@ def test_layers_on_the_path_call_the_kernels_that_cover_them(interpreted):
     }
 
 
-def test_the_default_takes_kernels_where_they_were_measured(interpreted):
+def test_the_default_takes_kernels_in_half_precision_on_gpus_that_run_them(interpreted):
     of_eva = ["group_values", "joint_softmax"]
-    compiled = [] if interpreted["compiled definitions"] else of_eva  # torch 2.11 compiles definitions
-    for way, auto, parts in ("eager", of_eva, of_eva * 2), ("compiled", compiled, compiled):  # parts are computed twice
-        assert interpreted["default"][f"(9, 0) {way} auto"] == auto
-        assert interpreted["default"][f"(9, 0) {way} lean"] == parts
-        others = "(9, 0) {} torch", "(9, 0) {} auto in float32", "(8, 0) {} auto", "(8, 0) {} lean"
+    for way, parts in ("eager", of_eva * 2), ("compiled", of_eva):  # parts are computed twice
+        assert interpreted["default"][f"(8, 0) {way} auto"] == of_eva
+        assert interpreted["default"][f"(8, 0) {way} lean"] == parts
+        others = "(8, 0) {} torch", "(8, 0) {} auto in float32", "(7, 5) {} auto", "(7, 5) {} lean"
         assert all(interpreted["default"][each.format(way)] == [] for each in others)
+
+
+def test_the_default_takes_the_faster_path_of_each_call(interpreted):
+    found, in_parts = interpreted["timed"], ["joint_softmax"] * 2  # of two images
+    for path, eager in ("auto", ["joint_softmax"]), ("lean", in_parts):
+        assert found[f"{path} joint_softmax 2x24x16 float32"] == 2.0
+        assert found[f"{path} group_values 2x24x16 float32"] == pytest.approx(2 / 3)
+        assert (found[f"{path} eager"], found[f"{path} compiled"]) == (eager, ["joint_softmax"])
 
 
 def test_kernels_refuse_second_derivatives(interpreted):
@@ -240,13 +247,13 @@ def test_kernels_on_a_gpu_are_deterministic_and_compile(case):
 @gpu
 @pytest.mark.parametrize("name", ["eva", "local", "lara", "performer"])
 def test_the_default_path_on_a_gpu(name):
-    measured = torch.cuda.get_device_capability() in kernels.MEASURED
+    runs = torch.cuda.get_device_capability() >= kernels.LOWEST_CAPABILITY
     attn, x = create_attention(name, dim=128, num_heads=2, grid=(14, 14)).cuda(), torch.randn(2, 196, 128).cuda()
     found = {}
     for path in ("auto", "torch", "triton"):
         torch.manual_seed(0)
         with kernels.use(path), torch.autocast("cuda", torch.bfloat16):
             found[path] = attn(x, (14, 14))
-            assert ("Triton's" in kernels.resolved()) == (path == "triton" or (measured and path == "auto"))
-    assert torch.equal(found["auto"], found["triton" if measured else "torch"])
+            assert ("Triton's" in kernels.resolved()) == (path == "triton" or (runs and path == "auto"))
+    assert torch.equal(found["auto"], found["triton" if runs else "torch"])
     assert not torch.equal(found["torch"], found["triton"])

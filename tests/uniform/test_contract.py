@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from attention import ATTENTION, Attention, Grid, create_attention, kernels
-from tests.support.calls import capture_op
+from tests.support.calls import capture_op, value_and_gradients
 from tests.support.cases import HEAD_DIM, HEADS, B, Case
-from tests.support.comparisons import FP64
+from tests.support.comparisons import FP64, FP64_GRADIENT
 from tests.support.facts import CASES, ORDINARY
 from tests.support.partition import ONE_OF_A_KIND, chosen
 
@@ -88,6 +88,18 @@ def test_compiles_into_one_graph(case, training):
         expected = attn(x, case.grid)
         torch.manual_seed(4)
         torch.testing.assert_close(compiled(x, case.grid), expected)
+
+
+@pytest.mark.parametrize(
+    "case", chosen(ORDINARY, lambda case: case.name in ("eva", "lara")), ids=lambda case: case.name
+)
+def test_compiled_gradients_are_those_of_eager_mode(case):
+    torch.compiler.reset()
+    attn, x = case.build(), case.tokens()
+    compiled = torch.compile(attn, fullgraph=True, dynamic=False, backend="aot_eager")
+    results, expected = (value_and_gradients(layer, x, case.grid) for layer in (compiled, attn))
+    for result, exact in zip(results, expected, strict=True):
+        torch.testing.assert_close(result, exact, rtol=FP64_GRADIENT, atol=FP64_GRADIENT)
 
 
 def test_compiled_layers_do_not_depend_on_the_cache_of_regular_expressions():

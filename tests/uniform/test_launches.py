@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from attention import create_attention
+from engine.training.graphs import host_state
 from tests.support.cases import Case
 from tests.support.facts import CASES, FACTS, ORDINARY
 from tests.support.launches import Launches
@@ -44,6 +45,16 @@ def test_nothing_waits_for_the_device(case: Case, monkeypatch: pytest.MonkeyPatc
         layer(x, case.grid).sum().backward()
     assert launches.waits == []
     assert x.grad is not None
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_pass_changes_nothing_on_the_host(case: Case):
+    """A CUDA graph would not change it again. Random numbers of a meta tensor are not those of the host."""
+    layer, x = case.build(torch.float32).train().to("meta"), case.tokens(torch.float32).to("meta")
+    layer(x, case.grid)
+    before = host_state(layer)
+    layer(x, case.grid).sum().backward()
+    assert host_state(layer) == before
 
 
 def on_fake_gpu(x: Tensor, mode: FakeTensorMode) -> Tensor:

@@ -214,4 +214,5 @@ def _contiguous(x: Tensor) -> Tensor:
 def _as_tokens(x: Tensor, like: Tensor) -> Tensor:
     """(B h, N, d) -> (B, h, N, d) with the heads of a token adjacent in memory, in the type of `like`."""
     x = x if memory.on_cpu(x) else x.to(like.dtype)  # so that words can be copied
-    return memory.copy(like_tokens(like), x.view(like.shape))
+    y = memory.copy(like_tokens(like), x.view(like.shape))
+    return y.view_as(y)  # torch 2.11 compiles no gradient of a result that an operator overwrote

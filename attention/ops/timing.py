@@ -1,0 +1,63 @@
+"""Times of two functions with the meaning of an op, in training on a GPU."""
+
+import itertools
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..parts.features import autocast_off
+
+Clock = Callable[[Callable[[], object]], float]
+"""Function of a call that makes it several times, and returns its milliseconds."""
+
+WARM_UPS, CALLS = 3, 10
+HELD = 40_000_000
+"""Cycles of a GPU, some 20 ms, for which it waits while the host makes `CALLS` calls."""
+
+
+def gpu_milliseconds(call: Callable[[], object]) -> float:
+    """Median time (ms) of a call on the present GPU, without the host's, as in a CUDA graph."""
+    for _ in range(WARM_UPS):
+        call()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(CALLS + 1)]
+    torch.cuda.synchronize()
+    torch.cuda._sleep(HELD)
+    events[0].record()
+    for event in events[1:]:
+        call()
+        event.record()
+    torch.cuda.synchronize()
+    return median(start.elapsed_time(end) for start, end in itertools.pairwise(events))
+
+
+def speedup(
+    clock: Clock, kernel: Callable[..., Any], other: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> float:
+    """How many times as fast as `other` the function `kernel` is, in a forward and backward pass with these arguments.
+
+    A function that fails, for instance because a GPU has too little memory for it, is infinitely slow, with a warning.
+    """
+    kernel_time, other_time = (_milliseconds(clock, function, args, kwargs) for function in (kernel, other))
+    return other_time / kernel_time if kernel_time < torch.inf else 0.0
+
+
+def _milliseconds(clock: Clock, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
+    def leaf(x: Any) -> Any:
+        return x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
+
+    def call() -> None:
+        results = function(*map(leaf, args), **{name: leaf(x) for name, x in kwargs.items()})
+        results = [y for y in (results if isinstance(results, tuple) else (results,)) if y.requires_grad]
+        with autocast_off(args[0]):
+            torch.autograd.backward(results, [torch.ones_like(y) for y in results])
+
+    try:  # without the hooks of activations that are computed again
+        with torch.autograd.graph.saved_tensors_hooks(Tensor.detach, Tensor.detach):
+            return clock(call)
+    except Exception as error:
+        warnings.warn(f"{function.__module__}.{function.__name__} fails here: {error}", stacklevel=2)
+        return torch.inf

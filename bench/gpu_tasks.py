@@ -1,0 +1,432 @@
+"""Tasks of `bench.gpu_run`, which this worker reads from its standard input, one a line.
+
+A task is "errors/PART", "training/MODEL/NETWORK", "inference/IMAGES" or "layers/TOKENS". In the phase "warm" it only
+compiles what it will need, with other processes beside it, and checks kernels; in the phase "time" it measures.
+"""
+
+import gc
+import math
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import timm
+import torch
+from torch import Tensor, nn
+
+from bench.comparison import BATCH_TOKENS, Comparison, compare
+from bench.kernel_cases import CASES, errors, excess
+from bench.results import COLUMNS as RESULTS
+from bench.results import MEASURED, quartile_columns
+from bench.timing import Call, Quartiles, time_rounds
+from bench.workload import Workload, attention_layer, whole_model
+from engine.checkpoints.progress import Progress
+from engine.config.schema import Run
+from engine.objectives.classification import Classification, label_loss
+from engine.run.load import load_run
+from engine.runtime.distributed import World, autocast, set_arithmetic
+from engine.runtime.files import append_whole, dicts_to_csv
+from engine.runtime.memory import is_out_of_memory
+from engine.runtime.provenance import device_name
+from engine.runtime.text import describe_error
+from engine.training.compilation import compiled_blocks
+from engine.training.device import chosen_kernels
+from engine.training.graphs import graph_passes
+from engine.training.optim import create_optimizer
+from models import create_model
+
+VERSIONS = "device", "torch", "triton", "timm"
+OF_TRAINING = "model", "tokens", "batch", "name", "execution", "baseline", *MEASURED, "images_per_second", "peak_bytes"
+OF_ERRORS = "case", "tensor", "error", "plain_error", "excess"
+COLUMNS = {
+    "gpu_training.csv": (*VERSIONS, *OF_TRAINING, "failure"),
+    "gpu_inference.csv": (*VERSIONS, *RESULTS, "failure"),
+    "gpu_layers.csv": (*VERSIONS, *RESULTS, "failure"),
+    "gpu_errors.csv": (*VERSIONS, *OF_ERRORS, "failure"),
+}
+"""File -> its columns.
+
+peak_bytes in training: everything, with weights and the optimiser's state. excess: the error as a multiple of the
+allowed one. failure: why a row has no measurements.
+"""
+STEPS = "training", "inference", "layers", "errors"
+PARTS = 8
+"""Number of tasks that the cases of kernels are divided into."""
+
+
+class Shape(NamedTuple):
+    """A model that is trained.
+
+    Attributes:
+        recipe: configuration that it inherits. options: overrides that name the model. peer: the model of timm, and its
+            options. tokens, batch: of an image in the first stage, and images. smallest: overrides for a trial.
+    """
+
+    recipe: str
+    options: Sequence[str]
+    peer: tuple[str, dict[str, Any]]
+    tokens: int
+    batch: int
+    smallest: Sequence[str] = ("model.img_size=112", "model.depth=1")
+
+
+def deit(size: str, patch_size: int, batch: int) -> Shape:
+    options = [f"model.name=deit_{size}_p{max(8, patch_size)}", f"model.patch_size={patch_size}"]
+    of_peer = {"patch_size": patch_size, "class_token": False, "global_pool": "avg"}
+    return Shape("deit", options, (f"vit_{size}_patch16_224", of_peer), (224 // patch_size) ** 2, batch)
+
+
+MODELS = {
+    "tiny8": deit("tiny", 8, 128),
+    "small16": deit("small", 16, 256),
+    "tiny4": deit("tiny", 4, 32),
+    "small8": deit("small", 8, 64),
+    "pvtv2_b1": Shape(
+        *("pvtv2", ["model.name=pvtv2_b1"], ("pvt_v2_b1", {}), 3136, 128),
+        smallest=["model.img_size=112", "model.depths=[1,1,1,1]"],
+    ),
+}
+"""Models to train, in order of value."""
+NETWORKS = ["timm", "softmax", "eva", "lara", "performer:num_samples=64", "local"]
+"""timm's model and ours, by their attention."""
+OTHERS = ["performer", "ra", "nystrom", "combiner", "transformer_ls", "scatterbrain"]
+"""Further layers."""
+TIMM, OURS = "timm:vit_tiny_patch16_224:patch_size=8,class_token=false,global_pool=avg", "deit_tiny_p8:"
+BEST = "compiled-cuda-graph"
+"""Execution of timm's model that others are timed beside."""
+
+
+def tasks(phase: str, steps: Sequence[str], models: Sequence[str], networks: Sequence[str]) -> list[str]:
+    """Returns the tasks of a phase, the most valuable first. Errors need no quiet GPU: they are of the first phase."""
+    found = {
+        "training": [f"training/{model}/{network}" for model in models for network in networks],
+        "inference": ["inference/1", "inference/128"],
+        "layers": ["layers/784", "layers/3136"] if phase == "time" else [],
+        "errors": [f"errors/{part}" for part in range(PARTS)] if phase == "warm" else [],
+    }
+    return [task for step in STEPS if step in steps for task in found[step]]
+
+
+def captured(call: Call) -> Call:
+    """Captures a call in a CUDA graph after a warm-up; returns the call itself on a CPU."""
+    if not torch.cuda.is_available():
+        return call
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+class Batch(NamedTuple):
+    """Random images and soft targets, as mixup makes them."""
+
+    images: Tensor
+    targets: Tensor
+
+    @property
+    def layout(self) -> torch.memory_format:
+        channels_last = self.images.is_contiguous(memory_format=torch.channels_last)
+        return torch.channels_last if channels_last else torch.contiguous_format
+
+
+class Update:
+    """An update of a model as train.py makes it: forward and backward pass, clipped gradients, AdamW.
+
+    Args:
+        network: what calls the model.
+    """
+
+    def __init__(self, model: nn.Module, network: Callable[[Tensor], Tensor], batch: Batch, run: Run):
+        self.network, self.batch, self.run = network, batch, run
+        self.objective = Classification(label_loss(run, model))
+        self.optimizer = create_optimizer(model, run.optim, run.train.total_batch_size)
+        self.parameters = list(model.parameters())
+
+    def differentiate(self) -> None:
+        self.optimizer.zero_grad()
+        with autocast(self.run.train.amp, self.batch.images.device):
+            loss = self.objective(self.network, *self.batch)
+        loss.backward()
+
+    def step(self) -> None:
+        nn.utils.clip_grad_norm_(self.parameters, self.run.optim.clip_grad)
+        self.optimizer.step()
+
+    def __call__(self) -> None:
+        self.differentiate()
+        self.step()
+
+    def in_graph(self) -> Call:
+        """Returns the update with forward pass, loss and backward pass in one CUDA graph."""
+        replay = captured(self.differentiate)
+        gradients = [parameter.grad for parameter in self.parameters]
+
+        def call() -> None:
+            replay()
+            for parameter, gradient in zip(self.parameters, gradients, strict=True):
+                parameter.grad = gradient
+            self.step()
+
+        return call
+
+
+class Worker:
+    """Runs tasks. The best execution of timm's model stays in memory for the other networks of the same model."""
+
+    def __init__(self, output: Path, phase: str, smoke: bool):
+        self.output, self.warms, self.smoke = output, phase == "warm", smoke
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.rounds, self.seconds = (2, 0.0) if smoke else (10, 0.1)
+        self.versions = {"device": device_name(self.device), **{name: version(name) for name in VERSIONS[1:]}}
+        self.backend = {} if self.device.type == "cuda" else {"backend": "aot_eager"}
+        self.peer: tuple[str, dict[str, Call]] = "", {}
+        set_arithmetic(deterministic=False, tf32=False)  # train.py's defaults
+
+    def run(self, task: str) -> None:
+        kind, *rest = task.split("/")
+        {"training": self.training, "inference": self.inference, "layers": self.layers, "errors": self.errors}[kind](
+            *rest
+        )
+
+    def write(self, file: str, row: dict[str, Any], shows: bool = True) -> None:
+        """Adds a row to a file, and prints it in short if it `shows`."""
+        row = dict.fromkeys(COLUMNS[file]) | self.versions | row
+        lines = dicts_to_csv([row], COLUMNS[file]).splitlines(keepends=True)
+        append_whole(self.output / file, b"".join(lines[1:]))
+        if not shows:
+            return
+        shown = {name: f"{x:.4g}" if isinstance(x, float) else x for name, x in row.items() if x is not None}
+        shown = {name: x for name, x in shown.items() if name not in VERSIONS and not name.endswith(("_q1", "_q3"))}
+        print(*(f"{name}={x}" for name, x in shown.items()), flush=True)
+
+    @contextmanager
+    def guarded(self, file: str, **row: Any) -> Iterator[None]:
+        """Context that writes a failure as a row, and ends the process where the device cannot be used any more."""
+        try:
+            yield
+        except Exception as error:
+            traceback.print_exc()
+            self.write(file, row | {"failure": describe_error(error)[:300]})
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()  # raises after an illegal access
+
+    def clear(self) -> None:
+        torch.compiler.reset()
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    # training
+
+    def training(self, model: str, network: str) -> None:
+        if self.peer[0] != model:
+            self.peer = model, {}
+        self.clear()
+        if network == "timm":
+            self.timm(model, ["eager", "compiled"])
+            return
+        if not (self.peer[1] or self.warms):  # the process is new
+            self.timm(model, ["compiled"])
+        for execution in (BEST, "cuda-graph", "compiled", "eager"):  # the first that works
+            row = self.row(model, network, execution)
+            self.clear()
+            with self.guarded("gpu_training.csv", **row), ExitStack() as stack:
+                peak = self.peak()
+                call = self.retried(lambda: self.ours(model, network, execution, stack))  # noqa: B023
+                self.measure({execution: call}, {execution: row | {"peak_bytes": peak()}})
+                break
+
+    def timm(self, model: str, executions: Sequence[str]) -> None:
+        """Measures timm's model, without and with a graph, and keeps the last."""
+        calls, rows = {}, {}
+        for execution in executions[self.warms :]:
+            peak = self.peak()
+            row = self.row(model, "timm", execution)
+            with self.guarded("gpu_training.csv", **row):
+                calls[execution] = self.retried(lambda: self.timm_update(model, execution))  # noqa: B023
+                rows[execution] = row | {"peak_bytes": peak()}
+            if self.warms:
+                return
+            name = BEST if execution == "compiled" else "cuda-graph"
+            row = self.row(model, "timm", name)
+            with self.guarded("gpu_training.csv", **row):
+                peak(again=True)
+                calls[name] = self.tried(calls[execution].in_graph)
+                rows[name] = row | {"peak_bytes": peak()}
+        if calls:
+            self.peer = model, {}
+            self.measure(calls, rows)
+            name = next(reversed(calls))
+            self.peer = model, {name: calls[name]}
+
+    def row(self, model: str, network: str, execution: str) -> dict[str, Any]:
+        shape = self.shape(model)
+        return {"model": model, "tokens": shape.tokens, "batch": shape.batch, "name": network, "execution": execution}
+
+    def measure(self, calls: dict[str, Call], rows: dict[str, dict[str, Any]]) -> None:
+        """Times calls beside the peer, and writes their rows."""
+        if self.warms:
+            return
+        peer = next(iter(self.peer[1]), next(reversed(calls)))
+        others = {f"timm's {name}": call for name, call in self.peer[1].items()}
+        times = time_rounds(calls | others, self.rounds, self.device, self.seconds)
+        for name, row in rows.items():
+            row |= quartile_columns("seconds", Quartiles.of(times.seconds[name]), times)
+            if others or row["name"] == "timm":
+                speedup = times.speedup(name, next(iter(others), peer))
+                row |= quartile_columns("speedup", speedup, times) | {"baseline": f"timm, {peer}"}
+            self.write("gpu_training.csv", row | {"images_per_second": row["batch"] / row["seconds"]})
+
+    def shape(self, model: str) -> Shape:
+        shape = MODELS[model]
+        return shape._replace(batch=2, tokens=shape.tokens // 4) if self.smoke else shape
+
+    def run_of(self, model: str, network: str, *overrides: str) -> Run:
+        """Configuration of train.py for a network; that of softmax attention for timm's."""
+        shape, (name, _, options) = self.shape(model), network.partition(":")
+        given = [*shape.options, f"attention.name={'softmax' if name == 'timm' else name}", *overrides]
+        given += [f"attention.{option}" for option in options.split(",") if option]
+        given += [f"{key}={shape.batch}" for key in ("train.total_batch_size", "optim.lr_base_size")]
+        given += shape.smallest if self.smoke else []
+        return load_run(f"configs/{shape.recipe}.yaml", given)
+
+    def prepare(self, model: nn.Module, shape: Shape, run: Run) -> Batch:
+        """Moves a model to the device, and returns its images."""
+        layout = torch.channels_last if run.train.channels_last else torch.contiguous_format
+        model.to(self.device, memory_format=layout).train()
+        images = torch.randn(shape.batch, 3, *(2 * [run.model["img_size"]]), device=self.device)
+        targets = torch.randn(shape.batch, run.model["num_classes"], device=self.device).softmax(1)
+        return Batch(images.contiguous(memory_format=layout), targets)
+
+    def timm_update(self, model: str, execution: str) -> Update:
+        shape, run = self.shape(model), self.run_of(model, "timm")
+        name, options = shape.peer
+        if self.smoke:
+            options = options | {"depth": 1, "img_size": 112} if name.startswith("vit") else {"depths": (1, 1, 1, 1)}
+        peer = timm.create_model(name, drop_path_rate=run.model["drop_path_rate"], **options)
+        batch = self.prepare(peer, shape, run)
+        return Update(peer, torch.compile(peer, **self.backend) if execution == "compiled" else peer, batch, run)
+
+    def ours(self, model: str, network: str, execution: str, stack: ExitStack) -> Update:
+        """An update of our model, as train.py makes it."""
+        shape, world = self.shape(model), World(self.device)
+        graph = "graph" in execution and (True if world.on_cuda else "auto")  # true refuses what cannot be captured
+        options = {"train.compile": "compiled" in execution, "train.cuda_graph": graph}
+        run = self.run_of(model, network, *(f"{name}={str(value).lower()}" for name, value in options.items()))
+        net = create_model(attention=run.attention, **run.model)
+        batch = self.prepare(net, shape, run)
+        stack.enter_context(chosen_kernels(run, lambda: net, Progress(), world))
+        if run.train.compile:
+            stack.enter_context(compiled_blocks([net], shape.batch, world, **self.backend))
+        update = Update(net, net, batch, run)
+        if run.train.cuda_graph:
+            update.network, _ = graph_passes(update.objective, net, run, world, batch.layout)
+        return update
+
+    def tried(self, make: Callable[[], Call]) -> Call:
+        """Makes an update, and runs it."""
+        torch.manual_seed(0)
+        call = make()
+        for _ in range(1 if self.warms or self.smoke else 3):
+            call()
+        return call
+
+    def retried(self, make: Callable[[], Call]) -> Call:
+        """As `tried`; while others compile, waits for memory."""
+        for _ in range(3 if self.warms else 0):
+            try:
+                return self.tried(make)
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+            self.clear()
+            time.sleep(5)
+        return self.tried(make)
+
+    def peak(self) -> Callable[..., int]:
+        """Returns a function of the peak of memory since now, or since its last call, beyond what is there now."""
+        if self.device.type == "cpu":
+            return lambda again=False: 0
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+
+        def found(again: bool = False) -> int:
+            if again:
+                torch.cuda.reset_peak_memory_stats()
+            return torch.cuda.max_memory_allocated() - before
+
+        return found
+
+    # layers, whole models in inference, kernels
+
+    def inference(self, images: str) -> None:
+        names = [TIMM, *(OURS + name for name in NETWORKS[1:])]
+        subjects, side = [whole_model(name) for name in names[: 2 if self.smoke else None]], 112 if self.smoke else 224
+        for execution in ("eager",) if self.smoke else ("eager", "cuda-graph", BEST):
+            where = (side, side), 2 if self.smoke else int(images), "inference", "bf16", execution
+            self.compare("gpu_inference.csv", Comparison("model", subjects, TIMM, [], *where))
+
+    def layers(self, tokens: str) -> None:
+        side = math.isqrt(int(tokens)) // (2 if self.smoke else 1)
+        names = NETWORKS[1:] + (OTHERS if tokens == "784" else OTHERS[:1])
+        subjects = [attention_layer(name, 192, 3) for name in names[: 2 if self.smoke else None]]
+        batch = 2 if self.smoke else BATCH_TOKENS["cuda"] // side**2
+        where = (side, side), batch, "forward+backward", "bf16", "cuda-graph"
+        self.compare("gpu_layers.csv", Comparison("attention", subjects, "softmax", [], *where))
+
+    def compare(self, file: str, comparison: Comparison) -> None:
+        """Compares subjects in turns; those that fail alone are left out."""
+        if self.device.type == "cpu":
+            comparison = replace(comparison, execution="eager")
+        kept = []
+        setting = comparison.size, comparison.batch, comparison.mode, comparison.dtype, comparison.execution
+        for subject in comparison.subjects:
+            row = {"kind": comparison.kind, "name": subject.name, **dict(zip(RESULTS[3:8], setting, strict=True))}
+            with self.guarded(file, **row):
+                if self.warms and "compiled" in comparison.execution:
+                    Workload(subject, *setting, self.device)
+                kept.append((subject, subject.costs(comparison.size)))
+            self.clear()
+        if self.warms or not kept:
+            return
+        subjects, costs = zip(*kept, strict=True)
+        with self.guarded(file, kind=comparison.kind, execution=comparison.execution):
+            for row in compare(replace(comparison, subjects=subjects, costs=costs), self.rounds, self.device):
+                self.write(file, row)
+        self.clear()
+
+    def errors(self, part: str) -> None:
+        """Errors of every kernel relative to the literal twins in float64."""
+        for case in CASES[int(part) :: PARTS][: 1 if self.smoke else None]:
+            name = f"{type(case).__name__}: {case}"
+            with self.guarded("gpu_errors.csv", case=name):
+                for tensor, pair in errors(case, self.device).items():
+                    values = dict(zip(OF_ERRORS[1:], (tensor, *pair, excess(case, *pair)), strict=True))
+                    self.write("gpu_errors.csv", {"case": name} | values, shows=not values["excess"] <= 1)
+
+
+def main() -> None:
+    output, phase, *smoke = sys.argv[1:]
+    worker = Worker(Path(output), phase, bool(smoke))
+    for line in sys.stdin:
+        began, task = time.monotonic(), line.strip()
+        worker.run(task)
+        print(f"done {task} {time.monotonic() - began:.1f} s", flush=True)
+    os._exit(0)  # without the clean-up of CUDA
+
+
+if __name__ == "__main__":
+    main()
