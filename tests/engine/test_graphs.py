@@ -3,14 +3,17 @@
 import copy
 import json
 import random
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from timm.layers import DropPath
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from attention.options import OptionError
 from engine.objectives.classification import Classification
@@ -90,25 +93,36 @@ def test_a_capture_leaves_everything_as_it_was():
     assert network.linear.weight.grad.eq(1).all()
 
 
-@pytest.mark.parametrize("accumulates", [False, True])
-def test_gradients_add_up_over_micro_batches(accumulates: bool):
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("num_micro", [1, 3])
+@pytest.mark.parametrize("ranks", ["one rank", "several ranks"])
+def test_gradients_add_up_over_micro_batches(num_micro: int, ranks: str, process_group: None):
     """Without copies, the second replay would overwrite the first gradient."""
     eager = Noisy().train()
     network = copy.deepcopy(eager)
-    replayed, capture = graphed(network, accumulates)
+    wrapped, capture = graphed(network, num_micro > 1)
+    if ranks == "several ranks":
+        wrapped = DistributedDataParallel(wrapped)  # the group has one rank, but the hooks are those of several
     for _ in range(2):  # updates
-        for micro in range(3 if accumulates else 1):
-            x = torch.randn(4, 3)
-            for module in (eager, replayed):
+        for micro in range(num_micro):
+            x, is_last = torch.randn(4, 3), micro + 1 == num_micro
+            for module in (eager, wrapped):
                 torch.manual_seed(micro)
-                logits, sums = module(x)
-                (logits.square().mean() + sums.mean()).backward()
+                with nullcontext() if is_last or not hasattr(module, "no_sync") else module.no_sync():
+                    logits, sums = module(x)
+                    (logits.square().mean() + sums.mean()).backward()
         for weight, expected in zip(network.parameters(), eager.parameters(), strict=True):
-            assert (weight.grad is None) == (expected.grad is None)
-            assert weight.grad is None or torch.equal(weight.grad, expected.grad)
+            gradient = torch.zeros_like(weight) if expected.grad is None else expected.grad
+            assert weight.grad is expected.grad is None or torch.equal(weight.grad, gradient)
         network.zero_grad()
         eager.zero_grad()
-    assert capture.replays == [6, 6] if accumulates else [2, 2]
+    assert capture.replays == [2 * num_micro] * 2
     assert torch.equal(network.norm.running_var, eager.norm.running_var)
 
 
