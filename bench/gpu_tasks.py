@@ -88,6 +88,7 @@ MODELS = {
     "small16": deit("small", 16, 256),
     "tiny4": deit("tiny", 4, 32),
     "small8": deit("small", 8, 64),
+    "tiny16": deit("tiny", 16, 256),
     "pvtv2_b1": Shape(
         *("pvtv2", ["model.name=pvtv2_b1"], ("pvt_v2_b1", {}), 3136, 128),
         smallest=["model.img_size=112", "model.depths=[1,1,1,1]"],
@@ -329,8 +330,7 @@ class Worker:
         net = create_model(attention=run.attention, **run.model)
         batch = self.prepare(net, shape, run)
         stack.enter_context(chosen_kernels(run, lambda: net, Progress(), world))
-        if run.train.compile:
-            stack.enter_context(compiled_blocks([net], shape.batch, world, **self.backend))
+        stack.enter_context(compiled_blocks([net], run, world, **self.backend))
         update = Update(net, net, batch, run)
         if run.train.cuda_graph:
             update.network, _ = graph_passes(update.objective, net, run, world, batch.layout)
