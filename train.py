@@ -135,9 +135,8 @@ class Trainer:
         """Prepares the model for training, and starts the records."""
         run, progress = self.run, self.progress
         taken = self.cleanup.enter_context(chosen_kernels(run, lambda: self.model, progress, self.world))
-        if self.options.compile:
-            models = [self.model, *([self.ema.module] if self.ema else []), *self.objective.compiled]
-            self.cleanup.enter_context(compiled_blocks(models, self.train_loader.batch_sampler.batch_size, self.world))
+        models = [self.model, *([self.ema.module] if self.ema else []), *self.objective.compiled]
+        compilation = self.cleanup.enter_context(compiled_blocks(models, run, self.world))
         network, cuda_graph = graph_passes(self.objective, self.model, run, self.world, self.layout)
         self.network = self.cleanup.enter_context(self.world.average_gradients(network))
         update = self.checkpoints, self.train_loader, self.stateful, progress
@@ -148,7 +147,7 @@ class Trainer:
         self.recorder = self.cleanup.enter_context(kind(self.output, run, progress, self.total_steps, self.world))
         self.signals = self.cleanup.enter_context(SignalHandler())
         stop_waiting_if(self.signals.stop_requested, self.train_loader, self.val_loader)
-        paths = {"kernels": taken, "cuda_graph": cuda_graph}
+        paths = {"kernels": taken, "compile": compilation, "cuda_graph": cuda_graph}
         self.recorder.start(progress.epoch, self.world.size, self.resumption, **paths, **self.costs)
 
     def train_epoch(self, batches: Iterator[tuple[Tensor, Tensor]]) -> bool:

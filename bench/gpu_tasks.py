@@ -19,17 +19,17 @@ from typing import Any, NamedTuple
 
 import timm
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attention import kernels
 from bench.comparison import BATCH_TOKENS, Comparison, compare
 from bench.kernel_cases import CASES, errors, excess
 from bench.results import COLUMNS as RESULTS
 from bench.results import MEASURED, quartile_columns
 from bench.timing import Call, Quartiles, time_rounds
 from bench.workload import Workload, attention_layer, whole_model
+from engine.checkpoints.progress import Progress
 from engine.config.schema import Run
+from engine.objectives.classification import Classification, label_loss
 from engine.run.load import load_run
 from engine.runtime.distributed import World, autocast, set_arithmetic
 from engine.runtime.files import append_whole, dicts_to_csv
@@ -37,6 +37,8 @@ from engine.runtime.memory import is_out_of_memory
 from engine.runtime.provenance import device_name
 from engine.runtime.text import describe_error
 from engine.training.compilation import compiled_blocks
+from engine.training.device import chosen_kernels
+from engine.training.graphs import graph_passes
 from engine.training.optim import create_optimizer
 from models import create_model
 
@@ -54,7 +56,6 @@ COLUMNS = {
 peak_bytes in training: everything, with weights and the optimiser's state. excess: the error as a multiple of the
 allowed one. failure: why a row has no measurements.
 """
-STEPS = "training", "inference", "layers", "errors"
 PARTS = 8
 """Number of tasks that the cases of kernels are divided into."""
 
@@ -85,14 +86,15 @@ MODELS = {
     "tiny8": deit("tiny", 8, 128),
     "small16": deit("small", 16, 256),
     "tiny4": deit("tiny", 4, 32),
-    "small8": deit("small", 8, 64),
     "pvtv2_b1": Shape(
         *("pvtv2", ["model.name=pvtv2_b1"], ("pvt_v2_b1", {}), 3136, 128),
         smallest=["model.img_size=112", "model.depths=[1,1,1,1]"],
     ),
+    "tiny16": deit("tiny", 16, 256),
+    "small8": deit("small", 8, 64),
 }
-"""Models to train, in order of value."""
-NETWORKS = ["timm", "softmax", "eva", "lara", "performer:num_samples=64", "local"]
+"""Models to train."""
+NETWORKS = ["timm", "eva", "softmax", "lara", "performer:num_samples=64", "local"]
 """timm's model and ours, by their attention."""
 OTHERS = ["performer", "ra", "nystrom", "combiner", "transformer_ls", "scatterbrain"]
 """Further layers."""
@@ -101,15 +103,26 @@ BEST = "compiled-cuda-graph"
 """Execution of timm's model that others are timed beside."""
 
 
+STEPS = "training", "layers", "inference", "errors"
+ORDER = (
+    *("training/tiny8", "training/small16", "training/tiny4", "layers/784", "layers/3136", "inference/1"),
+    *("training/pvtv2_b1", "training/tiny16", "training/small8", "inference/128", "errors"),
+)
+"""Beginnings of tasks, the most valuable first."""
+
+
 def tasks(phase: str, steps: Sequence[str], models: Sequence[str], networks: Sequence[str]) -> list[str]:
-    """Returns the tasks of a phase, the most valuable first. Errors need no quiet GPU: they are of the first phase."""
-    found = {
+    """Returns the tasks of a phase. Layers need no compiler, and errors no quiet GPU: they are of one phase."""
+    parts = {
         "training": [f"training/{model}/{network}" for model in models for network in networks],
-        "inference": ["inference/1", "inference/128"],
         "layers": ["layers/784", "layers/3136"] if phase == "time" else [],
+        "inference": ["inference/1", "inference/128"],
         "errors": [f"errors/{part}" for part in range(PARTS)] if phase == "warm" else [],
     }
-    return [task for step in STEPS if step in steps for task in found[step]]
+    found = [task for step in steps for task in parts[step]]
+    return sorted(
+        found, key=lambda task: next(n for n, start in enumerate(ORDER) if f"{task}/".startswith(f"{start}/"))
+    )
 
 
 def captured(call: Call) -> Call:
@@ -128,32 +141,16 @@ def captured(call: Call) -> Call:
     return graph.replay
 
 
-class _Cast(nn.Module):
-    """A network under autocast without a cache of weights, which a graph needs."""
-
-    def __init__(self, network: nn.Module, run: Run):
-        super().__init__()
-        self.network, self.run = network, run
-
-    def forward(self, images: Tensor) -> Tensor:
-        context = autocast(self.run.train.amp, images.device)
-        context._cache_enabled = False
-        with context:
-            return self.network(images)
-
-
-def graphed(model: nn.Module, images: Tensor, run: Run) -> Callable[[Tensor], Tensor]:
-    """Captures forward and backward pass as train.py does; returns the model itself on a CPU."""
-    if not images.is_cuda:
-        return model
-    return torch.cuda.make_graphed_callables(_Cast(model, run), (images,), allow_unused_input=True)
-
-
 class Batch(NamedTuple):
     """Random images and soft targets, as mixup makes them."""
 
     images: Tensor
     targets: Tensor
+
+    @property
+    def layout(self) -> torch.memory_format:
+        channels_last = self.images.is_contiguous(memory_format=torch.channels_last)
+        return torch.channels_last if channels_last else torch.contiguous_format
 
 
 class Update:
@@ -165,13 +162,14 @@ class Update:
 
     def __init__(self, model: nn.Module, network: Callable[[Tensor], Tensor], batch: Batch, run: Run):
         self.network, self.batch, self.run = network, batch, run
+        self.objective = Classification(label_loss(run, model))
         self.optimizer = create_optimizer(model, run.optim, run.train.total_batch_size)
         self.parameters = list(model.parameters())
 
     def differentiate(self) -> None:
         self.optimizer.zero_grad()
         with autocast(self.run.train.amp, self.batch.images.device):
-            loss = F.cross_entropy(self.network(self.batch.images), self.batch.targets)
+            loss = self.objective(self.network, *self.batch)
         loss.backward()
 
     def step(self) -> None:
@@ -202,11 +200,11 @@ class Worker:
     def __init__(self, output: Path, phase: str, smoke: bool):
         self.output, self.warms, self.smoke = output, phase == "warm", smoke
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.rounds, self.seconds = (2, 0.0) if smoke else (10, 0.1)
+        self.rounds, self.seconds = (2, 0.0) if smoke else (7, 0.06)
         self.versions = {"device": device_name(self.device), **{name: version(name) for name in VERSIONS[1:]}}
         self.backend = {} if self.device.type == "cuda" else {"backend": "aot_eager"}
         self.peer: tuple[str, dict[str, Call]] = "", {}
-        set_arithmetic(False, True)
+        set_arithmetic(deterministic=False, tf32=False)  # train.py's defaults
 
     def run(self, task: str) -> None:
         kind, *rest = task.split("/")
@@ -253,8 +251,9 @@ class Worker:
             return
         if not (self.peer[1] or self.warms):  # the process is new
             self.timm(model, ["compiled"])
-        for execution in (BEST, "cuda-graph", "eager"):  # the first that works
+        for execution in (BEST, "cuda-graph", "compiled", "eager"):  # the first that works
             row = self.row(model, network, execution)
+            self.clear()
             with self.guarded("gpu_training.csv", **row), ExitStack() as stack:
                 peak = self.peak()
                 call = self.retried(lambda: self.ours(model, network, execution, stack))  # noqa: B023
@@ -306,13 +305,14 @@ class Worker:
         shape = MODELS[model]
         return shape._replace(batch=2, tokens=shape.tokens // 4) if self.smoke else shape
 
-    def run_of(self, model: str, network: str) -> Run:
+    def run_of(self, model: str, network: str, *overrides: str) -> Run:
         """Configuration of train.py for a network; that of softmax attention for timm's."""
         shape, (name, _, options) = self.shape(model), network.partition(":")
-        overrides = [*shape.options, f"attention.name={'softmax' if name == 'timm' else name}"]
-        overrides += [f"attention.{option}" for option in options.split(",") if option]
-        overrides += shape.smallest if self.smoke else []
-        return load_run(f"configs/{shape.recipe}.yaml", overrides)
+        given = [*shape.options, f"attention.name={'softmax' if name == 'timm' else name}", *overrides]
+        given += [f"attention.{option}" for option in options.split(",") if option]
+        given += [f"{key}={shape.batch}" for key in ("train.total_batch_size", "optim.lr_base_size")]
+        given += shape.smallest if self.smoke else []
+        return load_run(f"configs/{shape.recipe}.yaml", given)
 
     def prepare(self, model: nn.Module, shape: Shape, run: Run) -> Batch:
         """Moves a model to the device, and returns its images."""
@@ -332,14 +332,19 @@ class Worker:
         return Update(peer, torch.compile(peer, **self.backend) if execution == "compiled" else peer, batch, run)
 
     def ours(self, model: str, network: str, execution: str, stack: ExitStack) -> Update:
-        """An update of our model, in the best execution as train.py makes it."""
-        shape, run = self.shape(model), self.run_of(model, network)
+        """An update of our model, as train.py makes it."""
+        shape, world = self.shape(model), World(self.device)
+        graph = "graph" in execution and (True if world.on_cuda else "auto")  # true refuses what cannot be captured
+        options = {"train.compile": "compiled" in execution, "train.cuda_graph": graph}
+        run = self.run_of(model, network, *(f"{name}={str(value).lower()}" for name, value in options.items()))
         net = create_model(attention=run.attention, **run.model)
         batch = self.prepare(net, shape, run)
-        stack.enter_context(kernels.use(run.train.kernels))
-        if execution == BEST:
-            stack.enter_context(compiled_blocks([net], shape.batch, World(self.device), **self.backend))
-        return Update(net, net if execution == "eager" else graphed(net, batch.images, run), batch, run)
+        stack.enter_context(chosen_kernels(run, lambda: net, Progress(), world))
+        stack.enter_context(compiled_blocks([net], run, world, **self.backend))
+        update = Update(net, net, batch, run)
+        if run.train.cuda_graph:
+            update.network, _ = graph_passes(update.objective, net, run, world, batch.layout)
+        return update
 
     def tried(self, make: Callable[[], Call]) -> Call:
         """Makes an update, and runs it."""

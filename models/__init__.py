@@ -23,6 +23,7 @@ from models.assignment import Mechanism, assign, layer_factories, single_layers
 from models.base import Backbone
 from models.convert import resample_weights
 from models.deit import Deit
+from models.hosts import replace_attention
 from models.objective_parts import WITH_PARTS
 from models.pvt import Pvt
 
@@ -205,4 +206,4 @@ default_cfgs = generate_default_cfgs({name: _CFG | _OF_FAMILY[family] for name, 
 for _name in MODELS:
     register_model(_entrypoint(_name))
 
-__all__ = ["MODELS", "create_model", "layer_contexts", "parse_model", "split_name"]
+__all__ = ["MODELS", "create_model", "layer_contexts", "parse_model", "replace_attention", "split_name"]

@@ -16,7 +16,7 @@ CONTRACT = {"attention.base", "attention.costs", "attention.options", "attention
 EXPORT = {"onnxruntime", "onnxscript"}
 LIBRARIES = {
     "attention": {"torch", "triton"},
-    "models": {"torch", "timm"},
+    "models": {"torch", "timm", "transformers"},
     "engine": {
         *("torch", "torchvision", "timm", "yaml", "numpy", "PIL", "matplotlib", "tqdm", "safetensors", "tensorboard"),
         "textalloc",
@@ -60,7 +60,7 @@ BELOW = {  # folder or file -> what of this project it may import
     },
 }
 MODELS_MAY_TAKE = {"Attention", "AttentionFactory", "Grid", "OptionError", "LayerContext", "Options"} | {
-    *("option", "nearest", "parse_options", "take_plugins"),
+    *("kernels", "option", "nearest", "parse_options", "take_plugins"),
 }
 EVERY_FILE = [path for package in LIBRARIES for path in sorted((ROOT / package).rglob("*.py"))]
 

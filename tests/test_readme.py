@@ -90,7 +90,7 @@ def test_small_grids():
 
 
 CLIENTS = INTEGRATION[INTEGRATION.index("## In other people's models") : INTEGRATION.index("## timm's scripts")]
-IN_TIMM, IN_TRANSFORMERS, SEQUENCE, OF_SIZES, CAUSAL = re.findall(r"```python\n(.*?)```", CLIENTS, re.DOTALL)
+IN_OTHERS, SEQUENCE, OF_SIZES, CAUSAL = re.findall(r"```python\n(.*?)```", CLIENTS, re.DOTALL)
 
 
 def run_example(code: str, **names: Any) -> dict[str, Any]:
@@ -100,35 +100,27 @@ def run_example(code: str, **names: Any) -> dict[str, Any]:
     return names
 
 
-def test_attention_in_timm_takes_stock_weights():
-    softmax = IN_TIMM.replace('ATTENTION["eva"]', 'ATTENTION["softmax"]')
-    softmax = softmax.replace('"name": "eva", "window_size": 7, "num_landmarks": 49', '"name": "softmax"')
-    stock, image = timm.create_model("vit_tiny_patch16_224", depth=2).eval(), torch.randn(2, 3, 224, 224)
-    with patch("timm.create_model", partial(timm.create_model, depth=2)):
-        vit, same = (run_example(code)["vit"].eval() for code in (IN_TIMM, softmax))
-    missing, unexpected = vit.load_state_dict(stock.state_dict(), strict=False)
-    assert not unexpected
-    assert {name.split(".")[3] for name in missing} == {"position_bias", "landmarks"}
-    same.load_state_dict(stock.state_dict())
-    with torch.no_grad():
-        torch.testing.assert_close(same(image), stock(image))
-        assert vit(image).isfinite().all()
-
-
-def test_attention_in_hugging_face_keeps_its_weights_and_outputs():
-    config = partial(transformers.ViTConfig, num_hidden_layers=1, intermediate_size=64)
-    softmax = IN_TRANSFORMERS.replace('create_attention("eva"', 'create_attention("softmax"')
-    stock, image = transformers.ViTModel(config()).eval(), torch.randn(1, 3, 224, 224)
-    with patch("transformers.ViTConfig", config):
-        vit, same = (run_example(code)["vit"].eval() for code in (IN_TRANSFORMERS, softmax))
-    missing, unexpected = vit.load_state_dict(stock.state_dict(), strict=False)
-    assert not unexpected
-    assert {name.split(".")[4] for name in missing} == {"position_bias", "landmarks"}
-    same.load_state_dict(stock.state_dict())
-    with torch.no_grad():
-        expected = stock(image).last_hidden_state
-        torch.testing.assert_close(same(image).last_hidden_state, expected)
-        assert not torch.allclose(vit(image).last_hidden_state, expected)
+def test_other_peoples_models_keep_their_weights_and_outputs():
+    config, image = (
+        partial(transformers.ViTConfig, num_hidden_layers=1, intermediate_size=64),
+        torch.randn(1, 3, 224, 224),
+    )
+    stock = timm.create_model("vit_tiny_patch16_224", depth=2).eval(), transformers.ViTModel(config()).eval()
+    softmax = IN_OTHERS.replace('"name": "eva", "window_size": 7, "num_landmarks": 49', '"name": "softmax"')
+    small = partial(timm.create_model, depth=2)
+    with patch("timm.create_model", small), patch("transformers.ViTConfig", config):
+        replaced, same = run_example(IN_OTHERS), run_example(softmax)
+    for name, host in zip(("vit", "vit_of_hf"), stock, strict=True):
+        missing, unexpected = replaced[name].eval().load_state_dict(host.state_dict(), strict=False)
+        assert not unexpected
+        assert {re.search(r"\.core\.(\w+)", key)[1] for key in missing} == {"position_bias", "landmarks"}
+        same[name].eval().load_state_dict(host.state_dict())
+        with torch.no_grad():
+            expected, equal, other = (model(image) for model in (host, same[name], replaced[name]))
+        if name == "vit_of_hf":
+            expected, equal, other = (output.last_hidden_state for output in (expected, equal, other))
+        assert torch.equal(equal, expected)
+        assert not torch.allclose(other, expected)
 
 
 def test_attention_on_sequences():

@@ -62,5 +62,5 @@ def _milliseconds(clock: Clock, function: Callable[..., Any], args: Sequence[Any
         with torch.autograd.graph.saved_tensors_hooks(Tensor.detach, Tensor.detach):
             return clock(call)
     except Exception as error:
-        warnings.warn(f"{function.__module__}.{function.__name__} fails here: {error}", stacklevel=2)
+        warnings.warn(f"{getattr(function, '__qualname__', function)} fails here: {error}", stacklevel=2)
         return torch.inf

@@ -248,12 +248,12 @@ class Train:
         False,
         "on a GPU, fp32 matrix products in TF32: faster, with 10 bits of mantissa; false: convolutions only, as torch",
     )
-    compile: bool = option(
-        False,
+    compile: Literal["auto", True, False] = option(
+        "auto",
         "torch.compile the blocks, those that are alike as one graph, for full batches; smaller ones run as they are;"
-        " it pays on a GPU, and not always on a CPU, see docs/training.md",
+        " auto: on a CUDA GPU of compute capability 8.0 or later, if Triton is installed, see docs/training.md",
     )
-    cuda_graph: Literal["auto"] | bool = option(
+    cuda_graph: Literal["auto", True, False] = option(
         "auto",
         "capture the network's forward and backward pass over a full micro-batch in CUDA graphs, and replay them: the"
         " host launches thousands of kernels as two; smaller batches and evaluation run as they are; auto: on a GPU,"

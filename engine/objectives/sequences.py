@@ -56,7 +56,7 @@ class SequenceClassification(Classification):
             if refusal := ATTENTION[factory.name].refuses_key_mask(factory.config):
                 problem = f" = {run.model['pad_token']}: attention({factory.name}) takes no key_mask: {refusal}"
                 raise OptionError("model.pad_token", f"{problem}; set it to null, or choose another mechanism")
-        if run.train.compile:
+        if run.train.compile is True:
             raise OptionError(
                 "train.compile", " = true: with model.pad_token, blocks are not compiled; set it to false"
             )

@@ -190,12 +190,11 @@ class Recorder(SilentRecorder):
         write_atomically(self.directory / CONFIG, config.encode())
         self.charts.show_config(config, self.step)
         self.tracker = Tracker(Launch(self.run, self.directory, self.run_id))
-        origin = provenance(self.device)
+        values |= (origin := provenance(self.device))
         if resumption.checkpoint is not None:
-            names = [name for name in origin if name != "command" and name in self.former]
-            others = {name: (self.former[name], origin[name]) for name in names}
+            names = [name for name in ("compile", "cuda_graph", *origin) if name != "command" and name in self.former]
+            others = {name: (self.former[name], values[name]) for name in names}
             print(f"resumes from {resumption.describe(self._place(epoch), others)}", flush=True)
-        values |= origin
         self.num_gpus = processes if self.device.type == "cuda" else 0
         if self.num_gpus and "kernels" in values:
             print(f"train.kernels = {values['kernels']}", flush=True)

@@ -120,7 +120,7 @@ def _check_training(run: Run) -> None:
     if train.best_by and train.best_by not in (measured := choose_objective(run).measure.ranks_by):
         problem = f" = {train.best_by}, which the evaluations of this run do not measure; known: {', '.join(measured)}"
         raise OptionError("train.best_by", problem)
-    if train.compile and train.kernels == "lean":
+    if train.compile is True and train.kernels == "lean":
         problem = " = lean: compiled blocks take auto; set it to auto, or train.compile=false"
         raise OptionError("train.kernels", problem)
     check_cuda_graph(run, train.device != "cpu")

@@ -266,14 +266,9 @@ def average_in_rank_order(state: None, bucket: dist.GradBucket) -> Future[Tensor
     return dist.all_gather(gathered, mine, async_op=True).get_future().then(average)
 
 
-def autocast(amp: Amp, device: torch.device, cache_enabled: bool | None = None) -> torch.autocast:
-    """Returns the context of automatic mixed precision for the forward pass; disabled for None.
-
-    Args:
-        cache_enabled: whether weights are cast once in the context; None: as around it.
-    """
-    dtype = AMP_DTYPE[amp] if amp else None
-    return torch.autocast(device.type, dtype, enabled=amp is not None, cache_enabled=cache_enabled)
+def autocast(amp: Amp, device: torch.device) -> torch.autocast:
+    """Returns the context of automatic mixed precision for the forward pass; disabled for None."""
+    return torch.autocast(device.type, AMP_DTYPE[amp] if amp else None, enabled=amp is not None)
 
 
 def set_arithmetic(deterministic: bool, tf32: bool) -> None:

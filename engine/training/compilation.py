@@ -2,37 +2,74 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 
+from attention.options import OptionError
+from engine.config.micro_batches import micro_batch_size
+from engine.config.schema import Run
+from engine.run.checks import check_run
 from engine.runtime.distributed import World
 from engine.runtime.text import describe_error
 from models.base import Backbone
+
+LEAST_CAPABILITY = 8, 0
+"""Compute capability of a GPU from which on `train.compile=auto` compiles."""
 
 
 class CompilationFailed(Exception):
     """The blocks of a model cannot be compiled."""
 
 
+def describe_compilation(run: Run, world: World) -> str:
+    """Returns "on" if the blocks are compiled in training, otherwise "off" and why."""
+    if run.train.compile != "auto":
+        return "on" if run.train.compile else "off: train.compile = false"
+    if not world.on_cuda or torch.version.cuda is None:
+        return "off: no CUDA GPU"
+    if (capability := torch.cuda.get_device_capability(world.device)) < LEAST_CAPABILITY:
+        return f"off: compute capability {'{}.{}'.format(*capability)} is below {'{}.{}'.format(*LEAST_CAPABILITY)}"
+    if find_spec("triton") is None:
+        return "off: Triton is not installed"
+    try:
+        check_run(replace(run, train=replace(run.train, compile=True)), world.size)
+    except OptionError as error:
+        return f"off: {error}"
+    return "on"
+
+
 @contextmanager
-def compiled_blocks(models: Sequence[Backbone], batch_size: int, world: World, **options: Any) -> Iterator[None]:
-    """Compiles the blocks of `models` for batches of `batch_size` images, see `Backbone.compile_blocks`.
+def compiled_blocks(models: Sequence[Backbone], run: Run, world: World, **options: Any) -> Iterator[str]:
+    """Compiles the blocks of `models` for the micro-batches of a run, see `Backbone.compile_blocks`.
+
+    With `train.deterministic` the compiler chooses nothing by timing that changes results.
 
     Args:
         options: options of `torch.compile`.
+    Yields:
+        The result of `describe_compilation`; unless it is "on", nothing is compiled.
     Raises:
         CompilationFailed: torch.compile fails inside the context, or asks for more graphs than all blocks would need in
             two modes if no two were equal. Without this limit, dynamo would continue without compiling.
     """
-    num_blocks = sum(model.compile_blocks({batch_size}, **options) for model in models)
+    if (found := describe_compilation(run, world)) != "on":
+        yield found
+        return
+    images = micro_batch_size(run, world.size)
+    num_blocks = sum(model.compile_blocks({images}, **options) for model in models)
     if world.is_primary:
         print("train.compile: the first update and the first evaluation take longer, to compile blocks", flush=True)
     exceptions = torch._dynamo.exc
     try:
         # Gradients are averaged block by block anyway: dynamo need not cut graphs for that.
-        with torch._dynamo.config.patch(recompile_limit=2 * num_blocks, optimize_ddp=False):
-            yield
+        with (
+            torch._dynamo.config.patch(recompile_limit=2 * num_blocks, optimize_ddp=False),
+            torch._inductor.config.patch(deterministic=run.train.deterministic),
+        ):
+            yield found
     except exceptions.FailOnRecompileLimitHit as error:
         problem = "the blocks are compiled again and again (TORCH_LOGS=recompiles says why)"
         raise CompilationFailed(f"train.compile: {problem}; set it to false") from error

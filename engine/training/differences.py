@@ -34,6 +34,9 @@ RESUMABLE_OPTIONS = {
 }
 """Options without an effect on the trained weights: a run may be resumed with other values."""
 
+BY_DEVICE = {"train.compile", "train.cuda_graph"}
+"""Options whose value auto depends on the device."""
+
 TEACHER = "teacher_weights"
 """Key of the teacher's digest, known only after the teacher is loaded."""
 
@@ -66,7 +69,8 @@ def find_differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> set[s
     """Returns the options with an effect in which the runs `here` and `there` differ.
 
     Besides `RESUMABLE_OPTIONS`, these are without an effect: a mechanism's `released`, which only chooses the defaults
-    of other options, and `optim.betas` and `optim.eps` that are the optimiser's own or that it does not take.
+    of other options, `optim.betas` and `optim.eps` that are the optimiser's own or that it does not take, and those of
+    `BY_DEVICE` that are auto in one of the runs.
 
     Args:
         there, here: dotted path of an option -> value.
@@ -74,7 +78,8 @@ def find_differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> set[s
     there, here = without_defaults(there), without_defaults(here)
     changed = {key for key in there.keys() | here.keys() if there.get(key, ABSENT) != here.get(key, ABSENT)}
     idle = {key for key in changed if key.startswith("attention.") and key.endswith(".released")}
-    return changed - idle - RESUMABLE_OPTIONS
+    resolved = {key for key in BY_DEVICE if "auto" in (there.get(key), here.get(key))}
+    return changed - idle - resolved - RESUMABLE_OPTIONS
 
 
 def list_differences(there: Mapping[str, Any], here: Mapping[str, Any], allowed: Collection[str] = ()) -> list[str]:

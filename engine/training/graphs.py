@@ -178,7 +178,7 @@ class GraphedNetwork(nn.Module):
         self._backward_pass()
 
     def _forward_pass(self) -> tuple[Tensor, ...]:
-        with autocast(self.amp, self.inputs[0].device, cache_enabled=False):  # a cache would outlive the graph
+        with autocast(self.amp, self.inputs[0].device):  # its cache of weights begins and ends with the pass
             outputs = self.network(*self.inputs)
         self.is_single = isinstance(outputs, Tensor)
         self.outputs = (outputs,) if self.is_single else tuple(outputs)

@@ -26,6 +26,7 @@ from engine.run.load import dump_run
 from engine.runtime.distributed import World, autocast
 from engine.runtime.memory import saved_storages
 from engine.runtime.text import describe_error
+from engine.training.compilation import describe_compilation
 from engine.training.device import chosen_kernels
 from engine.training.objective import create_objective
 from engine.training.optim import create_optimizer
@@ -86,6 +87,7 @@ def print_plan(run: Run, world: World, output: Path, allowed: Sequence[str] = ()
         "steps": f"{steps:,}: {epochs:,} epochs of {sampler.updates_per_epoch:,}",
         "batch": f"{batch:,} images: processes x passes x images of a pass = {passes}",
         "kernels": taken,
+        "compile": describe_compilation(run, world),
         "CUDA graph": f"off: {reason}" if (reason := why_eager(run, world.on_cuda)) else "on",
         "memory": describe_memory(run, world, images),
         "resumes": found,

@@ -25,6 +25,7 @@ def test_both_phases_begin_with_the_most_valuable_task():
     for phase in ("warm", "time"):
         found = tasks(phase, STEPS, [*MODELS], NETWORKS)
         assert found[: len(NETWORKS)] == [f"training/tiny8/{network}" for network in NETWORKS]
+        assert found.index("training/tiny4/timm") < found.index("inference/1") < found.index("training/small8/eva")
         assert ("layers/784" in found) == (phase == "time")
         assert ("errors/0" in found) == (phase == "warm")
 
@@ -45,7 +46,7 @@ def test_a_failure_is_a_row_and_another_execution_follows(worker, tmp_path, monk
     worker.peer = "tiny8", {"eager": lambda: None}
     worker.run("training/tiny8/eva")
     found = rows(tmp_path, "gpu_training.csv")
-    assert [row["execution"] for row in found] == [gpu_tasks.BEST, "cuda-graph", "eager"]
+    assert [row["execution"] for row in found] == [gpu_tasks.BEST, "cuda-graph", "compiled", "eager"]
     assert all("too bad" in row["failure"] and row["name"] == "eva" and not row["seconds"] for row in found)
 
 

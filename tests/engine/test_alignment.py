@@ -1,6 +1,7 @@
 """Alignment: the loss against its formula, what is fitted and trained, and the teachers that are taken and refused."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -166,7 +167,8 @@ def test_the_blocks_of_the_teacher_are_compiled(tmp_path: Path):
     expected = objective(objective.wrap(model), images, None)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    with compiled_blocks([model, *objective.compiled], 4, WORLD, backend="aot_eager"):
+    of_four = replace(run, train=replace(run.train, total_batch_size=4, compile=True))
+    with compiled_blocks([model, *objective.compiled], of_four, WORLD, backend="aot_eager"):
         torch.testing.assert_close(objective(objective.wrap(model), images, None), expected)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 

@@ -3,16 +3,18 @@
 import copy
 import json
 import random
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from timm.layers import DropPath
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-import train
 from attention.options import OptionError
 from engine.objectives.classification import Classification
 from engine.run.checks import check_cuda_graph, why_eager
@@ -22,7 +24,9 @@ from engine.runtime.errors import UserError
 from engine.training import graphs
 from engine.training.graphs import Capture, GraphedNetwork, Uncapturable, graph_passes
 from models import create_model
+from tests.engine.test_resume import Runs
 from tests.engine.test_train import RUN, relative_rms, start
+from tests.support.launcher import ForkServer
 
 ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -89,25 +93,36 @@ def test_a_capture_leaves_everything_as_it_was():
     assert network.linear.weight.grad.eq(1).all()
 
 
-@pytest.mark.parametrize("accumulates", [False, True])
-def test_gradients_add_up_over_micro_batches(accumulates: bool):
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("num_micro", [1, 3])
+@pytest.mark.parametrize("ranks", ["one rank", "several ranks"])
+def test_gradients_add_up_over_micro_batches(num_micro: int, ranks: str, process_group: None):
     """Without copies, the second replay would overwrite the first gradient."""
     eager = Noisy().train()
     network = copy.deepcopy(eager)
-    replayed, capture = graphed(network, accumulates)
+    wrapped, capture = graphed(network, num_micro > 1)
+    if ranks == "several ranks":
+        wrapped = DistributedDataParallel(wrapped)  # the group has one rank, but the hooks are those of several
     for _ in range(2):  # updates
-        for micro in range(3 if accumulates else 1):
-            x = torch.randn(4, 3)
-            for module in (eager, replayed):
+        for micro in range(num_micro):
+            x, is_last = torch.randn(4, 3), micro + 1 == num_micro
+            for module in (eager, wrapped):
                 torch.manual_seed(micro)
-                logits, sums = module(x)
-                (logits.square().mean() + sums.mean()).backward()
+                with nullcontext() if is_last or not hasattr(module, "no_sync") else module.no_sync():
+                    logits, sums = module(x)
+                    (logits.square().mean() + sums.mean()).backward()
         for weight, expected in zip(network.parameters(), eager.parameters(), strict=True):
-            assert (weight.grad is None) == (expected.grad is None)
-            assert weight.grad is None or torch.equal(weight.grad, expected.grad)
+            gradient = torch.zeros_like(weight) if expected.grad is None else expected.grad
+            assert weight.grad is expected.grad is None or torch.equal(weight.grad, gradient)
         network.zero_grad()
         eager.zero_grad()
-    assert capture.replays == [6, 6] if accumulates else [2, 2]
+    assert capture.replays == [2 * num_micro] * 2
     assert torch.equal(network.norm.running_var, eager.norm.running_var)
 
 
@@ -211,13 +226,8 @@ def test_graphs_on_a_cpu_are_refused_before_data_is_touched(tmp_path: Path, caps
     assert "train.cuda_graph = true: the device is not cuda; set train.device=cuda" in capsys.readouterr().err
 
 
-@pytest.fixture
-def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Deterministic algorithms, which cuBLAS has with a workspace of its own."""
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-
-
-GPU_RUN = ("train.device=cuda", "optim.opt=sgd", "model.drop_path_rate=0.2", "train.log_every=1", "schedule.epochs=2")
+GPU_RUN = ("train.device=cuda", "optim.opt=sgd", "optim.lr=0.1", "model.drop_path_rate=0.2", "schedule.epochs=2")
+"""Ten updates, which change the weights by 3 % of their RMS."""
 
 
 @pytest.mark.gpu
@@ -241,7 +251,7 @@ def test_graphs_on_a_gpu_train_as_without(name: str, overrides: tuple[str, ...],
     expected = start(tmp_path / "eager", "train.cuda_graph=false", *given)
     again = start(tmp_path, "train.cuda_graph=true", *given)
     assert start_record(tmp_path)["cuda_graph"].startswith("on")
-    assert relative_rms(again["model"], expected["model"]) < 1e-3
+    assert relative_rms(again["model"], expected["model"]) < 2e-3
 
 
 @pytest.mark.gpu
@@ -257,7 +267,7 @@ def test_replays_on_a_gpu_draw_anew(tmp_path: Path):
             if seed is not None:
                 torch.cuda.manual_seed(seed)
             draws.append(module(inputs)[1].eq(0).tolist())
-    assert draws[0::2] == draws[1::2]  # as without graphs
+    assert draws[0:6:2] == draws[1:6:2]  # as without graphs
     assert draws[0] == draws[2] != draws[4] != draws[6]
     assert sum(draws[6]) not in (0, 64)
 
@@ -275,26 +285,8 @@ def test_what_waits_on_a_gpu_is_refused(act):
 
 @pytest.mark.gpu
 @ON_GPU
-@pytest.mark.usefixtures("on_gpu")
-@pytest.mark.parametrize("name", ["softmax", "eva", "performer"])
-def test_a_graphed_run_on_a_gpu_resumes_to_the_same_bits(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The run ends without saving in the fourth update of five; the checkpoint is that after the second."""
-    (tmp_path / "whole").mkdir()
-    given = (*GPU_RUN, f"attention={name}", "train.deterministic=true", "train.cuda_graph=true", "model.stem=conv")
-    given += ("train.grad_accum_steps=2", "train.ema_decay=0.9", "train.checkpoint_steps=2", "train.amp=bf16")
-    expected = start(tmp_path / "whole", *given)
-    update, calls = train.Trainer.update, []
-
-    def fail_late(trainer, batches):
-        calls.append(1)
-        if len(calls) == 4:
-            raise ArithmeticError("the end")
-        return update(trainer, batches)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(train.Trainer, "update", fail_late)
-        with pytest.raises(ArithmeticError):
-            start(tmp_path, *given)
-    again = start(tmp_path, *given)
-    for state in ("model", "model_ema", "optimizer"):
-        torch.testing.assert_close(again[state], expected[state], rtol=0, atol=0)
+@pytest.mark.parametrize("name", ["eva", "performer"])
+def test_a_graphed_run_on_a_gpu_resumes_to_the_same_bits(name: str, fork_server: ForkServer, tmp_path: Path):
+    overrides = f"attention={name}", "train.device=cuda", "train.cuda_graph=true", "train.deterministic=true"
+    runs = Runs(fork_server, tmp_path, (*overrides, "train.amp=bf16", "train.grad_accum_steps=2"))
+    assert runs.survives(("train.nn.utils.clip_grad_norm_", 9, "SIGKILL")) != [0]

@@ -231,6 +231,12 @@ def test_runs_from_before_go_on_where_nothing_changes(name: str, lines: list[str
     assert list_differences(other | FORMER, here, ["optim.opt"]) == []
 
 
+def test_compilation_may_differ_unless_both_runs_choose_it():
+    """Auto depends on the GPU, and a run from before has false."""
+    assert not list_differences({"train.compile": False}, {"train.compile": "auto"})
+    assert list_differences({"train.compile": True}, {"train.compile": False})
+
+
 @pytest.mark.parametrize("name", ["adamw", "lion", "muon", "sgd", "adam", "lamb"])
 def test_weight_decay_is_decoupled_from_the_gradient_or_not(name: str):
     """Decoupled, it takes lr * weight_decay of the weights, and the next step's moments know nothing of it."""

@@ -44,6 +44,7 @@ def test_a_new_run(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: p
     assert facts["steps"] == "15: 3 epochs of 5"
     assert facts["batch"].endswith(" = 1 x 2 x 120")
     assert re.match(r"\d+ MB a process, without .*\n +weights 0\.0\n +gradients 0\.0\n +optim", facts["memory"])
+    assert facts["compile"] == "off: no CUDA GPU"
     assert facts["resumes"].startswith(f"nothing; {tmp_path / 'run'} has no checkpoint")
 
 

@@ -20,8 +20,10 @@ from engine.checkpoints.files import find_checkpoint, load_checkpoint
 from engine.checkpoints.progress import Progress
 from engine.config.schema import Data, Optim, Schedule, Train
 from engine.objectives.classification import Classification
+from engine.run.load import parse_run
 from engine.runtime.distributed import World
-from engine.training.compilation import CompilationFailed, compiled_blocks
+from engine.training import compilation
+from engine.training.compilation import CompilationFailed, compiled_blocks, describe_compilation
 from engine.training.exchange import UpdateExchange
 from engine.training.nonfinite import FiniteGuard
 from engine.training.optim import create_average, create_optimizer, create_schedule
@@ -186,13 +188,40 @@ def test_compilation_that_fails_is_one_line(tmp_path: Path, monkeypatch: pytest.
 
 def test_too_many_graphs_are_an_error():
     model = create_model("deit", attention="softmax", img_size=16, patch_size=8, embed_dim=12, depth=1)
+    run = parse_run(RUN, "run.yaml", ["train.total_batch_size=2", "train.compile=true"])
     torch.compiler.reset()
     with torch.no_grad(), ExitStack() as stack:
         stack.enter_context(pytest.raises(CompilationFailed, match="again and again"))
-        stack.enter_context(compiled_blocks([model], 2, World(torch.device("cpu")), backend="eager"))
+        stack.enter_context(compiled_blocks([model], run, World(torch.device("cpu")), backend="eager"))
         for grid in [(1, 4), (4, 1)]:
             model.blocks[0](torch.zeros(2, 4, 12), grid)
         model.blocks[0](torch.zeros(2, 4, 12), (2, 2))
+
+
+@pytest.mark.parametrize(
+    ("override", "capability", "triton", "expected"),
+    [
+        ("train.compile=auto", (8, 0), True, "on"),
+        ("train.compile=auto", (12, 0), True, "on"),
+        ("train.compile=auto", (7, 5), True, "off: compute capability 7.5 is below 8.0"),
+        ("train.compile=auto", (9, 0), False, "off: Triton is not installed"),
+        ("train.compile=auto", None, True, "off: no CUDA GPU"),
+        (
+            "train.kernels=lean",
+            (9, 0),
+            True,
+            "off: train.kernels = lean: compiled blocks take auto; set it",
+        ),
+        ("train.compile=true", None, False, "on"),
+        ("train.compile=false", (9, 0), True, "off: train.compile = false"),
+    ],
+)
+def test_automatic_compilation(override: str, capability, triton: bool, expected: str, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(compilation, "find_spec", lambda name: triton or None)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    world = World(torch.device("cuda" if capability else "cpu"))
+    assert describe_compilation(parse_run(RUN, "run.yaml", [override]), world).startswith(expected)
 
 
 @pytest.mark.complete

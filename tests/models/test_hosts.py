@@ -1,0 +1,333 @@
+"""Models of timm and transformers with another attention: `replace_attention` and the census."""
+
+import copy
+import functools
+import io
+from contextlib import nullcontext
+
+import pytest
+import timm
+import torch
+import transformers
+from timm.models import VisionTransformer
+from torch import nn
+
+from attention import ATTENTION, LayerContext, OptionError
+from models import replace_attention
+from models.census import FAMILIES, main
+from models.hosts import Replaced, attention_calls
+from tests.support.comparisons import BF16_RMS, FP32_RMS, FP64, rms_ratio
+from tests.support.facts import CASES, light
+
+SIZE = 64, 96
+EVA = {"name": "eva", "window_size": 2, "num_landmarks": 4}
+VIT = {"embed_dim": 48, "depth": 2, "num_heads": 3}
+OF_TIMM = {  # a host of every attention class that is reached -> small options
+    "vit_tiny_patch16_224": VIT,
+    "vit_small_patch14_reg4_dinov2": {**VIT, "patch_size": 16},
+    "vit_small_patch16_dinov3": VIT,
+}
+OTHERS = {
+    "eva02_tiny_patch14_224": {**VIT, "patch_size": 16},
+}
+SMALL = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 64}
+SMALL |= {"image_size": 64, "patch_size": 16}
+
+
+def of_timm(name, **options):
+    torch.manual_seed(0)
+    return timm.create_model(name, num_classes=5, **{"img_size": SIZE, **{**OF_TIMM, **OTHERS}[name], **options}).eval()
+
+
+def of_family(name, **options):
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(name, **SMALL, **options)
+    return transformers.AutoModel.from_config(config).eval()
+
+
+def images(size=SIZE, count=2):
+    return torch.randn(count, 3, *size, generator=torch.Generator().manual_seed(0))
+
+
+def outputs(host, x):
+    y = host(x)
+    return y if isinstance(y, torch.Tensor) else y.last_hidden_state
+
+
+def gradients(host, x):
+    host.zero_grad()
+    y = outputs(host, x)
+    (y * torch.linspace(-1, 1, y.numel()).view_as(y)).sum().backward()
+    return y, {name: p.grad for name, p in host.named_parameters() if p.grad is not None}
+
+
+def assert_same(a, b):
+    (y, of_a), (z, of_b) = a, b
+    assert torch.equal(y, z)
+    assert of_a.keys() == of_b.keys()
+    assert all(torch.equal(of_a[name], of_b[name]) for name in of_a)
+
+
+complete = pytest.mark.complete
+
+
+@pytest.mark.parametrize("name", [*OF_TIMM, *(pytest.param(name, marks=complete) for name in OTHERS)])
+def test_softmax_in_timm_is_the_host_to_the_bit(name):
+    host, replaced, x = of_timm(name), replace_attention(of_timm(name), "softmax"), images()
+    assert sum(isinstance(module, Replaced) for module in replaced.modules()) == len(attention_calls(host))
+    assert host.state_dict().keys() == replaced.state_dict().keys()
+    assert_same(gradients(host, x), gradients(replaced, x))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in ("dinov2", "dinov3_vit") else complete) for name in FAMILIES.split()],
+)
+def test_softmax_in_transformers_is_the_host_to_the_bit(name):
+    host, replaced, x = of_family(name), replace_attention(of_family(name), "softmax"), images((64, 64))
+    assert sum(isinstance(module, Replaced) for module in replaced.modules()) == 2
+    assert host.state_dict().keys() == replaced.state_dict().keys()
+    for model in (host, replaced):
+        torch.manual_seed(1)  # vit_mae draws its patches
+        model.result = gradients(model, x)
+    assert_same(host.result, replaced.result)
+
+
+REFUSED = {  # mechanism -> the reason, by default
+    **dict.fromkeys(["transformer_ls", "linear_sra", "abc", "inline", "reformer", "sra"], "has projections of its own"),
+    **dict.fromkeys(["rala", "polaformer", "mlla"], "gates its output by the layer's input"),
+}
+
+
+@pytest.mark.parametrize("case", light(CASES))
+def test_every_mechanism_is_its_own_layer_or_refused(case):
+    """A host's layer with the projections of the mechanism's own layer has the same outputs and gradients."""
+    P, context = case.options.get("num_prefix_tokens", 0), LayerContext.__dataclass_fields__
+    size = {"patch_size": 2, "img_size": tuple(2 * side for side in case.grid)}
+    tokens = {"class_token": P > 0, "reg_tokens": max(0, P - 1), "global_pool": "avg"}
+    host = VisionTransformer(**size, **tokens, embed_dim=12, depth=1, num_heads=3).double()
+    own_options = ATTENTION[case.name].Config.__dataclass_fields__
+    options = {key: value for key, value in case.options.items() if key in own_options or key not in context}
+    is_refused = case.name in REFUSED
+    remedy = "keeps its own projections; choose other options, or another mechanism"
+    with pytest.raises(OptionError, match=f"{REFUSED[case.name]}.*{remedy}") if is_refused else nullcontext():
+        replace_attention(host, {"name": case.name, **options})
+    if is_refused:
+        return
+    ours, layer, x = case.build(), host.blocks[0].attn, case.tokens()
+    names = {name: value for name, value in ours.state_dict().items() if not name.startswith(("qkv.", "proj."))}
+    layer.core.load_state_dict(names)
+    layer.proj.load_state_dict(ours.proj.state_dict())
+    with torch.no_grad():
+        for name, parameter in ours.qkv.named_parameters():
+            layer.qkv.get_parameter(name)[-len(parameter) :] = parameter
+    layer.pass_grid.grid = case.grid
+    for is_training in (False, True):
+        results = []
+        for function in (functools.partial(ours.train(is_training), grid=case.grid), layer.train(is_training)):
+            torch.manual_seed(3)
+            x = x.detach().requires_grad_()
+            y = function(x)
+            results.append((y, *torch.autograd.grad((y * torch.linspace(-1, 1, y.numel()).view_as(y)).sum(), x)))
+        torch.testing.assert_close(*results, rtol=FP64, atol=FP64)
+
+
+def test_another_image_size_has_its_own_grid():
+    """Parameters of positions are those of the grid at replacement; windows and landmarks follow the image."""
+    host = replace_attention(of_timm("vit_small_patch14_reg4_dinov2", dynamic_img_size=True), EVA)
+    core, x, grids = host.blocks[0].attn.core, images((48, 160)), []
+    attend = core.attend
+    core.attend = lambda *args: (grids.append(args[3]), attend(*args))[1]
+    y = host(x)
+    assert grids == [(3, 10)]
+    assert not torch.equal(host(x.mT.contiguous()), y)
+    assert grids == [(3, 10), (10, 3)]
+
+
+def test_a_mechanism_for_each_block():
+    host = of_timm("vit_tiny_patch16_224")
+    replace_attention(host, [{"blocks": 1, "name": "softmax"}, {"blocks": 0, **EVA}])
+    assert [block.attn.core.name() for block in host.blocks] == ["eva", "softmax"]
+    with pytest.raises(OptionError, match=r"attention\[0\].blocks = 2: there is no block 2; there are 0 to 1"):
+        replace_attention(of_timm("vit_tiny_patch16_224"), [{"blocks": 2, **EVA}])
+
+
+@pytest.mark.parametrize("name", ["vit_small_patch16_dinov3", pytest.param("vit_tiny_patch16_224", marks=complete)])
+def test_copies_and_half_types(name):
+    host, x = replace_attention(of_timm(name), EVA), images()
+    y = host(x)
+    file = io.BytesIO()
+    torch.save(host, file)
+    file.seek(0)
+    for copied in (copy.deepcopy(host), torch.load(file, weights_only=False)):
+        assert torch.equal(copied(x), y)
+        first, second = (block.attn.pass_grid for block in copied.blocks)
+        assert first is second is not host.blocks[0].attn.pass_grid
+    with torch.autocast("cpu", torch.bfloat16):
+        assert rms_ratio(host(x).float(), y) < 2 * BF16_RMS  # projections, norms and head as well
+    half = replace_attention(of_timm(name).bfloat16(), EVA)
+    half.load_state_dict(host.state_dict())
+    assert rms_ratio(half(x.bfloat16()).float(), y) < 3 * BF16_RMS
+
+
+@pytest.mark.parametrize("sizes", [[(64, 96), (32, 48)], [(64, 96), (96, 64)]])
+def test_checkpointing_recomputes_every_pass_on_its_own_grid(sizes):
+    """Crops of several sizes go forward before one goes backward."""
+    host = replace_attention(of_timm("vit_small_patch14_reg4_dinov2", dynamic_img_size=True), EVA).train()
+    results = []
+    for is_checkpointed in (False, True):
+        host.set_grad_checkpointing(is_checkpointed)
+        host.zero_grad()
+        torch.manual_seed(1)
+        loss = sum(host(images(size)).square().sum() for size in sizes)
+        if is_checkpointed and sizes[0] == sizes[1][::-1]:
+            with pytest.raises(ValueError, match="this pass has no grid, or grids of two shapes"):
+                loss.backward()
+            return
+        loss.backward()
+        results.append([p.grad for p in host.parameters() if p.grad is not None])
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=complete)])
+def test_compiled_and_exported(backend):
+    host = replace_attention(of_timm("vit_small_patch14_reg4_dinov2", dynamic_img_size=True), EVA)
+    compiled = torch.compile(host, fullgraph=True, backend=backend)
+    with torch.no_grad():
+        for size in (SIZE, (48, 160), (160, 48)):  # the second makes a graph for all sizes
+            assert rms_ratio(compiled(images(size)), host(images(size))) < FP32_RMS
+        exported = torch.export.export(host, (images(),)).module()
+        assert rms_ratio(exported(images()), host(images())) < FP32_RMS
+
+
+def wrapped(problem):
+    """A host that is refused as a whole."""
+    host = of_timm("vit_tiny_patch16_224")
+    if problem == "scripted":
+        return torch.fx.GraphModule(host, torch.fx.Graph())
+    if problem == "compiled":
+        return torch.compile(host)
+    if problem == "block compiled":
+        host.blocks[0].compile()
+    if problem == "quantised":
+        host.head.weight = nn.Parameter(torch.zeros(5, 48, dtype=torch.int8), requires_grad=False)
+    if problem == "parallel":
+        return nn.DataParallel(host)
+    if problem == "replaced":
+        return replace_attention(host, "softmax")
+    if problem == "unfused":
+        host.blocks[1].attn.fused_attn = False
+    if problem == "dropout":
+        host.blocks[1].attn.attn_drop.p = 0.1
+    if problem == "scale":
+        config = transformers.ViTConfig(**SMALL)
+        host = transformers.ViTModel(config)
+        host.layers[1].attention.scaling = 1.0
+    if problem == "eager":
+        return transformers.ViTModel(transformers.ViTConfig(**SMALL, attn_implementation="eager"))
+    return host
+
+
+@pytest.mark.parametrize(
+    ("problem", "message"),
+    [
+        ("scripted", "GraphModule is a frozen graph; replace the attention before it is scripted"),
+        ("compiled", "OptimizedModule is compiled; replace the attention before torch.compile"),
+        ("block compiled", "VisionTransformer is compiled; replace"),
+        ("quantised", "has quantised or sharded weights; replace the attention before"),
+        ("parallel", "DataParallel is wrapped for several devices; replace the attention of its module before"),
+        ("replaced", "has attention of this package already; create it anew"),
+        ("unfused", r"blocks.1.attn has fused_attn = False, .*; call timm.layers.set_fused_attn"),
+        ("dropout", r"blocks.1.attn drops attention weights \(dropout 0.1\); make that 0, and give .* attn_drop"),
+        ("scale", r"layers.1.attention scales its logits by 1 and not by 0.25; no mechanism can take its place"),
+        ("eager", r"ViTModel has attn_implementation = 'eager'; call its set_attn_implementation\('sdpa'\)"),
+    ],
+)
+def test_a_model_is_refused_before_any_change(problem, message):
+    host = wrapped(problem)
+    before = [type(module) for module in host.modules()]
+    with pytest.raises(OptionError, match=f"model: .*{message}"):
+        replace_attention(host, EVA)
+    assert [type(module) for module in host.modules()] == before
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("resnet18", "ResNet has no attention among its tokens that calls torch's scaled_dot_product_attention"),
+        ("beit_base_patch16_224", r"blocks.0.attn adds a mask or a position bias to its logits \(attn_mask\)"),
+        ("swin_tiny_patch4_window7_224", "layers.0.blocks.0.attn has fused_attn = False"),
+        ("pvt_v2_b0", "stages.0.blocks.0.attn has keys of another length, 49 for 3136 queries"),
+        ("hiera_tiny_224", "windows in a dimension of their own"),
+        ("mobilevit_xxs", "folds windows into the batch"),
+    ],
+)
+def test_an_architecture_is_refused_by_name(name, message):
+    with torch.device("meta"):
+        host = timm.create_model(name)
+    with pytest.raises(OptionError, match=message):
+        replace_attention(host, EVA)
+
+
+@pytest.mark.parametrize(
+    ("attention", "message"),
+    [
+        ("identity", "num_prefix_tokens = 5: identity does not declare"),
+        ({**EVA, "window_size": 9}, r"attention\(eva\).window_size = 9: .* 4x6 grid"),
+        ({**EVA, "windows": 2}, "did you mean 'window_size'"),
+        ({"name": "relu_linear", "scales": [3]}, "has an output projection of its own"),
+    ],
+)
+def test_a_mechanism_is_refused_before_any_change(attention, message):
+    host = of_timm("vit_small_patch16_dinov3")
+    keys = host.state_dict().keys()
+    with pytest.raises(OptionError, match=message):
+        replace_attention(host, attention)
+    assert host.state_dict().keys() == keys
+    assert not any(isinstance(module, Replaced) for module in host.modules())
+
+
+def test_calls_that_say_something_else_are_refused():
+    host = replace_attention(of_timm("vit_tiny_patch16_224"), EVA)
+    layer, x = host.blocks[0].attn, torch.randn(2, 25, 48)
+    host(images())
+    with pytest.raises(ValueError, match=r"blocks.0.attn: .* is causal"):
+        layer(x, is_causal=True)
+    with pytest.raises(ValueError, match="adds a mask or a position bias to its logits"):
+        layer(x, attn_mask=torch.ones(25, 25, dtype=torch.bool))
+    with pytest.raises(ValueError, match="got 20 tokens after 1 prefix tokens, but this pass has a 4x6 grid"):
+        layer(x[:, :21])
+    layer.fused_attn = False
+    with pytest.raises(ValueError, match=r"blocks.0.attn: 0 calls of scaled_dot_product_attention"):
+        host(images())
+
+
+def test_patches_without_order_are_for_mechanisms_that_ignore_it():
+    """Patch dropout leaves some tokens out in training; vit_mae shuffles them."""
+    build = functools.partial(of_timm, "vit_tiny_patch16_224", patch_drop_rate=0.5)
+    assert_same(
+        *[gradients(model.train(False), images()) for model in (build(), replace_attention(build(), "softmax"))]
+    )
+    replace_attention(build(), "linear").train()(images()).sum().backward()
+    for host in (build(), of_family("vit_mae")):
+        with pytest.raises(OptionError, match=r"needs a grid of tokens.*; take a mechanism that ignores their order"):
+            replace_attention(host, EVA)
+
+
+def test_a_model_of_text_and_images_names_its_part():
+    host = transformers.CLIPModel(transformers.CLIPConfig(text_config=SMALL, vision_config=SMALL))
+    with pytest.raises(OptionError, match="CLIPModel takes text as well; give its vision_model"):
+        replace_attention(host, EVA)
+    replace_attention(host.vision_model, EVA)
+
+
+def test_census(capsys):
+    main(["vit_tiny_patch16_224", "resnet18", "hf:dinov2"])
+    assert capsys.readouterr().out.splitlines() == [
+        "resnet18: refused: model: ResNet has no attention among its tokens that calls torch's "
+        "scaled_dot_product_attention; take another model, such as a VisionTransformer of timm",
+        "vit_tiny_patch16_224: 12 Attention",
+        "hf:dinov2: 12 Dinov2Attention",
+        "2 of 3 architectures",
+    ]
