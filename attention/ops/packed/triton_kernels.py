@@ -20,9 +20,9 @@ INFINITY = tl.constexpr(float("inf"))
 
 
 class Sizes(NamedTuple):
-    """Compile-time constants of a kernel: heads and their width; rows and columns of the grid, of windows and of groups;
-    where the first window begins; number of groups; rows of groups of a program; block lengths; precision of fp32,
-    warps, stages of loads.
+    """Compile-time constants of a kernel: heads and their width; rows and columns of the grid and of windows; row and
+    column where the first window begins; rows and columns of groups, their number, and their rows in a program; block
+    lengths; precision of fp32, warps, stages of loads. Divisions by constants are cheap.
     """
 
     h: int
@@ -40,6 +40,7 @@ class Sizes(NamedTuple):
     bands: int
     block_w: int
     block_c: int
+    block_all: int
     block_n: int
     precision: str
     num_warps: int
@@ -135,11 +136,21 @@ def _landmark_logits(queries, landmarks, real, prior, S: tl.constexpr):
 
 
 @triton.jit
-def _normalised(means, weights, eps, S: tl.constexpr):
-    """Linear map of means, normalised, and the factor 1 / standard deviation. weights: (W, b, ...)."""
-    column = tl.arange(0, S.block_d)
-    matrix = cast(tl.load(weights[0] + column[:, None] + column[None, :] * S.d), means.dtype)  # of (out, in)
-    x = dot(means, matrix, S) + tl.load(weights[1] + column).to(tl.float32)[None, :]  # (c, d) @ (d, d)
+def _matrix(weights, dtype: tl.constexpr, inward: tl.constexpr, S: tl.constexpr):
+    """The matrix (out, in) of a linear map, or with `inward` (in, out)."""
+    row, column = tl.arange(0, S.block_d)[:, None], tl.arange(0, S.block_d)[None, :]
+    return cast(tl.load(weights[0] + (row + column * S.d if inward else row * S.d + column)), dtype)
+
+
+@triton.jit
+def _vector(x, S: tl.constexpr):
+    return tl.load(x + tl.arange(0, S.block_d)).to(tl.float32)[None, :]
+
+
+@triton.jit
+def _normalised(means, matrix, bias, eps, S: tl.constexpr):
+    """Linear map of means, normalised, and the factor 1 / standard deviation."""
+    x = dot(means, matrix, S) + bias  # (c, d) @ (d, d)
     x -= tl.sum(x, 1)[:, None] / S.d
     rstd = tl.rsqrt(tl.sum(x * x, 1) / S.d + eps)
     return x * rstd[:, None], rstd
@@ -147,10 +158,8 @@ def _normalised(means, weights, eps, S: tl.constexpr):
 
 @triton.jit
 def _transformed(means, weights, eps, S: tl.constexpr):
-    column = tl.arange(0, S.block_d)
-    hat, _ = _normalised(means, weights, eps, S)
-    gain, shift = tl.load(weights[2] + column).to(tl.float32), tl.load(weights[3] + column).to(tl.float32)
-    return hat * gain[None, :] + shift[None, :]
+    hat, _ = _normalised(means, _matrix(weights, means.dtype, True, S), _vector(weights[1], S), eps, S)
+    return hat * _vector(weights[2], S) + _vector(weights[3], S)
 
 
 @triton.jit
@@ -271,9 +280,11 @@ def landmark_gradient(qkv, k_tilde, beta, y, dy, lse, delta, dk_tilde, dbeta, B,
 
 
 @triton.jit
-def group_gradient(qkv, omega, beta, mass, shares, d_omega, dbeta, weights, d_logits, B, splits, S: tl.constexpr):
+def group_gradient(
+    qkv, omega, beta, mass, shares, d_omega, dbeta, weights, d_logits, members, B, splits, S: tl.constexpr
+):
     """Kernel of the groups of some rows of groups: the gradients of samples and values, and their tokens' weights and
-    gradients of log features.
+    gradients of log features. One image and head writes the matrix of members (N, block_all).
     """
     tokens, _, numbers, groups = _of_image(tl.program_id(0), S)
     group, real, first, last = _bands_of(tl.program_id(1), S)
@@ -291,9 +302,13 @@ def group_gradient(qkv, omega, beta, mass, shares, d_omega, dbeta, weights, d_lo
     for start in range(first, last, S.block_n):
         token = start + tl.arange(0, S.block_n)
         keys = _load(of_k, token, token < last, step, S)
-        members = group[:, None] == _group_of(token, S)[None, :]
-        logits = tl.where(members, _log_features(keys, samples, S) - normaliser[:, None], -INFINITY)
-        weight = _exp(logits)
+        own = _group_of(token, S)
+        if tl.program_id(0) == 0:
+            every = tl.arange(0, S.block_all)
+            of_every = cast((own[:, None] == every[None, :]).to(tl.float32), dtype)
+            tl.store(members + token[:, None] * S.block_all + every[None, :], of_every, (token < last)[:, None])
+        logits = _log_features(keys, samples, S) - normaliser[:, None]
+        weight = _exp(tl.where(group[:, None] == own[None, :], logits, -INFINITY))
         values = _load(of_v, token, token < last, step, S)
         d_logit = weight * (dot_exactly(gradient, tl.trans(values), S) - shift[:, None])  # (c, d) @ (d, n)
         tl.store(weights + numbers + token, tl.sum(weight, 0), token < last)
@@ -323,6 +338,9 @@ def _transform_gradient(
     size: tl.constexpr = S.tile_rows * S.tile_columns
     d_matrix = tl.full([S.block_d, S.block_d], 0.0, tl.float32)
     d_bias, d_gain, d_shift = (tl.full([S.block_d], 0.0, tl.float32),) * 3
+    dtype = means.dtype.element_ty
+    inward, outward = _matrix(weights, dtype, True, S), _matrix(weights, dtype, False, S)
+    bias, gain = _vector(weights[1], S), _vector(weights[2], S)
     for block in range(program, tl.cdiv(total, S.block_n), tl.num_programs(0)):
         row = block * S.block_n + tl.arange(0, S.block_n)
         real = row < total
@@ -331,17 +349,16 @@ def _transform_gradient(
             for split in range(splits):
                 dy += _load(dk_tilde + split * total * S.d, row, real, S.d, S)
         x = _load(means, row, real, S.d, S)
-        hat, rstd = _normalised(x, weights, eps, S)
+        hat, rstd = _normalised(x, inward, bias, eps, S)
         d_gain += tl.sum(dy * hat, 0)
         d_shift += tl.sum(dy, 0)
-        through = dy * tl.load(weights[2] + column).to(tl.float32)[None, :]
+        through = dy * gain
         dx = through - tl.sum(through, 1)[:, None] / S.d - hat * (tl.sum(through * hat, 1) / S.d)[:, None]
         dx *= rstd[:, None]
         d_bias += tl.sum(dx, 0)
         half = cast(dx, x.dtype)
         d_matrix += dot(tl.trans(half), x, S)  # (d, c) @ (c, d)
-        matrix = cast(tl.load(weights[0] + column[:, None] * S.d + column[None, :]), x.dtype)
-        _store(of_means, row, real, dot(half, matrix, S) * (S.d**0.5 / size), S.d, S)  # (c, d) @ (d, d)
+        _store(of_means, row, real, dot(half, outward, S) * (S.d**0.5 / size), S.d, S)  # (c, d) @ (d, d)
     share = shares + (program * 2 + tl.program_id(1)) * (S.d * S.d + 3 * S.d)
     tl.store(share + column[:, None] * S.d + column[None, :], d_matrix)
     rest = share + S.d * S.d + column
@@ -352,7 +369,7 @@ def _transform_gradient(
 
 @triton.jit
 def token_gradient(
-    qkv, bias, k_tilde, beta, omega, dbeta, dq_bar, dk_bar, weights, d_logits, y, dy, lse, delta, dqkv, dbias,
+    qkv, bias, k_tilde, beta, omega, dbeta, dq_bar, dk_bar, weights, d_logits, members, y, dy, lse, delta, dqkv, dbias,
     B, prior, splits, S: tl.constexpr,
 ):  # fmt: skip
     """Kernel of the gradients of q, k and v of every `programs`-th part of one head's images, a part being every
@@ -379,6 +396,7 @@ def token_gradient(
             token, valid = _window_tokens(i, S)
             queries = _load(qkv + tokens, token, valid, step, S)
             keys = _load(qkv + tokens + width, token, valid, step, S)
+            values = _load(qkv + tokens + 2 * width, token, valid, step, S)
             gradient = _load(dy + outputs, token, valid, width, S)
             normaliser = tl.load(lse + numbers + token, valid, other=INFINITY)[:, None]
             if k_tilde is None:
@@ -386,14 +404,14 @@ def token_gradient(
                 shift = tl.sum(output * gradient.to(tl.float32), 1)[:, None]
             else:
                 shift = tl.load(delta + numbers + token, valid, other=0.0)[:, None]
-                members = cast((_group_of(token, S)[:, None] == landmark[None, :]).to(tl.float32), dtype)
+                rows = members + (token[:, None] * S.block_c + landmark[None, :])
+                of_members = tl.load(rows, valid[:, None], other=0.0)
             weight = _exp(_window_logits(queries, keys, bias, head, valid, S) - normaliser)
             d_values = dot(tl.trans(cast(weight, dtype)), gradient, S)  # (k, q) @ (q, d)
             if k_tilde is not None:
                 within = tl.load(weights + numbers + token, valid, other=0.0)[:, None]
-                d_values += within * dot(members, d_groups, S)  # (k, c) @ (c, d)
+                d_values += within * dot(of_members, d_groups, S)  # (k, c) @ (c, d)
             _store(dqkv + tokens + 2 * width, token, valid, d_values, step, S)
-            values = _load(qkv + tokens + 2 * width, token, valid, step, S)
             d_weight = weight * (dot(gradient, tl.trans(values), S) - shift)  # (q, d) @ (d, k)
             if dbias is not None:
                 d_bias += d_weight
@@ -401,12 +419,12 @@ def token_gradient(
             d_keys = dot(tl.trans(half), queries, S)  # (k, q) @ (q, d)
             if k_tilde is not None:
                 within = tl.load(d_logits + numbers + token, valid, other=0.0)[:, None]
-                d_keys += dot(members, d_keys_mean, S)  # (k, c) @ (c, d)
-                d_keys += within * (dot(members, samples, S) - keys.to(tl.float32))  # (k, c) @ (c, d)
+                d_keys += dot(of_members, d_keys_mean, S)  # (k, c) @ (c, d)
+                d_keys += within * (dot(of_members, samples, S) - keys.to(tl.float32))  # (k, c) @ (c, d)
             _store(dqkv + tokens + width, token, valid, d_keys * S.d**-0.5, step, S)
             d_queries = dot(half, keys, S)  # (q, k) @ (k, d)
             if k_tilde is not None:
-                d_queries += dot(members, d_queries_mean, S)  # (q, c) @ (c, d)
+                d_queries += dot(of_members, d_queries_mean, S)  # (q, c) @ (c, d)
                 weight = _exp(_landmark_logits(queries, of_landmarks, real, prior, S) - normaliser)
                 d_weight = weight * (dot(gradient, tl.trans(of_groups), S) - shift)  # (q, d) @ (d, c)
                 d_queries += dot(cast(d_weight, dtype), of_landmarks, S)  # (q, c) @ (c, d)

@@ -73,7 +73,7 @@ class Geometry:
     def launch(self, run, programs: tuple[int, ...], *arguments, bands: int = 1) -> None:
         block_n, num_warps, num_stages = LAUNCHED[run.__name__]
         groups = bands * self.across if run in (summarise, group_gradient) else self.c
-        blocks = (block_length(size, LARGEST) for size in (math.prod(self.window), max(groups, 1)))
+        blocks = (block_length(size, LARGEST) for size in (math.prod(self.window), groups, self.c))
         sizes = self.h, self.d, self.d, *self.grid, *self.window, *self.origin, *self.tile, self.c, bands, *blocks
         launch(run, programs, *arguments, Sizes(*sizes, block_n, precision(), num_warps, num_stages))
 
@@ -99,8 +99,8 @@ def _packed(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The outputs that `_empty_outputs` lists.
 
-    bias: (h, w, block) in units of log 2, padded by -inf. weights: W, b, gain and shift of the landmark transforms of queries and keys;
-    none without landmarks.
+    bias: (h, w, block) in units of log 2, padded by -inf. weights: W, b, gain and shift of the landmark transforms of
+    queries and keys; none without landmarks.
     """
     G = Geometry(qkv, weights, grid, window, origin, tile)
     y, lse, *summaries = _empty_outputs(qkv, weights, grid, tile)
@@ -150,11 +150,12 @@ def _packed_backward(
     """
     G, (y, lse, *summaries) = Geometry(qkv, weights, grid, window, origin, tile), saved
     dqkv, *shares = _empty_gradients(qkv, bias, weights, grid, window, origin, tile, of_bias)
-    of_landmarks, of_tokens, delta = (None,) * 6, (None, None), None
+    of_landmarks, of_tokens, delta = (None,) * 6, (None,) * 3, None
     if weights:
         q_bar, k_bar, omega, k_tilde, beta, mass = summaries
         splits, total = G.splits(triton.cdiv(G.N, 64)), G.B * G.h * G.c
         delta, *of_tokens = (torch.empty_like(lse) for _ in range(3))
+        of_tokens.append(qkv.new_empty(G.N, block_length(G.c, LARGEST)))  # the members of groups
         dk_tilde, of_values = (lse.new_empty(splits, *k_tilde.shape) for _ in range(2))
         d_omega, dbeta, dq_bar, dk_bar = map(torch.empty_like, (beta, q_bar, q_bar, k_bar))
         inputs = qkv, k_tilde, beta, y, dy, lse
