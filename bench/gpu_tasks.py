@@ -56,7 +56,6 @@ COLUMNS = {
 peak_bytes in training: everything, with weights and the optimiser's state. excess: the error as a multiple of the
 allowed one. failure: why a row has no measurements.
 """
-STEPS = "training", "inference", "layers", "errors"
 PARTS = 8
 """Number of tasks that the cases of kernels are divided into."""
 
@@ -87,15 +86,15 @@ MODELS = {
     "tiny8": deit("tiny", 8, 128),
     "small16": deit("small", 16, 256),
     "tiny4": deit("tiny", 4, 32),
-    "small8": deit("small", 8, 64),
-    "tiny16": deit("tiny", 16, 256),
     "pvtv2_b1": Shape(
         *("pvtv2", ["model.name=pvtv2_b1"], ("pvt_v2_b1", {}), 3136, 128),
         smallest=["model.img_size=112", "model.depths=[1,1,1,1]"],
     ),
+    "tiny16": deit("tiny", 16, 256),
+    "small8": deit("small", 8, 64),
 }
-"""Models to train, in order of value."""
-NETWORKS = ["timm", "softmax", "eva", "lara", "performer:num_samples=64", "local"]
+"""Models to train."""
+NETWORKS = ["timm", "eva", "softmax", "lara", "performer:num_samples=64", "local"]
 """timm's model and ours, by their attention."""
 OTHERS = ["performer", "ra", "nystrom", "combiner", "transformer_ls", "scatterbrain"]
 """Further layers."""
@@ -104,15 +103,26 @@ BEST = "compiled-cuda-graph"
 """Execution of timm's model that others are timed beside."""
 
 
+STEPS = "training", "layers", "inference", "errors"
+ORDER = (
+    *("training/tiny8", "training/small16", "training/tiny4", "layers/784", "layers/3136", "inference/1"),
+    *("training/pvtv2_b1", "training/tiny16", "training/small8", "inference/128", "errors"),
+)
+"""Beginnings of tasks, the most valuable first."""
+
+
 def tasks(phase: str, steps: Sequence[str], models: Sequence[str], networks: Sequence[str]) -> list[str]:
-    """Returns the tasks of a phase, the most valuable first. Errors need no quiet GPU: they are of the first phase."""
-    found = {
+    """Returns the tasks of a phase. Layers need no compiler, and errors no quiet GPU: they are of one phase."""
+    parts = {
         "training": [f"training/{model}/{network}" for model in models for network in networks],
-        "inference": ["inference/1", "inference/128"],
         "layers": ["layers/784", "layers/3136"] if phase == "time" else [],
+        "inference": ["inference/1", "inference/128"],
         "errors": [f"errors/{part}" for part in range(PARTS)] if phase == "warm" else [],
     }
-    return [task for step in STEPS if step in steps for task in found[step]]
+    found = [task for step in steps for task in parts[step]]
+    return sorted(
+        found, key=lambda task: next(n for n, start in enumerate(ORDER) if f"{task}/".startswith(f"{start}/"))
+    )
 
 
 def captured(call: Call) -> Call:
@@ -190,7 +200,7 @@ class Worker:
     def __init__(self, output: Path, phase: str, smoke: bool):
         self.output, self.warms, self.smoke = output, phase == "warm", smoke
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.rounds, self.seconds = (2, 0.0) if smoke else (10, 0.1)
+        self.rounds, self.seconds = (2, 0.0) if smoke else (7, 0.06)
         self.versions = {"device": device_name(self.device), **{name: version(name) for name in VERSIONS[1:]}}
         self.backend = {} if self.device.type == "cuda" else {"backend": "aot_eager"}
         self.peer: tuple[str, dict[str, Call]] = "", {}

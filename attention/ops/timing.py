@@ -50,14 +50,17 @@ def _milliseconds(clock: Clock, function: Callable[..., Any], args: Sequence[Any
         return x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
 
     def call() -> None:
-        results = function(*map(leaf, args), **{name: leaf(x) for name, x in kwargs.items()})
+        inputs, named = [leaf(x) for x in args], {name: leaf(x) for name, x in kwargs.items()}
+        results = function(*inputs, **named)
         results = [y for y in (results if isinstance(results, tuple) else (results,)) if y.requires_grad]
-        with autocast_off(args[0]):
-            torch.autograd.backward(results, [torch.ones_like(y) for y in results])
+        leaves = [x for x in (*inputs, *named.values()) if isinstance(x, Tensor) and x.requires_grad]
+        if leaves:  # parameters that the function knows get no gradients
+            with autocast_off(args[0]):
+                torch.autograd.backward(results, [torch.ones_like(y) for y in results], inputs=leaves)
 
     try:  # without the hooks of activations that are computed again
         with torch.autograd.graph.saved_tensors_hooks(Tensor.detach, Tensor.detach):
             return clock(call)
     except Exception as error:
-        warnings.warn(f"{function.__module__}.{function.__name__} fails here: {error}", stacklevel=2)
+        warnings.warn(f"{getattr(function, '__qualname__', function)} fails here: {error}", stacklevel=2)
         return torch.inf

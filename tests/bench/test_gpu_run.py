@@ -25,6 +25,7 @@ def test_both_phases_begin_with_the_most_valuable_task():
     for phase in ("warm", "time"):
         found = tasks(phase, STEPS, [*MODELS], NETWORKS)
         assert found[: len(NETWORKS)] == [f"training/tiny8/{network}" for network in NETWORKS]
+        assert found.index("training/tiny4/timm") < found.index("inference/1") < found.index("training/small8/eva")
         assert ("layers/784" in found) == (phase == "time")
         assert ("errors/0" in found) == (phase == "warm")
 
