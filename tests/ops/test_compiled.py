@@ -40,7 +40,7 @@ ON_PACKED = {
     "attend": (190, 0),
     "landmark_gradient": (255, 40),
     "group_gradient": (170, 0),
-    "transform_gradient": (255, 260),
+    "transform_gradient": (255, 300),
     "token_gradient": (255, 1060),  # 90 at most for 64 channels on the H100, as measured
 }
 ONE_BLOCK = WINDOWS.keys() - {"key_gradient", "bias_gradient"}
