@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         make_output(args.output, [*COLUMNS])
         for file, columns in COLUMNS.items():
             write_file(args.output / file, dicts_to_csv([], columns))
-    threads = str(max(1, (os.cpu_count() or 1) // args.processes))
+    threads = str(max(1, 2 * (os.cpu_count() or 1) // args.processes))
     environment = {"TORCHINDUCTOR_COMPILE_THREADS": threads, "OMP_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1"}
     if args.smoke:
         environment["TRITON_INTERPRET"] = "1"

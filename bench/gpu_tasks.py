@@ -96,17 +96,15 @@ MODELS = {
 """Models to train."""
 NETWORKS = ["timm", "eva", "softmax", "lara", "performer:num_samples=64", "local"]
 """timm's model and ours, by their attention."""
-OTHERS = ["performer", "ra", "nystrom", "combiner", "transformer_ls", "scatterbrain"]
+OTHERS = ["ra", "nystrom", "combiner", "transformer_ls", "scatterbrain"]
 """Further layers."""
 TIMM, OURS = "timm:vit_tiny_patch16_224:patch_size=8,class_token=false,global_pool=avg", "deit_tiny_p8:"
 BEST = "compiled-cuda-graph"
 """Execution of timm's model that others are timed beside."""
-
-
 STEPS = "training", "layers", "inference", "errors"
 ORDER = (
     *("training/tiny8", "training/small16", "training/tiny4", "layers/784", "layers/3136", "inference/1"),
-    *("training/pvtv2_b1", "training/tiny16", "training/small8", "inference/128", "errors"),
+    *("training/pvtv2_b1", "training/tiny16", "training/small8", "inference/128", "layers/others", "errors"),
 )
 """Beginnings of tasks, the most valuable first."""
 
@@ -115,7 +113,7 @@ def tasks(phase: str, steps: Sequence[str], models: Sequence[str], networks: Seq
     """Returns the tasks of a phase. Layers need no compiler, and errors no quiet GPU: they are of one phase."""
     parts = {
         "training": [f"training/{model}/{network}" for model in models for network in networks],
-        "layers": ["layers/784", "layers/3136"] if phase == "time" else [],
+        "layers": [f"layers/{tokens}" for tokens in ("784", "3136", "others")] if phase == "time" else [],
         "inference": ["inference/1", "inference/128"],
         "errors": [f"errors/{part}" for part in range(PARTS)] if phase == "warm" else [],
     }
@@ -390,33 +388,34 @@ class Worker:
             self.compare("gpu_inference.csv", Comparison("model", subjects, TIMM, [], *where))
 
     def layers(self, tokens: str) -> None:
-        side = math.isqrt(int(tokens)) // (2 if self.smoke else 1)
-        names = NETWORKS[1:] + (OTHERS if tokens == "784" else OTHERS[:1])
+        names = [*NETWORKS[1:], "performer"]
+        if tokens == "others":
+            names, tokens = ["softmax", *OTHERS], "784"
         subjects = [attention_layer(name, 192, 3) for name in names[: 2 if self.smoke else None]]
+        side = math.isqrt(int(tokens)) // (2 if self.smoke else 1)
         batch = 2 if self.smoke else BATCH_TOKENS["cuda"] // side**2
-        where = (side, side), batch, "forward+backward", "bf16", "cuda-graph"
+        where = (side, side), batch, "forward+backward", "bf16", "eager" if self.smoke else "cuda-graph"
         self.compare("gpu_layers.csv", Comparison("attention", subjects, "softmax", [], *where))
 
     def compare(self, file: str, comparison: Comparison) -> None:
-        """Compares subjects in turns; those that fail alone are left out."""
-        if self.device.type == "cpu":
-            comparison = replace(comparison, execution="eager")
-        kept = []
+        """Compares subjects in turns; where one fails, each with the baseline alone."""
         setting = comparison.size, comparison.batch, comparison.mode, comparison.dtype, comparison.execution
-        for subject in comparison.subjects:
-            row = {"kind": comparison.kind, "name": subject.name, **dict(zip(RESULTS[3:8], setting, strict=True))}
-            with self.guarded(file, **row):
-                if self.warms and "compiled" in comparison.execution:
-                    Workload(subject, *setting, self.device)
-                kept.append((subject, subject.costs(comparison.size)))
+        for subject in comparison.subjects if self.warms and "compiled" in comparison.execution else ():
+            with self.guarded(file, kind=comparison.kind, name=subject.name, execution=comparison.execution):
+                Workload(subject, *setting, self.device)
             self.clear()
-        if self.warms or not kept:
+        if self.warms:
             return
-        subjects, costs = zip(*kept, strict=True)
-        with self.guarded(file, kind=comparison.kind, execution=comparison.execution):
-            for row in compare(replace(comparison, subjects=subjects, costs=costs), self.rounds, self.device):
+        names = [subject.name for subject in comparison.subjects if subject.name != comparison.baseline]
+        with self.guarded(file, kind=comparison.kind, name=" ".join(names), execution=comparison.execution):
+            costs = [subject.costs(comparison.size) for subject in comparison.subjects]
+            for row in compare(replace(comparison, costs=costs), self.rounds, self.device):
                 self.write(file, row)
+            names = []
         self.clear()
+        for name in names if len(names) > 1 else ():
+            pair = [subject for subject in comparison.subjects if subject.name in (comparison.baseline, name)]
+            self.compare(file, replace(comparison, subjects=pair))
 
     def errors(self, part: str) -> None:
         """Errors of every kernel relative to the literal twins in float64."""
