@@ -18,7 +18,7 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +32,9 @@ from .parts.linear import init_linear
 from .parts.local_term import LocalTerm
 from .parts.masking import stand_in
 from .parts.transforms import softmax_attention
+
+if TYPE_CHECKING:
+    from .ops.packed.op import Packing
 
 PrefixTokens = Literal["refused", "plain", "exact"]
 
@@ -262,7 +265,7 @@ class Attention(nn.Module):
         P = self.num_prefix_tokens
         grid = check_inputs(self.label, x, grid, P, self.num_heads * self.head_dim)
         if key_mask is None:
-            return self.output(kernels.by_path(self.attend_all, self.project(x, grid), grid), x)
+            return self.output(self.attended(x, grid), x)
         self.check_key_mask(key_mask, (x.shape[0], grid[0] * grid[1]))
         counts = F.pad(key_mask, (P, 0), value=True)
         x = stand_in(x, counts)
@@ -270,6 +273,25 @@ class Attention(nn.Module):
         key_mask = counts | ~counts.any(1, keepdim=True)
         y = kernels.by_path(self.attend_all, self.project(x, grid), grid, key_mask)
         return self.output(y, x).masked_fill(~counts[..., None], 0)
+
+    def packing(self, grid: Grid) -> "Packing | None":
+        """What a kernel needs to know of the layer to attend on its packed projection; None if it cannot."""
+        return None
+
+    def attended(self, x: Tensor, grid: Grid) -> Tensor:
+        """Attended values (B, h, P + N, d) of x (B, P + N, C): by a kernel that reads the packed projection if one
+        covers the layer, otherwise by `attend_all`.
+        """
+        packing = self.packing(grid) if kernels.takes_kernels(x) else None
+        if packing is None or self.num_prefix_tokens or self.local_term is not None or self.attn_drop:
+            return kernels.by_path(self.attend_all, self.project(x, grid), grid)
+        packed = self.qkv(x).unflatten(2, (3, self.num_heads, self.head_dim))
+
+        def apart(packed: Tensor, packing: "Packing") -> Tensor:
+            return kernels.by_path(self.attend_all, tuple(y.transpose(1, 2) for y in packed.unbind(2)), grid)
+
+        attend = kernels.covering("packed_attention", packed, packing)
+        return kernels.prefer(self.label, attend, apart, packed, packing) if attend else apart(packed, packing)
 
     def attend_all(self, projected: tuple[Any, ...], grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         """Attended values (B, h, P + N, d) of all P + N tokens: `attend`, exact prefix tokens and the local term.

@@ -4,24 +4,28 @@ Tests and `bench.check_kernels` go through them.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from attention import kernels
+from attention.mechanisms.eva import eva, eva_reference
 from attention.mechanisms.lara import lara, lara_reference
 from attention.mechanisms.performer import performer, performer_reference
+from attention.mechanisms.shifted_window import shifted_window, shifted_window_reference
 from attention.ops.group_values import triton_tiles
-from attention.ops.group_values.op import group_values, group_values_reference
+from attention.ops.group_values.op import group_mean, group_values, group_values_reference
 from attention.ops.joint_softmax import triton_joint
 from attention.ops.joint_softmax.op import joint_softmax, joint_softmax_reference
+from attention.ops.packed import triton_packed
 from attention.ops.random_features import triton_features
 from attention.parts.features import upcast
 from attention.parts.geometry import Grid, Windows, split_heads
-from attention.parts.groups import bins
+from attention.parts.groups import Groups, bins
 
 FP32_ERROR, BEYOND_PLAIN, ROUNDINGS = 1e-5, 1.15, 2
 """Largest RMS error relative to float64: absolute for fp32; in half precision a multiple of PyTorch's error, or for
@@ -84,6 +88,26 @@ class FeatureCase(NamedTuple):
     __str__ = changed
 
 
+class PackedCase(NamedTuple):
+    """Attention on the packed projection; `bins` is the number of rows and columns of groups, None: windows alone.
+
+    shift: row and column at which windows begin.
+    """
+
+    grid: Grid
+    window: Grid
+    bins: Grid | None = None
+    d: int = 16
+    B: int = 1
+    h: int = 2
+    shift: Grid = (0, 0)
+    bias: bool = True
+    noise: bool = True
+    log_count: bool = False
+    dtype: torch.dtype = torch.float32
+    __str__ = changed
+
+
 HALF = torch.bfloat16, torch.float16
 CASES = [
     Case((5, 7), (3, 4)),
@@ -111,6 +135,14 @@ CASES = [
     FeatureCase(35, 6, "balance", d=33),
     FeatureCase(150, 128, d=64, h=1, dtype=torch.bfloat16),
     FeatureCase(100, 49, "decoupled", d=40, h=1, dtype=torch.bfloat16),
+    PackedCase((6, 8), (3, 4), (2, 4), B=2, h=3),
+    PackedCase((10, 9), (7, 7), (5, 3), h=1, d=32, log_count=True),
+    PackedCase((4, 6), (2, 3), (2, 3), d=64, bias=False, noise=False),
+    PackedCase((8, 8), (8, 8), (1, 1), h=1, noise=False),
+    PackedCase((5, 7), (3, 4), B=2),
+    PackedCase((6, 8), (3, 4), h=3, shift=(1, 2)),
+    PackedCase((5, 7), (4, 4), shift=(2, 2), bias=False),
+    *(PackedCase((14, 7), (7, 7), (7, 7), d=32, h=1, dtype=dtype) for dtype in HALF),
 ]
 
 
@@ -170,6 +202,73 @@ def feature_example(case: FeatureCase, device: torch.device) -> tuple[list[Any],
     return [q, k, v, *landmarks, samples[:, :, None]], {"weighting": case.weighting}
 
 
+WEIGHTS = *("q_matrix", "q_bias", "q_gain", "q_shift"), *("k_matrix", "k_bias", "k_gain", "k_shift")
+"""Weights of both landmark transforms: LayerNorm(Linear(mean))."""
+
+
+def packed_example(case: PackedCase, device: torch.device) -> tuple[list[Tensor | None], dict[str, Any]]:
+    """Returns arguments and keywords of `packed`."""
+    B, h, d, (H, W), w = case.B, case.h, case.d, case.grid, math.prod(case.window)
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device)
+
+    qkv, bias = normal(B, H * W, 3, h, d).to(case.dtype), normal(h, w, w) if case.bias else None
+    tiles, noise, weights = None, None, [None] * 8
+    if case.bins:
+        tiles = Windows(case.grid, (H // case.bins[0], W // case.bins[1]))
+        noise = normal(B, h, math.prod(case.bins), d) if case.noise else None
+        weights = [x for _ in "qk" for x in (normal(d, d) * d**-0.5, normal(d) / 4, 1 + normal(d) / 4, normal(d) / 4)]
+    windows = Windows(case.grid, case.window)
+    options = {"windows": windows, "shift": case.shift, "tiles": tiles, "noise": noise, "log_count": case.log_count}
+    return [qkv, bias, *weights], options
+
+
+def packed_kernels(qkv, bias, *weights, windows, shift, tiles, noise, log_count) -> Tensor:
+    """The kernels of attention on the packed projection, on modules with these weights."""
+    first, second = (step - side if step else 0 for step, side in zip(shift, windows.size, strict=True))
+    weights = [] if tiles is None else list(weights)
+    return triton_packed.attend_on(qkv, bias, noise, weights, windows, (first, second), tiles, log_count)
+
+
+def packed_parts(
+    attention: Mapping[str, Callable], mean: Callable, qkv, bias, *weights, windows, shift, tiles, noise, log_count
+) -> Tensor:
+    """`packed_kernels` by functions of mechanisms, and a function of tokens and groups that returns their means."""
+    q, k, v = (x.transpose(1, 2) for x in qkv.unbind(2))
+    if tiles is None:
+        function = attention["shifted_window"]
+        return function(q, k, v, bias, windows=windows, shift=shift).transpose(1, 2)
+    counts = tuple(side // size for side, size in zip(tiles.grid, tiles.size, strict=True))
+    groups, tilde = bins(tiles.grid, counts, qkv.device), []
+    for x, (matrix, vector, gain, other) in ((q, weights[:4]), (k, weights[4:])):
+        linear = F.linear(mean(x, groups), matrix, vector)
+        tilde.append(F.layer_norm(linear, linear.shape[-1:], gain, other))
+    mu = sum(tilde) * qkv.shape[-1] ** -0.25
+    omega = (mu if noise is None else mu + noise[:, :, None])[..., None, :]
+    options = {"groups": groups, "windows": windows, "log_count": log_count}
+    return attention["eva"](q, k, v, tilde[1], mu, omega, bias, **options).transpose(1, 2)
+
+
+def literal_mean(x: Tensor, groups: Groups) -> Tensor:
+    """Means of groups, group by group."""
+    return torch.stack([x[:, :, members].mean(2) for members in groups.members[0]], 2)[:, :, None]
+
+
+def packed_plain(qkv, *weights, **options) -> Tensor:
+    """`packed_kernels` by PyTorch's operators, as autocast runs them in half precision."""
+    with torch.autocast(qkv.device.type, qkv.dtype, enabled=qkv.element_size() == 2):
+        functions = {"eva": eva, "shifted_window": shifted_window}
+        return packed_parts(functions, group_mean, qkv, *weights, **options)
+
+
+def packed_reference(*arguments, **options) -> Tensor:
+    """`packed_kernels` by the mechanisms' literal twins."""
+    twins = {"eva": eva_reference, "shifted_window": shifted_window_reference}
+    return packed_parts(twins, literal_mean, *arguments, **options)
+
+
 class Checked(NamedTuple):
     """Functions of one signature that a kind of case checks, and names of the first arguments, which get gradients.
 
@@ -190,6 +289,7 @@ CHECKED = {
     GroupCase: Checked(
         group_example, ("k", "v", "omega"), triton_tiles.group_values, group_values, group_values_reference
     ),
+    PackedCase: Checked(packed_example, ("qkv", "bias", *WEIGHTS), packed_kernels, packed_plain, packed_reference),
 }
 PERFORMER = Checked(
     feature_example, ("q", "k", "v", "omega"), triton_features.performer, performer, performer_reference

@@ -25,6 +25,7 @@ from ..costs import group_cost, num_padded, total, window_cost
 from ..ops.group_values.landmarks import Landmarks, Mean, Pool, Transform, landmark_option
 from ..ops.group_values.op import Visibility, attended_summaries, group_logits, group_prior, group_values
 from ..ops.joint_softmax.op import attended_in_window, joint_softmax, mix_reference
+from ..ops.packed.op import Packing
 from ..options import Options, fit_option, local_option, option, released_option
 from ..parts.geometry import Grid, Layout, Windows, raster, split_prefix
 from ..parts.groups import Groups, bin_counts, bins, bins_outside, chunks_outside
@@ -155,6 +156,13 @@ class Eva(Attention):
             return own
         groups, windows = cls.groups(config, context.grid, torch.device("meta")), windows_on(config, context.grid)
         return total(own, group_cost(context, config, groups.members.shape, num_padded(windows)))
+
+    def packing(self, grid: Grid) -> Packing | None:
+        config, windows = self.config, windows_on(self.config, grid)
+        if not config.num_landmarks:
+            return Packing(windows, self.position_bias)
+        tiles = self.groups(config, grid, torch.device("cpu")).tiles if config.partition == "all" else None
+        return tiles and Packing(windows, self.position_bias, (0, 0), tiles, config.log_count, self.landmarks)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         config, bias = self.config, self.position_bias()

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..base import Attention, Cost, LayerContext
 from ..costs import window_cost
 from ..ops.joint_softmax.op import attended_in_window, joint_softmax, mix_reference
+from ..ops.packed.op import Packing
 from ..options import Options, attn_drop_option, fit_option, local_option, option, released_option
 from ..parts.geometry import Grid, Layout, Windows
 from ..parts.position import BiasKind
@@ -56,6 +57,9 @@ class Local(Attention):
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:
         return window_cost(context, config)
+
+    def packing(self, grid: Grid) -> Packing | None:
+        return Packing(windows_on(self.config, grid), self.position_bias)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         windows = windows_on(self.config, grid, key_mask)

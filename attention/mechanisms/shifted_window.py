@@ -16,6 +16,7 @@ from torch import Tensor
 from ..base import Attention, Cost, LayerContext
 from ..costs import window_macs
 from ..ops.joint_softmax.op import attended_tokens, joint_softmax, mix, mix_reference, prefix_term, window_logits
+from ..ops.packed.op import Packing
 from ..options import Options, attn_drop_option, local_option, option
 from ..parts.geometry import Grid, Windows, split_prefix
 from ..parts.masking import of_grid
@@ -100,7 +101,15 @@ class ShiftedWindow(Attention):
         table = context.num_heads * (2 * rows - 1) * (2 * columns - 1) * biased
         return Cost(table, window_macs(config.windows(context.grid), context.dim))
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
-        windows = Windows(grid, self.size, key_mask=of_grid(key_mask, q.shape[2]))
+    def shift(self, grid: Grid) -> Grid:
+        """Rows and columns by which the windows on this grid are shifted."""
         dy, dx = (w // 2 if self.shifts and w < side else 0 for w, side in zip(self.size, grid, strict=True))
-        return shifted_window(q, k, v, self.position_bias(), windows=windows, shift=(dy, dx), attn_drop=self.attn_drop)
+        return dy, dx
+
+    def packing(self, grid: Grid) -> Packing | None:
+        first, second = (shift - w if shift else 0 for shift, w in zip(self.shift(grid), self.size, strict=True))
+        return Packing(Windows(grid, self.size), self.position_bias, (first, second))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
+        windows, shift = Windows(grid, self.size, key_mask=of_grid(key_mask, q.shape[2])), self.shift(grid)
+        return shifted_window(q, k, v, self.position_bias(), windows=windows, shift=shift, attn_drop=self.attn_drop)

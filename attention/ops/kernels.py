@@ -68,6 +68,13 @@ def kernel(covers: Callable[..., bool]) -> Callable[[Op], Op]:
     return decorate
 
 
+def offer(op: str, module: str) -> None:
+    """Names the module with the Triton kernel of an op."""
+    TRITON_MODULES[op] = module
+    if _has_kernels:
+        importlib.import_module(module)
+
+
 def path() -> Path:
     """The path in use: "torch" takes fast paths, "triton" prefers kernels to them, "plain" takes none. "auto" is one of
     the first two. "lean" is "auto" with least memory: layers attend by parts of the batch, see `memory.by_parts`.
@@ -134,6 +141,20 @@ def _prefers_kernel(op: str, x: torch.Tensor) -> bool:
 def _is_faster(op: str, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
     found = _speedups.get(signature(op, shape, dtype))
     return dtype.itemsize == 2 if found is None else found > 1
+
+
+def covering(op: str, x: torch.Tensor, *args: Any) -> Callable[..., Any] | None:
+    """The kernel of an op that only a kernel has, for `prefer`; None if the path in use takes none, or the kernel does
+    not cover the arguments. The path "lean" takes none.
+    """
+    if _path == "lean" or follows_torch() or not takes_kernels(x) or not _triton[op].covers(x, *args):
+        return None
+    return _triton[op].run
+
+
+def follows_torch() -> bool:
+    """True in exported and traced graphs and in transforms of torch.func, which consist of torch's own operators."""
+    return exporting() or torch.jit.is_tracing() or transformed()
 
 
 def import_kernels() -> None:
@@ -231,9 +252,7 @@ def with_fast_path(fast: Callable, covers: Callable[..., bool], triton: str | No
     def decorate(op: Op) -> Op:
         _fast[op.__name__] = fast
         if triton:
-            TRITON_MODULES[op.__name__] = triton
-            if _has_kernels:
-                importlib.import_module(triton)
+            offer(op.__name__, triton)
 
         def by_torch(*args: Any, **kwargs: Any) -> Any:
             return (fast if covers(*args, **kwargs) else op)(*args, **kwargs)
@@ -241,9 +260,7 @@ def with_fast_path(fast: Callable, covers: Callable[..., bool], triton: str | No
         @functools.wraps(op)
         def run(*args: Any, **kwargs: Any) -> Any:
             kwargs = {name: value for name, value in kwargs.items() if value is not None}
-            # exported and traced graphs must consist of torch's own operators; no fast path supports key masks
-            of_torch = exporting() or torch.jit.is_tracing()
-            if _path == "plain" or of_torch or transformed() or "key_mask" in kwargs:
+            if _path == "plain" or follows_torch() or "key_mask" in kwargs:  # no fast path supports key masks
                 return op(*args, **kwargs)
             if triton and takes_kernels(args[0]) and _triton[op.__name__].covers(*args, **kwargs):
                 return prefer(op.__name__, _triton[op.__name__].run, by_torch, *args, **kwargs)

@@ -50,10 +50,13 @@ def _milliseconds(clock: Clock, function: Callable[..., Any], args: Sequence[Any
         return x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
 
     def call() -> None:
-        results = function(*map(leaf, args), **{name: leaf(x) for name, x in kwargs.items()})
+        inputs, named = [leaf(x) for x in args], {name: leaf(x) for name, x in kwargs.items()}
+        results = function(*inputs, **named)
         results = [y for y in (results if isinstance(results, tuple) else (results,)) if y.requires_grad]
-        with autocast_off(args[0]):
-            torch.autograd.backward(results, [torch.ones_like(y) for y in results])
+        leaves = [x for x in (*inputs, *named.values()) if isinstance(x, Tensor) and x.requires_grad]
+        if leaves:  # parameters that the function knows get no gradients
+            with autocast_off(args[0]):
+                torch.autograd.backward(results, [torch.ones_like(y) for y in results], inputs=leaves)
 
     try:  # without the hooks of activations that are computed again
         with torch.autograd.graph.saved_tensors_hooks(Tensor.detach, Tensor.detach):

@@ -12,14 +12,26 @@ from torch.utils.checkpoint import checkpoint
 from attention import create_attention, kernels
 from attention.ops import memory
 from attention.ops.joint_softmax import triton_joint
+from attention.ops.packed import triton_packed
 from attention.ops.random_features import triton_features
-from bench.kernel_cases import CASES, Case, FeatureCase, GroupCase, checked_by, errors, outputs_and_gradients
+from bench.kernel_cases import (
+    CASES,
+    Case,
+    FeatureCase,
+    GroupCase,
+    PackedCase,
+    checked_by,
+    errors,
+    outputs_and_gradients,
+)
 
 torch.use_deterministic_algorithms(True)  # fills memory with NaN before a kernel writes it
 triton_joint.PROGRAMS = triton_features.PROGRAMS = 2  # sums of several blocks in one program
+triton_packed.RESIDENT, triton_packed.PART = 6, 3  # programs of several parts, images of several programs
 CPU, CALLS = torch.device("cpu"), []
 SMALL, TILES = Case((3, 4), (2, 3), h=1, c=2), GroupCase((4, 6), (2, 3))
 FEATURES, PROPOSALS = FeatureCase(35, 6), FeatureCase(35, 6, "decoupled", B=3)
+PACKED = PackedCase((4, 6), (2, 3), (2, 2), h=1, bias=False)
 EVA = {"name": "eva", "window_size": 3, "num_landmarks": 6}
 LAYERS = {
     "eva": EVA,
@@ -28,6 +40,14 @@ LAYERS = {
     "eva of 80 channels a head": EVA | {"dim": 160},
     "eva of windows that overlap": EVA | {"overlap": 1},
     "eva of bins that differ": EVA | {"grid": (5, 7)},
+    "eva of released options": EVA | {"released": True, "log_count": True},
+    "eva of groups in raster order": EVA | {"partition": "all_1d"},
+    "eva of groups outside windows": EVA | {"partition": "mask"},
+    "eva of two samples": EVA | {"num_samples": 2},
+    "eva with a local term": EVA | {"local": True},
+    "eva with a class token": EVA | {"num_prefix_tokens": 1},
+    "eva with dropout": EVA | {"attn_drop": 0.1},
+    "shifted windows": {"name": "shifted_window", "window_size": 3, "layer": 1},
     "local beyond the grid": {"name": "local", "window_size": 5, "grid": (5, 3)},
     "combiner": {"name": "combiner", "window_size": 2},
     "transformer_ls": {"name": "transformer_ls", "window_size": 3, "num_landmarks": 4},
@@ -97,7 +117,7 @@ def kernels_of_layer(
     """
     torch.manual_seed(0)
     attn = create_attention(name, dim=dim, num_heads=2, grid=grid, **options)
-    x, found = torch.randn(B, grid[0] * grid[1], dim), {}
+    x, found = torch.randn(B, attn.num_prefix_tokens + grid[0] * grid[1], dim), {}
     CALLS.clear()
     for path in ("plain", "triton"):
         torch.manual_seed(1)
@@ -138,7 +158,7 @@ def kernels_by_times() -> dict[str, list[str]]:
     def clock(call) -> float:
         CALLS.clear()
         call()
-        return {"joint_softmax": 1.0, "group_values": 3.0}[CALLS[0]] if CALLS else 2.0
+        return {"joint_softmax": 1.0, "group_values": 3.0, "packed_attention": 6.0}[CALLS[0]] if CALLS else 2.0
 
     found = {}
     for path in "auto", "lean":
@@ -181,13 +201,14 @@ def main() -> None:
     ways = twice, checkpointed, contiguous, channels_apart, compiled, frozen
     uses = {use.__name__: largest_difference(SMALL, use) for use in ways}
     uses |= {f"{use.__name__} tiles": largest_difference(TILES, use) for use in ways[1:5]}
+    uses |= {f"{use.__name__} packed": largest_difference(PACKED, use) for use in (twice, checkpointed, compiled)}
     for case in (FEATURES, PROPOSALS):
         uses |= {f"{use.__name__} {case}": largest_difference(case, use) for use in ways}
     of_windows = {apart_in_memory: {"log_count": True}, mixed_types: {"dtype": torch.bfloat16}}
     uses |= {use.__name__: largest_difference(SMALL._replace(**fields), use) for use, fields in of_windows.items()}
     layers = {name: kernels_of_layer(**options) for name, options in LAYERS.items()}
     found = {"errors": {str(case): errors(case, CPU) for case in CASES}, "uses": uses, "layers": layers}
-    refusals = [second_derivatives(case) for case in (SMALL, TILES, FEATURES, PROPOSALS)]
+    refusals = [second_derivatives(case) for case in (SMALL, TILES, FEATURES, PROPOSALS, PACKED)]
     found |= {"default": kernels_by_default(), "timed": kernels_by_times(), "refusals": refusals}
     print(json.dumps(found))
 

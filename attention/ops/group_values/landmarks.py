@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ...options import option
 from ...parts.groups import group_max
-from ...parts.linear import LandmarkTransform
+from ...parts.linear import LandmarkTransform, is_plain
 from ...parts.sampling import scale_noise
 from .op import group_mean
 
@@ -97,3 +97,16 @@ class Landmarks(nn.Module):
         else:
             noise = mu.new_zeros(shape)
         return scale_noise(noise, self.config.noise)
+
+    def plain_transforms(self) -> list[LandmarkTransform] | None:
+        """The transforms of the means of queries and keys, if landmarks are LayerNorm(Linear(mean)) by modules that
+        nothing replaced or watches, with one sample about the sum of both; otherwise None.
+        """
+        config = self.config
+        if (config.landmark_transform, config.pool, config.num_samples, config.mu) != ("ln_linear", "mean", 1, "qk"):
+            return None
+        transforms = [each for each in (self.q, self.k) if isinstance(each, LandmarkTransform)]
+        kinds = {"linear": nn.Linear, "norm": nn.LayerNorm}
+        plain = [is_plain(getattr(each, name), kind) for each in transforms for name, kind in kinds.items()]
+        plain += [is_plain(self, Landmarks), *(is_plain(each, LandmarkTransform) for each in transforms)]
+        return transforms if len(plain) == 7 and all(plain) else None

@@ -1,0 +1,302 @@
+"""Softmax over windows and landmarks on the packed projection, in Triton kernels, as an operator of PyTorch.
+
+One operator has means, landmarks, samples, group values and the joint softmax of EVA, or the windows alone of local
+attention; another has all gradients. Nothing else is read or written of the size of the tokens, and no gradient of a
+token is added to another. `covers_packed` states all conditions.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from ...parts.geometry import Grid, Windows
+from ..kernels import NAMESPACE, first_order, kernel
+from ..triton_tokens import INTERPRETED, block_length, launch, precision, supported, view
+from .op import Packing
+from .triton_kernels import (
+    Sizes,
+    attend,
+    group_gradient,
+    landmark_gradient,
+    summarise,
+    token_gradient,
+    transform_gradient,
+)
+
+LARGEST = 64
+"""Largest number of tokens of a window, and of groups."""
+RESIDENT = 264
+"""Programs that an H100 runs at once, two on each of its multiprocessors."""
+PART = 8
+"""Windows of a part of an image, between whose loads of landmarks `token_gradient` works."""
+LAUNCHED = {
+    "summarise": (64, 4, 2),
+    "attend": (64, 4, 2),
+    "landmark_gradient": (32, 4, 2),
+    "group_gradient": (64, 4, 2),
+    "transform_gradient": (64, 4, 1),
+    "token_gradient": (64, 4, 1),
+}
+"""Name of a kernel -> tokens or groups of a block, warps, and stages of loads."""
+
+
+class Geometry:
+    """Sizes of a call, and launches of its kernels."""
+
+    def __init__(
+        self, qkv: Tensor, weights: list[Tensor], grid: list[int], window: list[int], origin: list[int], tile: list[int]
+    ):
+        (self.B, self.N, _, self.h, self.d), (self.H, self.W) = qkv.shape, grid
+        self.window, self.tile, self.origin = window, tile, tuple(origin)
+        self.across = self.W // tile[1]
+        self.c = self.H // tile[0] * self.across if weights else 0
+        self.even = self.H % window[0] == 0 == self.W % window[1] and self.origin == (0, 0)
+        sides = zip(grid, window, origin, strict=True)
+        self.num_windows = math.prod(triton.cdiv(side - first, size) for side, size, first in sides)
+
+    def splits(self, length: int) -> int:
+        """Parts of an image's work of this length, so that there are programs enough for all multiprocessors."""
+        return max(min(length, triton.cdiv(RESIDENT, self.B * self.h)), 1)
+
+    def launch(self, run, programs: tuple[int, ...], *arguments, bands: int = 1) -> None:
+        block_n, num_warps, num_stages = LAUNCHED[run.__name__]
+        rows = bands * self.across if run in (summarise, group_gradient) else self.c
+        blocks = (block_length(size, LARGEST) for size in (math.prod(self.window), max(rows, 1)))
+        sizes = self.d, self.d, *self.window, *self.tile, bands, *blocks, block_n, self.even
+        launch(run, programs, *arguments, Sizes(*sizes, precision(), num_warps, num_stages))
+
+    def on_bands(self, run, *arguments) -> None:
+        """Launches a kernel of the groups, whose programs have some rows of groups each."""
+        rows = self.H // self.tile[0]
+        bands = triton.cdiv(rows, self.splits(rows))
+        self.launch(run, (self.B * self.h, triton.cdiv(rows, bands)), *arguments, bands=bands)
+
+
+def _tokens(packed: Tensor) -> list[tuple]:
+    return [view(x.transpose(1, 2)) for x in packed.unbind(2)]
+
+
+@torch.library.custom_op(f"{NAMESPACE}::packed_attention", mutates_args=())
+def _packed(
+    qkv: Tensor,
+    bias: Tensor | None,
+    noise: Tensor | None,
+    weights: list[Tensor],
+    grid: list[int],
+    window: list[int],
+    origin: list[int],
+    tile: list[int],
+    mu_scale: float,
+    prior: float,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The outputs that `_empty_outputs` lists.
+
+    bias: (h, w, block), padded by -inf. weights: W, b, gain and shift of the landmark transforms of queries and keys;
+    none without landmarks.
+    """
+    G = Geometry(qkv, weights, grid, window, origin, tile)
+    q, k, v = _tokens(qkv)
+    y, lse, *summaries = _empty_outputs(qkv, weights, grid, tile)
+    if weights:
+        of_groups = [None if noise is None else view(noise), *map(view, summaries[:-1]), summaries[-1]]
+        scale = mu_scale * G.d**-0.25
+        transforms = tuple(weights[:4]), tuple(weights[4:])
+        G.on_bands(summarise, q, k, v, *transforms, *of_groups, G.h, G.H, G.W, G.c, scale, eps)
+    of_landmarks = [view(x) for x in summaries[3:5]] if weights else [None, None]
+    programs = G.B * G.h, max(G.splits(G.num_windows), triton.cdiv(G.num_windows, PART))
+    arguments = q, k, v, bias, *of_landmarks, view(y.transpose(1, 2)), lse, G.h, G.H, G.W, G.c, G.origin, prior
+    G.launch(attend, programs, *arguments)
+    return y, lse, *summaries
+
+
+def _empty_outputs(qkv: Tensor, weights: list[Tensor], grid: list[int], tile: list[int]) -> tuple[Tensor, ...]:
+    """Empty tensors: outputs (B, N, h, d), log-sum-exps (B, h, N), and of the groups (B, h, c, ...), if there are any,
+    means of queries and keys, samples, landmarks, values and log masses.
+    """
+    (B, N, _, h, d), c = qkv.shape, (grid[0] // tile[0]) * (grid[1] // tile[1]) if weights else 0
+    q_bar, k_bar, k_tilde = (qkv.new_empty(B, h, c, d) for _ in range(3))
+    omega, beta, mass, lse = (qkv.new_empty(B, h, *x, dtype=torch.float32) for x in ((c, d), (c, d), (c,), (N,)))
+    return qkv.new_empty(B, N, h, d), lse, q_bar, k_bar, omega, k_tilde, beta, mass
+
+
+@_packed.register_fake
+def _(qkv, bias, noise, weights, grid, window, origin, tile, mu_scale, prior, eps):
+    return _empty_outputs(qkv, weights, grid, tile)
+
+
+@torch.library.custom_op(f"{NAMESPACE}::packed_attention_backward", mutates_args=())
+def _packed_backward(
+    dy: Tensor,
+    saved: list[Tensor],
+    qkv: Tensor,
+    bias: Tensor | None,
+    weights: list[Tensor],
+    grid: list[int],
+    window: list[int],
+    origin: list[int],
+    tile: list[int],
+    mu_scale: float,
+    prior: float,
+    eps: float,
+    of_bias: bool,
+) -> list[Tensor]:
+    """Gradient of qkv, and shares (programs, ...): with `of_bias` in that of the bias, with groups in that of weights.
+
+    saved: the outputs of the forward pass.
+    """
+    G, (y, lse, *summaries) = Geometry(qkv, weights, grid, window, origin, tile), saved
+    q, k, v = _tokens(qkv)
+    parts = triton.cdiv(G.num_windows, PART)
+    dqkv, *shares = _empty_gradients(qkv, bias, weights, grid, window, origin, tile, of_bias)
+    of_landmarks, of_tokens, delta = (None,) * 6, (None, None), None
+    if weights:
+        q_bar, k_bar, omega, k_tilde, beta, mass = summaries
+        splits, total = G.splits(triton.cdiv(G.N, 64)), G.B * G.h * G.c
+        delta, *of_tokens = (torch.empty_like(lse) for _ in range(3))
+        dk_tilde, shares_of_values = (lse.new_empty(splits, *k_tilde.shape) for _ in range(2))
+        d_omega, dbeta, dq_bar, dk_bar = map(torch.empty_like, (beta, q_bar, q_bar, k_bar))
+        of_shares = view(dk_tilde), view(shares_of_values)
+        of_y = (view(x.transpose(1, 2)) for x in (y, dy))
+        inputs = q, view(k_tilde), view(beta), *of_y, lse, delta, *of_shares, G.B, G.h, G.N, G.c, prior
+        G.launch(landmark_gradient, (G.B * G.h, splits), *inputs)
+        results = view(d_omega), view(dbeta), *of_tokens
+        of_groups = view(omega), view(beta), mass, view(shares_of_values)
+        G.on_bands(group_gradient, k, v, *of_groups, *results, G.B, G.h, G.H, G.W, G.c, splits)
+        inputs = tuple(weights[:4]), tuple(weights[4:]), q_bar, k_bar, d_omega, dk_tilde
+        scalars = total, splits, mu_scale * G.d**-0.25, eps
+        G.launch(transform_gradient, (len(shares[-1]), 2), *inputs, dq_bar, dk_bar, shares[-1], *scalars)
+        of_landmarks = k_tilde, beta, omega, dbeta, dq_bar, dk_bar
+    dbias = shares[0] if of_bias else None
+    outputs = saved[0], dy, lse, delta, dqkv, dbias
+    scalars = G.B, G.h, G.H, G.W, G.c, G.origin, prior, parts
+    programs = _programs(G.B * parts, G.h) * G.h
+    G.launch(token_gradient, (programs,), qkv, bias, *of_landmarks, *of_tokens, *outputs, *scalars)
+    return [dqkv, *shares]
+
+
+def _programs(length: int, each: int) -> int:
+    """Programs of work of a length, `each` of which run at once: equal numbers of rounds, few shares of sums."""
+    most = max(RESIDENT // each, 1)
+    return triton.cdiv(length, triton.cdiv(length, most))
+
+
+def _empty_gradients(qkv, bias, weights, grid, window, origin, tile, of_bias) -> list[Tensor]:
+    G = Geometry(qkv, weights, grid, window, origin, tile)
+    gradients = [torch.empty_like(qkv)]
+    if of_bias:
+        programs = _programs(G.B * triton.cdiv(G.num_windows, PART), G.h)
+        gradients.append(qkv.new_empty(programs, *bias.shape, dtype=torch.float32))
+    if weights:
+        programs = _programs(triton.cdiv(G.B * G.h * G.c, LAUNCHED["transform_gradient"][0]), 2)
+        gradients.append(qkv.new_empty(programs, 2, G.d * (G.d + 3), dtype=torch.float32))
+    return gradients
+
+
+@_packed_backward.register_fake
+def _(dy, saved, qkv, bias, weights, grid, window, origin, tile, mu_scale, prior, eps, of_bias):
+    return _empty_gradients(qkv, bias, weights, grid, window, origin, tile, of_bias)
+
+
+@register_flop_formula(getattr(torch.ops, NAMESPACE).packed_attention, get_raw=True)
+def _flops(qkv, bias, noise, weights, grid, window, origin, tile, *others, **kwargs) -> int:
+    """Operations of two products for each query and each of its keys and landmarks, of one sample for each key, and of
+    both transforms.
+    """
+    G = Geometry(qkv, weights, grid, window, origin, tile)
+    tokens = G.B * G.N * G.h * G.d
+    return 4 * tokens * (math.prod(window) + G.c + bool(weights)) + 4 * G.B * G.h * G.c * G.d**2
+
+
+@register_flop_formula(getattr(torch.ops, NAMESPACE).packed_attention_backward, get_raw=True)
+def _backward_flops(dy, saved, qkv, bias, weights, grid, window, origin, tile, *others, **kwargs) -> int:
+    """Operations of five products for each query and key, of seven for each query and landmark, and of the groups."""
+    G = Geometry(qkv, weights, grid, window, origin, tile)
+    tokens = G.B * G.N * G.h * G.d
+    return tokens * (10 * math.prod(window) + 14 * G.c + 6 * bool(weights)) + 12 * G.B * G.h * G.c * G.d**2
+
+
+def _save(ctx, inputs, output):
+    qkv, bias, _, weights, *ctx.geometry = inputs
+    ctx.save_for_backward(qkv, bias, *weights, *output)
+    ctx.num_weights = len(weights)
+    ctx.set_materialize_grads(False)
+
+
+@first_order
+def _backward(ctx, dy, *_):
+    qkv, bias, *tensors = ctx.saved_tensors
+    weights, saved = tensors[: ctx.num_weights], tensors[ctx.num_weights :]
+    of_bias = ctx.needs_input_grad[1]
+    dqkv, *shares = _packed_backward(dy.contiguous(), saved, qkv, bias, weights, *ctx.geometry, of_bias)
+    sums = [share.sum(0) for share in shares]
+    dbias = sums.pop(0) if of_bias else None
+    of_weights = []
+    for transform in sums[0] if weights else ():
+        d = qkv.shape[-1]
+        matrix, *rows = transform.split([d * d, d, d, d])
+        of_weights += [matrix.view(d, d), *rows]
+    of_weights = [x.to(w.dtype) for x, w in zip(of_weights, weights, strict=True)]
+    return dqkv, dbias, None, of_weights, *[None] * len(ctx.geometry)
+
+
+_packed.register_autograd(_backward, setup_context=_save)
+
+
+def covers_packed(qkv: Tensor, packing: Packing) -> bool:
+    """Returns whether the kernels can compute attention on qkv (B, N, 3, h, d).
+
+    They can on a GPU, in half precision, for heads of 16, 32 or 64 channels, windows of at most `LARGEST` tokens that
+    do not overlap and are not causal, and at most `LARGEST` groups with plain transforms.
+    """
+    windows, tiles, landmarks = packing.windows, packing.tiles, packing.landmarks
+    apart = windows.overlap == (0, 0) and not windows.causal and windows.key_mask is None
+    fit = 0 < windows.num_queries <= LARGEST and (tiles is None or tiles.num_windows <= LARGEST)
+    plain = landmarks is None or landmarks.plain_transforms() is not None
+    half = qkv.element_size() == 2 or INTERPRETED.value
+    return apart and fit and plain and half and qkv.shape[-1] in (16, 32, 64) and supported(qkv)
+
+
+@kernel(covers_packed)
+def packed_attention(qkv: Tensor, packing: Packing) -> Tensor:
+    """Attended values (B, h, N, d) of qkv (B, N, 3, h, d), laid out in memory as (B, N, h, d)."""
+    tiles, landmarks, bias = packing.tiles, packing.landmarks, packing.bias()
+    noise: Tensor | None = None
+    weights: list[Tensor] = []
+    options: dict[str, float] = {}
+    if landmarks is not None:
+        transforms = landmarks.plain_transforms()
+        weights = [x for each in transforms for module in (each.linear, each.norm) for x in module.parameters()]
+        options = {"mu_scale": landmarks.config.mu_scale, "eps": transforms[0].norm.eps}
+        if landmarks.training:
+            in_full = qkv.is_cuda and torch.is_autocast_enabled("cuda")  # norms are then in float32
+            shape, dtype = (len(qkv), qkv.shape[3], 1, tiles.num_windows), torch.float32 if in_full else qkv.dtype
+            noise = landmarks.noise(qkv.new_empty(*shape, qkv.shape[4], dtype=dtype))[:, :, 0, :, 0]
+    windows = packing.windows
+    y = attend_on(qkv, bias, noise, weights, windows, packing.origin, tiles, packing.log_count, **options)
+    return y.transpose(1, 2)
+
+
+def attend_on(
+    qkv: Tensor,
+    bias: Tensor | None,
+    noise: Tensor | None,
+    weights: list[Tensor],
+    windows: Windows,
+    origin: Grid,
+    tiles: Windows | None,
+    log_count: bool,
+    mu_scale: float = 1.0,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Attended values (B, N, h, d) of qkv (B, N, 3, h, d). bias: (h, w, w). noise: (B, h, c, d). See `Packing`."""
+    if bias is not None:
+        width = block_length(windows.num_queries, LARGEST) - windows.num_queries
+        bias = F.pad(bias.float(), (0, width), value=-math.inf).contiguous()
+    geometry = list(windows.grid), list(windows.size), list(origin), list(tiles.size) if tiles else [1, 1]
+    prior = math.log(tiles.num_queries) if tiles and log_count else 0.0
+    return _packed(qkv.contiguous(), bias, noise, weights, *geometry, mu_scale, prior, eps)[0]
