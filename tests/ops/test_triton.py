@@ -24,7 +24,17 @@ from attention.ops.joint_softmax import triton_joint
 from attention.ops.packed import triton_packed
 from attention.parts.geometry import Windows
 from attention.parts.groups import bins
-from bench.kernel_cases import CASES, Case, FeatureCase, GroupCase, checked_by, errors, excess, outputs_and_gradients
+from bench.kernel_cases import (
+    CASES,
+    Case,
+    FeatureCase,
+    GroupCase,
+    PackedCase,
+    checked_by,
+    errors,
+    excess,
+    outputs_and_gradients,
+)
 from engine.runtime.locks import hold_lock
 
 ROOT = Path(__file__).parents[2]
@@ -237,26 +247,28 @@ def test_kernels_on_a_gpu_equal_the_literal_twin_in_value_and_all_gradients(case
         assert excess(case, error, plain_error) <= 1, (name, error, plain_error)
 
 
-EVERY_TYPE, BF16 = (torch.bfloat16, torch.float16, torch.float32), (torch.bfloat16,)
+HALF, BF16 = (torch.bfloat16, torch.float16), (torch.bfloat16,)
+EVERY_TYPE = *HALF, torch.float32
 
 
 @gpu
 @pytest.mark.parametrize(
-    ("case", "dtype"),
+    ("case", "dtype", "d"),
     [
-        (case, dtype)
+        (case, dtype, d)
         for case, dtypes in (
             (Case((14, 14), (7, 7), c=49, B=2, h=3), EVERY_TYPE),
             (GroupCase((28, 28), (7, 7), B=2, h=3), EVERY_TYPE),
             (FeatureCase(196, 64, B=2, h=3), BF16),
             (FeatureCase(196, 49, "decoupled", B=2, h=3), BF16),
+            (PackedCase((14, 14), (7, 7), (7, 7), B=2, h=3), HALF),
         )
         for dtype in dtypes
+        for d in ((32, 64) if isinstance(case, PackedCase) else (32, 40, 64))
     ],
     ids=str,
 )
-@pytest.mark.parametrize("d", [32, 40, 64])
-def test_kernels_on_a_gpu_at_the_papers_sizes(d, case, dtype):
+def test_kernels_on_a_gpu_at_the_papers_sizes(case, dtype, d):
     case = case._replace(d=d, dtype=dtype)
     for name, (error, plain_error) in errors(case, torch.device("cuda")).items():
         assert excess(case, error, plain_error) <= 1, (name, error, plain_error)
@@ -270,6 +282,7 @@ def test_kernels_on_a_gpu_at_the_papers_sizes(d, case, dtype):
         GroupCase((28, 28), (7, 7)),
         FeatureCase(784, 64),
         FeatureCase(784, 49, "decoupled"),
+        PackedCase((28, 28), (7, 7), (7, 7)),
     ],
     ids=str,
 )
@@ -281,7 +294,7 @@ def test_kernels_on_a_gpu_are_deterministic_and_compile(case):
     functions = checked.kernels, checked.kernels, compiled
     first, again, graph = (outputs_and_gradients(f, checked.names, inputs, options) for f in functions)
     assert all(torch.equal(first[name], again[name]) for name in first)
-    if isinstance(case, FeatureCase):  # samples, and sums of their gradients, come from PyTorch's operators
+    if isinstance(case, FeatureCase | PackedCase):  # samples, and sums of gradients, come from PyTorch's operators
         assert all((graph[name] - x).norm() < 0.01 * x.norm() for name, x in first.items())
     else:
         assert all(torch.equal(first[name], graph[name]) for name in first)
