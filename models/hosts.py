@@ -331,7 +331,9 @@ def _image_size(model: nn.Module) -> Any:
 
 def _model_problem(model: nn.Module) -> str:
     """The reason why a model is refused as a whole, and the remedy; "" if there is none."""
-    modules = [*model.modules()]
+    modules = [*model.modules()] if isinstance(model, nn.Module) else []
+    if not modules:
+        return "is no torch.nn.Module; give a model of timm or transformers"
     if hasattr(model, "vision_model") and hasattr(model, "text_model"):
         return "takes text as well; give its vision_model"
     if any(isinstance(module, Attention) for module in modules):
