@@ -152,6 +152,11 @@ def test_transformers_recompute_compile_and_take_other_sizes():
     compiled = torch.compile(host.eval(), fullgraph=True, backend="eager")
     with torch.no_grad():
         assert rms_ratio(outputs(compiled, x), outputs(host, x)) < FP32_RMS
+        exported = torch.export.export(host, (x,)).module()  # with a mask of ones
+        assert rms_ratio(outputs(exported, x), outputs(host, x)) < FP32_RMS
+        mask = {"attention_mask": torch.ones(2, 65, dtype=torch.bool)}
+        with pytest.raises(Exception, match="adds a mask or a position bias"):
+            torch.export.export(host, (x,), mask)
 
 
 REFUSED = {  # mechanism -> the reason, by default
