@@ -57,8 +57,8 @@ COLUMNS = {
 peak_bytes in training: everything, with weights and the optimiser's state. excess: the error as a multiple of the
 allowed one. failure: why a row has no measurements.
 """
-PARTS = 2
-"""Number of tasks that the cases of kernels are divided into."""
+PARTS, ERRORS = 2, 45
+"""Number of tasks that the cases of kernels are divided into, half precision first, and the seconds of a task."""
 
 
 class Shape(NamedTuple):
@@ -391,8 +391,11 @@ class Worker:
         return [each for group in groups for each in self.set_up(file, replace(comparison, subjects=group))]
 
     def errors(self, part: str) -> None:
-        """Errors of every kernel relative to the literal twins in float64."""
-        for case in CASES[int(part) :: PARTS][: 1 if self.smoke else None]:
+        """Errors of kernels relative to the literal twins in float64, for as many cases as `ERRORS` seconds allow."""
+        end, cases = time.monotonic() + ERRORS, sorted(CASES, key=lambda case: case.dtype == torch.float32)
+        for case in cases[int(part) :: PARTS][: 1 if self.smoke else None]:
+            if time.monotonic() > end:
+                break
             name = f"{type(case).__name__}: {case}"
             with self.guarded("gpu_errors.csv", case=name):
                 for tensor, pair in errors(case, self.device).items():
