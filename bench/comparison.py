@@ -4,7 +4,7 @@ import argparse
 import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ from attention import Grid
 from attention.options import OptionError, nearest
 from bench.figures import FIGURES
 from bench.results import COLUMNS, FILES, SETTINGS, quartile_columns
-from bench.timing import Call, Quartiles, capturing, time_rounds
+from bench.timing import Call, Quartiles, Times, capturing, time_rounds
 from bench.workload import Subject, Workload, attention_core, attention_layer, layers_that_differ, whole_model
 from engine.checkpoints.export import check_target
 from engine.runtime.errors import ConfigError
@@ -105,12 +105,13 @@ def compare(
     comparison: Comparison, rounds: int, device: torch.device, clock: Callable[[], float] = time.perf_counter
 ) -> list[dict[str, Any]]:
     """Measures all subjects. Returns a row of results.csv for each; None for subjects that exceed the memory."""
-    torch.compiler.reset()  # otherwise the next shape would be compiled as a dynamic one, which is slower
-    # All mechanisms share one function, which the compiler would otherwise stop compiling at its limit.
-    with torch._dynamo.config.patch(recompile_limit=1000):
-        calls, counts = set_up(comparison, device)
-        times = time_rounds(calls, rounds, device, clock=clock)
+    calls, counts = set_up(comparison, device)
+    return rows_of(comparison, counts, time_rounds(calls, rounds, device, clock=clock))
 
+
+def rows_of(comparison: Comparison, counts: Mapping[str, dict[str, int | None]], times: Times) -> list[dict[str, Any]]:
+    """Returns the rows of measured subjects, see `compare`."""
+    calls = times.seconds
     rows, macs = [], {each.name: costs.macs for each, costs in zip(comparison.subjects, comparison.costs, strict=True)}
     for subject, costs in zip(comparison.subjects, comparison.costs, strict=True):
         row = {name: getattr(comparison, name, None) for name in COLUMNS}
@@ -132,9 +133,12 @@ def compare(
 
 def set_up(comparison: Comparison, device: torch.device) -> tuple[dict[str, Call], dict[str, dict[str, int | None]]]:
     """Returns calls to time, and their memory and launches, for all subjects that fit into memory together."""
+    torch.compiler.reset()  # otherwise the next shape would be compiled as a dynamic one, which is slower
     setting = [getattr(comparison, name) for name in SETTINGS]
     workloads, calls, counts = {}, {}, {}
-    with capturing() if comparison.execution.endswith("cuda-graph") else nullcontext(lambda call: call) as to_time:
+    in_graph = capturing() if comparison.execution.endswith("cuda-graph") else nullcontext(lambda call: call)
+    # All mechanisms share one function, which the compiler would otherwise stop compiling at its limit.
+    with torch._dynamo.config.patch(recompile_limit=1000), in_graph as to_time:
         for subject in comparison.subjects:
             with memory_permitting():
                 workloads[subject.name] = Workload(subject, *setting, device)

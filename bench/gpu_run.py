@@ -1,100 +1,120 @@
-"""Measures on a GPU what train.py gives, in minutes and in order of value: python -m bench.gpu_run --output DIRECTORY
+"""Measures on a GPU, in minutes, what train.py gives beside timm's models: python -m bench.gpu_run --output DIRECTORY
 
-First several processes fill the caches of the compilers and check the kernels. Then one process times. A task that
-fails, hangs or kills its process loses only its own rows.
+Processes of a wave build one task each at the same time: they compile, capture and warm up, which takes far longer than
+times. Then they measure alone, one after the other, and the next wave begins. Only times of the same process are taken
+in turns; timm's models are timed before and after the others of their wave. A task that fails, hangs or ends its
+process loses only its own rows.
 """
 
-import os
-import queue
-import subprocess
-import sys
-import threading
+import itertools
+import multiprocessing
 import time
 from collections.abc import Sequence
+from multiprocessing.connection import wait
 from pathlib import Path
+from typing import Any
 
-import torch
-
-from bench.gpu_tasks import COLUMNS, MODELS, NETWORKS, STEPS, tasks
+from bench import gpu_tasks
 from engine.runtime.arguments import ArgumentParser, Count
 from engine.runtime.errors import refuse_bad_input
 from engine.runtime.files import dicts_to_csv, write_file
 from engine.runtime.ownership import make_output
 
-WARM_SHARE = 0.45
-"""Largest share of the time for the processes that compile."""
-LIMITS = {"warm": 150, "time": 75}
-"""Most seconds of a task."""
+WAVES = (
+    "tiny8/timm tiny8/eva tiny8/softmax tiny8/lara tiny8/performer tiny8/local layers/784 inference/1",
+    "small16/timm small16/eva small16/softmax tiny4/timm tiny4/eva tiny4/softmax pvtv2_b1/timm pvtv2_b1/eva errors/0",
+    "tiny4/lara tiny4/performer tiny4/local pvtv2_b1/softmax layers/3136 tiny16/timm tiny16/eva tiny16/softmax",
+    "pvtv2_b1/lara pvtv2_b1/performer pvtv2_b1/local small16/lara small16/performer small16/local errors/1",
+    "small8/timm small8/eva small8/softmax tiny16/lara tiny16/performer tiny16/local layers/others inference/128",
+)
+"""Tasks of `bench.gpu_tasks`, the most valuable first. Their models fit into the memory of a GPU together."""
+BUILD, TURN = 95, 15
+"""Most seconds of a wave's building, and of a process's turn to measure; ten times as many for a trial."""
+TURNS = 2.0
+"""Seconds that a process is expected to need for its turns."""
 
 
-def work(waiting: queue.Queue[str], arguments: Sequence[str], environment: dict[str, str], limit: int, end: float):
-    """Hands tasks to a worker until none is left or the time is over; a worker that ends or hangs has a successor."""
-    while waiting.qsize() and time.monotonic() < end:
-        command = [sys.executable, "-m", "bench.gpu_tasks", *arguments]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        with subprocess.Popen(command, **pipes, text=True, env=os.environ | environment) as worker:
-            serve(worker, waiting, limit, end)
+class Process:
+    """A process of a task, which has turns."""
 
+    def __init__(self, task: str, output: Path, smoke: bool):
+        context = multiprocessing.get_context("fork")  # the imports are there; this process never touches the GPU
+        self.connection, end = context.Pipe()
+        self.task, self.turn, self.began = task, TURN * (10 if smoke else 1), time.monotonic()
+        self.process = context.Process(target=gpu_tasks.main, args=(task, output, smoke, end))
+        self.process.start()
+        end.close()
 
-def serve(worker: subprocess.Popen, waiting: queue.Queue[str], limit: int, end: float) -> None:
-    """Hands tasks to one worker."""
-    while time.monotonic() < end:
+    def say(self, what: str) -> None:
+        print(f"{self.task}: {what} after {time.monotonic() - self.began:.0f} s", flush=True)
+
+    def is_ready(self) -> bool:
+        """Returns whether the process waits for a turn; otherwise it has ended."""
         try:
-            task = waiting.get_nowait()
-        except queue.Empty:
-            return
-        timer = threading.Timer(min(limit, end - time.monotonic()), worker.kill)
-        timer.start()
-        try:
-            print(task, file=worker.stdin, flush=True)
-            for line in worker.stdout:
-                print(line, end="", flush=True)
-                if line.startswith("done "):
-                    break
-            else:
-                raise BrokenPipeError
-        except BrokenPipeError:
-            print(f"{task}: its process ended, perhaps at the limit of {limit} s", flush=True)
-            return
-        finally:
-            timer.cancel()
+            self.connection.recv()
+        except (EOFError, ConnectionResetError):
+            self.say("ended")
+            return False
+        return True
+
+    def measure(self) -> bool:
+        """Gives the process a turn, and returns whether it waits for another."""
+        self.connection.send("go")
+        if self.connection.poll(self.turn):
+            return self.is_ready()
+        self.end()
+        return False
+
+    def end(self) -> None:
+        if self.process.is_alive():
+            self.say("was ended")
+            self.process.kill()
+        self.process.join()
+
+
+def run_wave(tasks: Sequence[str], output: Path, smoke: bool, end: float) -> None:
+    """Builds tasks together, and lets them measure one after the other, twice where they want to."""
+    processes = [Process(task, output, smoke) for task in tasks]
+    try:
+        building, ready = {each.connection: each for each in processes}, []
+        end = min(time.monotonic() + BUILD * (10 if smoke else 1), end - TURNS * len(tasks))
+        while building and (left := end - time.monotonic()) > 0:
+            for connection in wait([*building], left):
+                process: Any = building.pop(connection)
+                if process.is_ready():
+                    process.say("built")
+                    ready.append(process)
+        for process in building.values():
+            process.end()
+        ready.sort(key=processes.index)
+        while ready:
+            ready = [process for process in ready if process.measure()]
+    finally:
+        for process in processes:
+            process.end()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     began = time.monotonic()
     parser = ArgumentParser(prog="python -m bench.gpu_run", description=__doc__.partition(":")[0])
-    add = parser.add_argument
-    add("--output", type=Path, required=True, help=f"directory for {', '.join(COLUMNS)}")
-    add("--steps", nargs="+", choices=STEPS, default=STEPS, help="default: all")
-    add("--models", nargs="+", choices=MODELS, default=[*MODELS], help="models to train; default: all")
-    networks = "their attention, and timm's models; default: all"
-    add("--networks", nargs="+", choices=NETWORKS, default=NETWORKS, help=networks)
-    add("--seconds", type=Count(), default=420, help="time for everything; default: %(default)s")
-    add("--processes", type=Count(), default=12, help="processes that compile; default: %(default)s")
-    add("--smoke", action="store_true", help="tiny sizes, on the CPU too: tries every step, and measures nothing")
+    parser.add_argument("--output", type=Path, required=True, help=f"directory for {', '.join(gpu_tasks.COLUMNS)}")
+    tasks = "instead of all, in one wave: MODEL/NETWORK, layers/TOKENS, inference/IMAGES, errors/PART"
+    parser.add_argument("--tasks", nargs="+", metavar="TASK", help=tasks)
+    parser.add_argument("--seconds", type=Count(), default=900, help="time for everything; default: %(default)s")
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes, on a CPU too (TRITON_INTERPRET=1)")
     args = parser.parse_args(arguments)
     with refuse_bad_input():
-        if not args.smoke and not torch.cuda.is_available():
-            sys.exit("no CUDA device; --smoke tries the steps on a CPU")
-        make_output(args.output, [*COLUMNS])
-        for file, columns in COLUMNS.items():
+        make_output(args.output, [*gpu_tasks.COLUMNS])
+        for file, columns in gpu_tasks.COLUMNS.items():
             write_file(args.output / file, dicts_to_csv([], columns))
-    threads = str(max(1, (os.cpu_count() or 1) // args.processes))
-    environment = {"TORCHINDUCTOR_COMPILE_THREADS": threads, "OMP_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1"}
-    if args.smoke:
-        environment["TRITON_INTERPRET"] = "1"
-    for phase, processes, share in ("warm", args.processes, WARM_SHARE), ("time", 1, 1):
-        waiting: queue.Queue[str] = queue.Queue()
-        for task in tasks(phase, args.steps, args.models, args.networks):
-            waiting.put(task)
-        options = [str(args.output), phase, *(["smoke"] if args.smoke else [])]
-        given = waiting, options, environment, LIMITS[phase], began + share * args.seconds
-        threads_of_phase = [threading.Thread(target=work, args=given) for _ in range(processes)]
-        for thread in threads_of_phase:
-            thread.start()
-        for thread in threads_of_phase:
-            thread.join()
-        print(f"{phase}: finished after {time.monotonic() - began:.0f} s, {waiting.qsize()} tasks left", flush=True)
+    waves = [args.tasks] if args.tasks else [wave.split() for wave in WAVES]
+    for number, wave in enumerate(waves, 1):
+        if (left := began + args.seconds - time.monotonic()) < (1 if args.smoke else 40):
+            print(f"no time for {len([*itertools.chain.from_iterable(waves[number - 1 :])])} tasks")
+            break
+        print(f"wave {number}: {left:.0f} s are left", flush=True)
+        run_wave(wave, args.output, args.smoke, began + args.seconds)
+    print(f"finished after {time.monotonic() - began:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

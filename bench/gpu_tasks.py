@@ -1,7 +1,6 @@
-"""Tasks of `bench.gpu_run`, which this worker reads from its standard input, one a line.
+"""Tasks of `bench.gpu_run`: what a process builds, and measures when it has a turn.
 
-A task is "errors/PART", "training/MODEL/NETWORK", "inference/IMAGES" or "layers/TOKENS". In the phase "warm" it only
-compiles what it will need, with other processes beside it, and checks kernels; in the phase "time" it measures.
+A task is "MODEL/NETWORK", for training, "inference/IMAGES", "layers/TOKENS" or "errors/PART".
 """
 
 import gc
@@ -14,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from importlib.metadata import version
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,12 +21,12 @@ import timm
 import torch
 from torch import Tensor, nn
 
-from bench.comparison import BATCH_TOKENS, Comparison, compare
+from bench.comparison import BATCH_TOKENS, Comparison, rows_of, set_up
 from bench.kernel_cases import CASES, errors, excess
 from bench.results import COLUMNS as RESULTS
 from bench.results import MEASURED, quartile_columns
 from bench.timing import Call, Quartiles, time_rounds
-from bench.workload import Workload, attention_layer, whole_model
+from bench.workload import attention_layer, whole_model
 from engine.checkpoints.progress import Progress
 from engine.config.schema import Run
 from engine.objectives.classification import Classification, label_loss
@@ -43,7 +43,8 @@ from engine.training.optim import create_optimizer
 from models import create_model
 
 VERSIONS = "device", "torch", "triton", "timm"
-OF_TRAINING = "model", "tokens", "batch", "name", "execution", "baseline", *MEASURED, "images_per_second", "peak_bytes"
+SECONDS = [name for name in MEASURED if name.startswith("seconds")]
+OF_TRAINING = "model", "tokens", "batch", "name", "execution", *SECONDS, "images_per_second", "peak_bytes"
 OF_ERRORS = "case", "tensor", "error", "plain_error", "excess"
 COLUMNS = {
     "gpu_training.csv": (*VERSIONS, *OF_TRAINING, "failure"),
@@ -56,8 +57,8 @@ COLUMNS = {
 peak_bytes in training: everything, with weights and the optimiser's state. excess: the error as a multiple of the
 allowed one. failure: why a row has no measurements.
 """
-PARTS = 8
-"""Number of tasks that the cases of kernels are divided into."""
+PARTS, ERRORS = 2, 45
+"""Number of tasks that the cases of kernels are divided into, half precision first, and the seconds of a task."""
 
 
 class Shape(NamedTuple):
@@ -94,35 +95,13 @@ MODELS = {
     "small8": deit("small", 8, 64),
 }
 """Models to train."""
-NETWORKS = ["timm", "eva", "softmax", "lara", "performer:num_samples=64", "local"]
-"""timm's model and ours, by their attention."""
-OTHERS = ["performer", "ra", "nystrom", "combiner", "transformer_ls", "scatterbrain"]
+OURS = {name: name for name in ("softmax", "eva", "lara", "local")} | {"performer": "performer:num_samples=64"}
+"""Network of a task -> our model's attention."""
+OTHERS = ["ra", "nystrom", "combiner", "transformer_ls", "scatterbrain"]
 """Further layers."""
-TIMM, OURS = "timm:vit_tiny_patch16_224:patch_size=8,class_token=false,global_pool=avg", "deit_tiny_p8:"
+TIMM = "timm:vit_tiny_patch16_224:patch_size=8,class_token=false,global_pool=avg"
 BEST = "compiled-cuda-graph"
-"""Execution of timm's model that others are timed beside."""
-
-
-STEPS = "training", "layers", "inference", "errors"
-ORDER = (
-    *("training/tiny8", "training/small16", "training/tiny4", "layers/784", "layers/3136", "inference/1"),
-    *("training/pvtv2_b1", "training/tiny16", "training/small8", "inference/128", "errors"),
-)
-"""Beginnings of tasks, the most valuable first."""
-
-
-def tasks(phase: str, steps: Sequence[str], models: Sequence[str], networks: Sequence[str]) -> list[str]:
-    """Returns the tasks of a phase. Layers need no compiler, and errors no quiet GPU: they are of one phase."""
-    parts = {
-        "training": [f"training/{model}/{network}" for model in models for network in networks],
-        "layers": ["layers/784", "layers/3136"] if phase == "time" else [],
-        "inference": ["inference/1", "inference/128"],
-        "errors": [f"errors/{part}" for part in range(PARTS)] if phase == "warm" else [],
-    }
-    found = [task for step in steps for task in parts[step]]
-    return sorted(
-        found, key=lambda task: next(n for n, start in enumerate(ORDER) if f"{task}/".startswith(f"{start}/"))
-    )
+"""Execution of train.py, and the fastest of timm's model."""
 
 
 def captured(call: Call) -> Call:
@@ -195,22 +174,29 @@ class Update:
 
 
 class Worker:
-    """Runs tasks. The best execution of timm's model stays in memory for the other networks of the same model."""
+    """Runs a task.
 
-    def __init__(self, output: Path, phase: str, smoke: bool):
-        self.output, self.warms, self.smoke = output, phase == "warm", smoke
+    Args:
+        turn: waits until no other process uses the GPU.
+    """
+
+    def __init__(self, output: Path, smoke: bool, turn: Callable[[], object]):
+        self.output, self.smoke, self.turn = output, smoke, turn
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.rounds, self.seconds = (2, 0.0) if smoke else (7, 0.06)
+        self.rounds, self.seconds = (2, 0.0) if smoke else (8, 0.06)
         self.versions = {"device": device_name(self.device), **{name: version(name) for name in VERSIONS[1:]}}
         self.backend = {} if self.device.type == "cuda" else {"backend": "aot_eager"}
-        self.peer: tuple[str, dict[str, Call]] = "", {}
         set_arithmetic(deterministic=False, tf32=False)  # train.py's defaults
 
     def run(self, task: str) -> None:
-        kind, *rest = task.split("/")
-        {"training": self.training, "inference": self.inference, "layers": self.layers, "errors": self.errors}[kind](
-            *rest
-        )
+        kind, what = task.split("/")
+        others = {"inference": self.inference, "layers": self.layers, "errors": self.errors}
+        if kind in others:
+            others[kind](what)
+        elif what == "timm":
+            self.train_timm(kind)
+        else:
+            self.train(kind, what)
 
     def write(self, file: str, row: dict[str, Any], shows: bool = True) -> None:
         """Adds a row to a file, and prints it in short if it `shows`."""
@@ -235,70 +221,55 @@ class Worker:
                 torch.cuda.synchronize()  # raises after an illegal access
 
     def clear(self) -> None:
-        torch.compiler.reset()
+        """Gives memory back that others may need."""
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     # training
 
-    def training(self, model: str, network: str) -> None:
-        if self.peer[0] != model:
-            self.peer = model, {}
-        self.clear()
-        if network == "timm":
-            self.timm(model, ["eager", "compiled"])
-            return
-        if not (self.peer[1] or self.warms):  # the process is new
-            self.timm(model, ["compiled"])
-        for execution in (BEST, "cuda-graph", "compiled", "eager"):  # the first that works
-            row = self.row(model, network, execution)
-            self.clear()
+    def train(self, model: str, network: str) -> None:
+        """Measures our model in the first execution that works."""
+        for execution in (BEST, "cuda-graph", "compiled", "eager"):
+            row = self.row(model, OURS[network], execution)
+            torch.compiler.reset()
             with self.guarded("gpu_training.csv", **row), ExitStack() as stack:
                 peak = self.peak()
-                call = self.retried(lambda: self.ours(model, network, execution, stack))  # noqa: B023
+                call = self.built(lambda: self.ours(model, network, execution, stack))  # noqa: B023
                 self.measure({execution: call}, {execution: row | {"peak_bytes": peak()}})
-                break
+                return
 
-    def timm(self, model: str, executions: Sequence[str]) -> None:
-        """Measures timm's model, without and with a graph, and keeps the last."""
+    def train_timm(self, model: str) -> None:
+        """Measures timm's model before and after others: compiled, and as it is; a graph of the latter needs memory."""
         calls, rows = {}, {}
-        for execution in executions[self.warms :]:
+        for execution, name in ("compiled", BEST), ("eager", "cuda-graph" if model == "tiny8" else ""):
             peak = self.peak()
             row = self.row(model, "timm", execution)
             with self.guarded("gpu_training.csv", **row):
-                calls[execution] = self.retried(lambda: self.timm_update(model, execution))  # noqa: B023
+                calls[execution] = self.built(lambda: self.timm_update(model, execution))  # noqa: B023
                 rows[execution] = row | {"peak_bytes": peak()}
-            if self.warms:
-                return
-            name = BEST if execution == "compiled" else "cuda-graph"
-            row = self.row(model, "timm", name)
-            with self.guarded("gpu_training.csv", **row):
-                peak(again=True)
-                calls[name] = self.tried(calls[execution].in_graph)
-                rows[name] = row | {"peak_bytes": peak()}
-        if calls:
-            self.peer = model, {}
+            if name and execution in calls:
+                row = self.row(model, "timm", name)
+                with self.guarded("gpu_training.csv", **row):
+                    peak(again=True)
+                    calls[name] = self.built(calls[execution].in_graph)
+                    rows[name] = row | {"peak_bytes": peak()}
+        for _ in range(2):
             self.measure(calls, rows)
-            name = next(reversed(calls))
-            self.peer = model, {name: calls[name]}
 
     def row(self, model: str, network: str, execution: str) -> dict[str, Any]:
         shape = self.shape(model)
         return {"model": model, "tokens": shape.tokens, "batch": shape.batch, "name": network, "execution": execution}
 
     def measure(self, calls: dict[str, Call], rows: dict[str, dict[str, Any]]) -> None:
-        """Times calls beside the peer, and writes their rows."""
-        if self.warms:
+        """Times calls, and writes their rows."""
+        if not calls:
             return
-        peer = next(iter(self.peer[1]), next(reversed(calls)))
-        others = {f"timm's {name}": call for name, call in self.peer[1].items()}
-        times = time_rounds(calls | others, self.rounds, self.device, self.seconds)
+        self.clear()
+        self.turn()
+        times = time_rounds(calls, self.rounds, self.device, self.seconds)
         for name, row in rows.items():
-            row |= quartile_columns("seconds", Quartiles.of(times.seconds[name]), times)
-            if others or row["name"] == "timm":
-                speedup = times.speedup(name, next(iter(others), peer))
-                row |= quartile_columns("speedup", speedup, times) | {"baseline": f"timm, {peer}"}
+            row = row | quartile_columns("seconds", Quartiles.of(times.seconds[name]), times)
             self.write("gpu_training.csv", row | {"images_per_second": row["batch"] / row["seconds"]})
 
     def shape(self, model: str) -> Shape:
@@ -306,9 +277,9 @@ class Worker:
         return shape._replace(batch=2, tokens=shape.tokens // 4) if self.smoke else shape
 
     def run_of(self, model: str, network: str, *overrides: str) -> Run:
-        """Configuration of train.py for a network; that of softmax attention for timm's."""
-        shape, (name, _, options) = self.shape(model), network.partition(":")
-        given = [*shape.options, f"attention.name={'softmax' if name == 'timm' else name}", *overrides]
+        """Configuration of train.py for a network."""
+        shape, (name, _, options) = self.shape(model), OURS[network].partition(":")
+        given = [*shape.options, f"attention.name={name}", *overrides]
         given += [f"attention.{option}" for option in options.split(",") if option]
         given += [f"{key}={shape.batch}" for key in ("train.total_batch_size", "optim.lr_base_size")]
         given += shape.smallest if self.smoke else []
@@ -323,7 +294,7 @@ class Worker:
         return Batch(images.contiguous(memory_format=layout), targets)
 
     def timm_update(self, model: str, execution: str) -> Update:
-        shape, run = self.shape(model), self.run_of(model, "timm")
+        shape, run = self.shape(model), self.run_of(model, "softmax")
         name, options = shape.peer
         if self.smoke:
             options = options | {"depth": 1, "img_size": 112} if name.startswith("vit") else {"depths": (1, 1, 1, 1)}
@@ -346,25 +317,22 @@ class Worker:
             update.network, _ = graph_passes(update.objective, net, run, world, batch.layout)
         return update
 
-    def tried(self, make: Callable[[], Call]) -> Call:
-        """Makes an update, and runs it."""
-        torch.manual_seed(0)
-        call = make()
-        for _ in range(1 if self.warms or self.smoke else 3):
-            call()
-        return call
-
-    def retried(self, make: Callable[[], Call]) -> Call:
-        """As `tried`; while others compile, waits for memory."""
-        for _ in range(3 if self.warms else 0):
+    def built(self, make: Callable[[], Call]) -> Call:
+        """Makes an update and runs it, again if others have the memory."""
+        for attempt in range(4):
+            torch.manual_seed(0)
             try:
-                return self.tried(make)
+                call = make()
+                for _ in range(1 if self.smoke else 3):
+                    call()
+                self.clear()
+                return call
             except RuntimeError as error:
-                if not is_out_of_memory(error):
+                if attempt == 3 or not is_out_of_memory(error):
                     raise
             self.clear()
-            time.sleep(5)
-        return self.tried(make)
+            time.sleep(4)
+        raise AssertionError
 
     def peak(self) -> Callable[..., int]:
         """Returns a function of the peak of memory since now, or since its last call, beyond what is there now."""
@@ -383,44 +351,51 @@ class Worker:
     # layers, whole models in inference, kernels
 
     def inference(self, images: str) -> None:
-        names = [TIMM, *(OURS + name for name in NETWORKS[1:])]
-        subjects, side = [whole_model(name) for name in names[: 2 if self.smoke else None]], 112 if self.smoke else 224
-        for execution in ("eager",) if self.smoke else ("eager", "cuda-graph", BEST):
-            where = (side, side), 2 if self.smoke else int(images), "inference", "bf16", execution
-            self.compare("gpu_inference.csv", Comparison("model", subjects, TIMM, [], *where))
+        names = [TIMM, *(f"deit_tiny_p8:{name}" for name in OURS.values())]
+        subjects = [whole_model(name) for name in names[: 3 if images == "1" else None]]
+        executions = ["eager"] if self.smoke else ["eager", "cuda-graph", BEST]
+        size, batch = ((112, 112), 2) if self.smoke else ((224, 224), int(images))
+        where = size, batch, "inference", "bf16"
+        comparisons = [Comparison("model", subjects, TIMM, [], *where, execution) for execution in executions]
+        self.compare("gpu_inference.csv", comparisons)
 
     def layers(self, tokens: str) -> None:
-        side = math.isqrt(int(tokens)) // (2 if self.smoke else 1)
-        names = NETWORKS[1:] + (OTHERS if tokens == "784" else OTHERS[:1])
+        names = [*OURS.values(), "performer"]
+        if tokens == "others":
+            names, tokens = ["softmax", *OTHERS], "784"
         subjects = [attention_layer(name, 192, 3) for name in names[: 2 if self.smoke else None]]
+        side = math.isqrt(int(tokens)) // (2 if self.smoke else 1)
         batch = 2 if self.smoke else BATCH_TOKENS["cuda"] // side**2
-        where = (side, side), batch, "forward+backward", "bf16", "cuda-graph"
-        self.compare("gpu_layers.csv", Comparison("attention", subjects, "softmax", [], *where))
+        where = (side, side), batch, "forward+backward", "bf16", "eager" if self.smoke else "cuda-graph"
+        self.compare("gpu_layers.csv", [Comparison("attention", subjects, "softmax", [], *where)])
 
-    def compare(self, file: str, comparison: Comparison) -> None:
-        """Compares subjects in turns; those that fail alone are left out."""
-        if self.device.type == "cpu":
-            comparison = replace(comparison, execution="eager")
-        kept = []
-        setting = comparison.size, comparison.batch, comparison.mode, comparison.dtype, comparison.execution
-        for subject in comparison.subjects:
-            row = {"kind": comparison.kind, "name": subject.name, **dict(zip(RESULTS[3:8], setting, strict=True))}
-            with self.guarded(file, **row):
-                if self.warms and "compiled" in comparison.execution:
-                    Workload(subject, *setting, self.device)
-                kept.append((subject, subject.costs(comparison.size)))
+    def compare(self, file: str, comparisons: Sequence[Comparison]) -> None:
+        """Compares subjects in turns; where one fails, each with the baseline alone."""
+        ready = [each for comparison in comparisons for each in self.set_up(file, comparison)]
+        if ready:
             self.clear()
-        if self.warms or not kept:
-            return
-        subjects, costs = zip(*kept, strict=True)
-        with self.guarded(file, kind=comparison.kind, execution=comparison.execution):
-            for row in compare(replace(comparison, subjects=subjects, costs=costs), self.rounds, self.device):
-                self.write(file, row)
-        self.clear()
+            self.turn()
+        for comparison, calls, counts in ready:
+            with self.guarded(file, kind=comparison.kind, execution=comparison.execution):
+                for row in rows_of(comparison, counts, time_rounds(calls, self.rounds, self.device)):
+                    self.write(file, row)
+
+    def set_up(self, file: str, comparison: Comparison) -> list[tuple[Comparison, dict[str, Call], dict]]:
+        names = [subject.name for subject in comparison.subjects if subject.name != comparison.baseline]
+        with self.guarded(file, kind=comparison.kind, name=" ".join(names), execution=comparison.execution):
+            costs = [subject.costs(comparison.size) for subject in comparison.subjects]
+            comparison = replace(comparison, costs=costs)
+            return [(comparison, *set_up(comparison, self.device))]
+        pairs = [{comparison.baseline, name} for name in (names if len(names) > 1 else ())]
+        groups = [[subject for subject in comparison.subjects if subject.name in pair] for pair in pairs]
+        return [each for group in groups for each in self.set_up(file, replace(comparison, subjects=group))]
 
     def errors(self, part: str) -> None:
-        """Errors of every kernel relative to the literal twins in float64."""
-        for case in CASES[int(part) :: PARTS][: 1 if self.smoke else None]:
+        """Errors of kernels relative to the literal twins in float64, for as many cases as `ERRORS` seconds allow."""
+        end, cases = time.monotonic() + ERRORS, sorted(CASES, key=lambda case: case.dtype == torch.float32)
+        for case in cases[int(part) :: PARTS][: 1 if self.smoke else None]:
+            if time.monotonic() > end:
+                break
             name = f"{type(case).__name__}: {case}"
             with self.guarded("gpu_errors.csv", case=name):
                 for tensor, pair in errors(case, self.device).items():
@@ -428,15 +403,15 @@ class Worker:
                     self.write("gpu_errors.csv", {"case": name} | values, shows=not values["excess"] <= 1)
 
 
-def main() -> None:
-    output, phase, *smoke = sys.argv[1:]
-    worker = Worker(Path(output), phase, bool(smoke))
-    for line in sys.stdin:
-        began, task = time.monotonic(), line.strip()
-        worker.run(task)
-        print(f"done {task} {time.monotonic() - began:.1f} s", flush=True)
+def main(task: str, output: Path, smoke: bool, connection: Connection) -> None:
+    """Runs a task in a process of its own."""
+
+    def turn() -> None:
+        connection.send("ready")
+        connection.recv()
+
+    torch.set_num_threads(2)
+    torch._inductor.config.compile_threads = 2
+    Worker(output, smoke, turn).run(task)
+    sys.stdout.flush()
     os._exit(0)  # without the clean-up of CUDA
-
-
-if __name__ == "__main__":
-    main()

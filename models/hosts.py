@@ -12,6 +12,7 @@ vit = replace_attention(vit, {"name": "eva", "window_size": 7, "num_landmarks": 
 import copy
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
@@ -32,22 +33,19 @@ KEY = "model"
 
 
 class Call(NamedTuple):
-    """A call of `scaled_dot_product_attention` in a forward pass.
+    """A call of `scaled_dot_product_attention` in a forward pass, by the module `name`.
 
     Attributes:
-        name: of the module that makes it.
         problem: the reason why a mechanism cannot serve it; "" if there is none.
-        is_pooling: True for fewer queries than keys: learned queries, or a class token, that pool the tokens.
         num_heads, head_dim, num_tokens: heads h, channels d and number of the queries.
         image: name of the convolution whose (H, W) output the tokens were made of; "" without one.
-        grid: (H, W); (1, number of tokens) if the tokens are some of the H*W, or are shuffled.
+        grid: (H, W); (1, number of tokens) without order.
         num_prefix_tokens: prefix tokens P.
         has_order: False if the tokens are some of the H*W, or are shuffled.
     """
 
     name: str
     problem: str
-    is_pooling: bool
     num_heads: int
     head_dim: int
     num_tokens: int
@@ -62,26 +60,30 @@ class PassGrid:
 
     Attributes:
         grid: of the latest pass.
-        by_number: number of tokens -> grid, for activation checkpointing, which computes layers of earlier passes
-            again; None for a number that grids of two shapes had.
+        pending: grid -> passes that wait for their backward pass, in which activation checkpointing computes layers
+            again.
     """
 
     def __init__(self) -> None:
         self.grid: Grid | None = None
-        self.by_number: dict[int, Grid | None] = {}
+        self.pending: Counter[Grid] = Counter()
 
     def __call__(self, module: nn.Module, args: Any, image: Tensor) -> None:
         H, W = image.shape[-2:]
         self.grid = (int(H), int(W)) if torch.jit.is_tracing() else (H, W)
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            number, grid = int(H * W), (int(H), int(W))
-            self.by_number[number] = grid if self.by_number.get(number, grid) == grid else None
+        if image.requires_grad and not torch.compiler.is_compiling():
+            self.pending[self.grid] += 1
+            image.register_hook(functools.partial(self.finish, self.grid))
+
+    def finish(self, grid: Grid, gradient: Tensor) -> None:
+        self.pending[grid] -= 1
 
     def of(self, number: int) -> Grid | None:
-        """The grid of a layer with so many tokens; within a backward pass it may be that of an earlier pass."""
+        """The grid of a layer with so many tokens; None in a backward pass that may be of passes of two shapes."""
         if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
             return self.grid
-        return self.by_number.get(number, self.grid)
+        grids = [grid for grid, passes in self.pending.items() if passes > 0 and math.prod(grid) == number]
+        return self.grid if not grids else grids[0] if len(grids) == 1 else None
 
     def __reduce__(self) -> tuple[type["PassGrid"], tuple[()]]:
         return PassGrid, ()  # copies know of no pass
@@ -104,11 +106,11 @@ class Replaced(nn.Module):
     extra: tuple[None, ...]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        swap = Swap(self)
-        with swap:
+        calls = Calls(self.attended)
+        with calls:
             output = super().forward(*args, **kwargs)
-        if swap.number != 1:
-            problem = f"{swap.number} calls of scaled_dot_product_attention, of which {self.core.label} replaces one"
+        if calls.number != 1:
+            problem = f"{calls.number} calls of scaled_dot_product_attention, of which {self.core.label} replaces one"
             remedy = "keep timm's fused attention, or attn_implementation='sdpa', and ask for no attention weights"
             raise ValueError(f"{self.host_name}: {problem}; {remedy}")
         return output
@@ -123,9 +125,7 @@ class Replaced(nn.Module):
         if core.ignores_order():
             grid = 1, N
         elif grid is None or grid[0] * grid[1] != N:
-            of_pass = (
-                f"a {grid[0]}x{grid[1]} grid" if grid else "no grid, or grids of two shapes before a backward pass"
-            )
+            of_pass = f"a {grid[0]}x{grid[1]} grid" if grid else "no grid, or grids of two shapes"
             problem = f"{N} tokens after {core.num_prefix_tokens} prefix tokens, but this pass has {of_pass}"
             raise ValueError(f"{self.host_name}: {core.label} got {problem}; keep all patches, in their order")
         query, key = query.to(value.dtype), key.to(value.dtype)  # as torch's attention does under autocast
@@ -136,71 +136,63 @@ class Replaced(nn.Module):
         return _create_empty, (self.host,), self.__dict__
 
 
-class Swap(TorchFunctionMode):
-    """Context in which calls of `scaled_dot_product_attention` go to a module's mechanism.
+class Calls(TorchFunctionMode):
+    """Context in which `serve` gets the calls of `scaled_dot_product_attention`, which `number` counts."""
 
-    Attributes:
-        number: of these calls.
-    """
-
-    def __init__(self, module: Replaced):
+    def __init__(self, serve: Callable[..., Tensor]):
         super().__init__()
-        self.module = module
+        self.serve = serve
         self.number = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not F.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         self.number += 1
-        return self.module.attended(*args, **(kwargs or {}))
+        return self.serve(*args, **(kwargs or {}))
 
 
-class Survey(TorchFunctionMode):
-    """Context that records the calls of `scaled_dot_product_attention` of a model, whose modules have its hooks.
+class Survey:
+    """Hooks of the modules of a model, and the calls of `scaled_dot_product_attention` in its forward pass.
 
     Attributes:
-        images: images of a batch. calls: the calls, in their order.
+        calls: those of attention among tokens. Attention that pools them is left out: it has fewer queries than keys
+            (learned queries, a class token), or outputs (B, C).
         running: [name, number of calls] of the modules that run, the innermost last.
         image, grid: name and output's (H, W) of the latest convolution.
     """
 
-    def __init__(self, model: nn.Module, images: int):
-        super().__init__()
-        self.images = images
-        self.calls: list[Call] = []
+    images = 2
+
+    def __init__(self, model: nn.Module):
+        self.calls: dict[str, Call] = {}
         self.running: list[list[Any]] = []
         self.image: str = ""
         self.grid: Grid = (0, 0)
         for name, module in model.named_modules():
-            module.register_forward_pre_hook(functools.partial(self.enter, name))
+            module._forward_hooks.clear()
+            module._forward_pre_hooks.clear()
+            module.register_forward_pre_hook(lambda module, args, name=name: self.running.append([name, 0]))
             module.register_forward_hook(functools.partial(self.leave, name))
-
-    def enter(self, name: str, module: nn.Module, args: Any) -> None:
-        self.running.append([name, 0])
 
     def leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         self.running.pop()
         if isinstance(module, nn.Conv2d):
             self.image, self.grid = name, tuple(output.shape[-2:])
+        if isinstance(output, Tensor) and output.ndim == 2:
+            self.calls.pop(name, None)
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.scaled_dot_product_attention:
-            self.record(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-    def record(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> None:
+    def record(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         self.running[-1][1] += 1
-        name, number = self.running[-1]
+        (name, number), N = self.running[-1], query.shape[-2]
         problem = call_problem(query, key, value, *args, **kwargs)
         if number > 1:
             problem = f"calls scaled_dot_product_attention {number} times"
-            self.calls = [call for call in self.calls if call.name != name]
         elif not problem and query.shape[0] != self.images:
             problem = f"folds windows into the batch ({query.shape[0] // self.images} for each image)"
-        h, (N, d) = query.shape[1], query.shape[-2:]
-        call = Call(name, problem, key.shape[-2] > N, h, d, N, self.image, self.grid)
-        if name not in {call.name for call in self.calls}:  # of a module that runs once more
-            self.calls.append(call)
+        if key.shape[-2] <= N and (problem or name not in self.calls):
+            call = Call(name, problem, query.shape[1], query.shape[-1], N, self.image, self.grid)
+            self.calls[name] = call
+        return F.scaled_dot_product_attention(query, key, value, *args, **kwargs)
 
 
 def replace_attention(
@@ -220,9 +212,9 @@ def replace_attention(
             then unchanged.
     """
     layers = attention_calls(model, img_size)
-    for call in layers:
-        if call.problem:
-            raise OptionError(KEY, f"{call.name} {call.problem}; no mechanism can take its place")
+    if refused := next((call for call in layers if call.problem), None):
+        remedy = "a mechanism can take the place of plain self-attention alone"
+        raise OptionError(KEY, f"{refused.name} {refused.problem}; {remedy}")
     entries, shared = assign(type(model).__name__, attention, [len(layers)]), dict[Any, Any]()
     cores = [
         _create_core(functools.partial(factory, layer=layer, depth=len(layers), shared=shared), call)
@@ -249,27 +241,31 @@ def attention_calls(model: nn.Module, img_size: int | Grid | None = None) -> lis
     """
     if problem := _model_problem(model):
         raise OptionError(KEY, f"{type(model).__name__} {problem}")
-    calls, in_training = ({call.name: call for call in _calls(model, img_size, mode)} for mode in (False, True))
     layers = []
-    for call in calls.values():
-        if call.is_pooling:
-            continue
-        trained = in_training.get(call.name, call)
+    calls, in_training = (_calls(model, img_size, training) for training in (False, True))
+    for name, call in calls.items():
+        trained, own = in_training.get(name, call), getattr(model, "num_prefix_tokens", None)
         (H, W), P, problem = call.grid, call.num_tokens - math.prod(call.grid), call.problem or trained.problem
-        own = getattr(model, "num_prefix_tokens", P)
+        if "forward" in vars(model.get_submodule(name)):
+            problem = "has a forward pass that was set by hand, as by accelerate; replace the attention before"
         if P < 0 or trained.num_tokens < call.num_tokens or hasattr(getattr(model, "config", None), "mask_ratio"):
             call = call._replace(grid=(1, call.num_tokens), has_order=False)
-        elif not problem and (own != P or P >= H * W):
-            problem = f"has {call.num_tokens} tokens, which are no {H}x{W} grid and its prefix tokens"
+        elif own != P and (own is not None or P >= H * W):
+            problem = problem or f"has {call.num_tokens} tokens, which are no {H}x{W} grid and its prefix tokens"
         else:
             call = call._replace(num_prefix_tokens=P)
         layers.append(call._replace(problem=problem))
     for name, module in model.named_modules():
-        if getattr(module, "fused_attn", True) is False and name not in calls:
+        if getattr(module, "fused_attn", True) is False:
             problem = "has fused_attn = False, so that its attention is no call that can be replaced"
             raise OptionError(KEY, f"{name} {problem}; call timm.layers.set_fused_attn(True, experimental=True) before")
+    implementation = getattr(getattr(model, "config", None), "_attn_implementation", "sdpa")
+    if not layers and implementation != "sdpa":
+        problem = f"has attn_implementation = {implementation!r}; call its set_attn_implementation('sdpa')"
+        raise OptionError(KEY, f"{type(model).__name__} {problem}")
     if not layers:
-        raise OptionError(KEY, f"{type(model).__name__} {_no_attention(model)}")
+        problem = "has no attention among its tokens that calls torch's scaled_dot_product_attention"
+        raise OptionError(KEY, f"{type(model).__name__} {problem}; take another model, such as a ViT of timm")
     return layers
 
 
@@ -300,28 +296,24 @@ def call_problem(
     if scale is not None and not math.isclose(scale * d**0.5, 1, rel_tol=1e-5):
         return f"scales its logits by {scale:.4g} and not by {d**-0.5:.4g}"
     if dropout_p:
-        return f"drops attention weights (dropout {dropout_p:.4g}); make that 0, and give the mechanism attn_drop"
+        return f"drops attention weights (dropout {dropout_p:.4g}; make it 0, and set the mechanism's attn_drop)"
     return ""
 
 
-def _calls(model: nn.Module, img_size: int | Grid | None, training: bool) -> list[Call]:
-    """The calls in a forward pass of two images, on the meta device."""
-    size = img_size or _image_size(model)
-    channels = next((m.in_channels for m in model.modules() if isinstance(m, nn.Conv2d)), 3)
-    tensors = [*model.parameters(), *model.buffers()]
-    dtype = next((x.dtype for x in tensors if x.is_floating_point()), None)
+def _calls(model: nn.Module, img_size: int | Grid | None, training: bool) -> dict[str, Call]:
+    """The calls in a forward pass of `Survey.images` images on the meta device, by the names of their modules."""
     memo: dict[int, Any] = {id(x): nn.Parameter(x.detach().to("meta"), x.requires_grad) for x in model.parameters()}
     memo |= {id(x): x.to("meta") for x in model.buffers()}
     probe = copy.deepcopy(model, memo).train(training)
-    for module in probe.modules():
-        module._forward_hooks.clear()
-        module._forward_pre_hooks.clear()
+    survey, dtype = Survey(probe), next((x.dtype for x in model.parameters()), None)
+    channels = next((m.in_channels for m in model.modules() if isinstance(m, nn.Conv2d)), 3)
+    shape = survey.images, channels, *to_2tuple(img_size or _image_size(model))
     try:
-        with torch.no_grad(), torch.device("meta"), (survey := Survey(probe, images=2)):
-            probe(torch.empty(2, channels, *to_2tuple(size), dtype=dtype))
+        with torch.no_grad(), torch.device("meta"), Calls(survey.record):
+            probe(torch.empty(shape, dtype=dtype))
     except Exception as error:  # the host's own
-        shape, reason = f"(2, {channels}, {size})", str(error).partition("\n")[0]
-        problem = f"{type(model).__name__} refuses images {shape}: {type(error).__name__}: {reason}"
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        problem = f"{type(model).__name__} refuses images {shape}: {reason}"
         raise OptionError(KEY, f"{problem}; give img_size, or the part of the model that takes images") from error
     return survey.calls
 
@@ -356,51 +348,36 @@ def _model_problem(model: nn.Module) -> str:
     return ""
 
 
-def _no_attention(model: nn.Module) -> str:
-    """The reason why a model has no layer that a mechanism can serve, and the remedy."""
-    implementation = getattr(getattr(model, "config", None), "_attn_implementation", "sdpa")
-    if implementation != "sdpa":
-        return f"has attn_implementation = {implementation!r}; call its set_attn_implementation('sdpa')"
-    problem = "has no attention among its tokens that calls torch's scaled_dot_product_attention"
-    return f"{problem}; take another model, such as a VisionTransformer of timm"
-
-
 def _create_core(factory: Callable[..., Attention], call: Call) -> tuple[Attention, tuple[None, ...]]:
-    """The mechanism of a layer without its projections, and the number of further inputs that its `attend` has."""
+    """The mechanism of a layer without its projections, and further inputs of its `attend`, all None.
+
+    Raises:
+        OptionError: the mechanism refuses the layer, or makes its inputs or outputs by more than a projection.
+    """
     where: dict[str, Any] = {"grid": call.grid, "num_prefix_tokens": call.num_prefix_tokens}
     core = factory(dim=call.num_heads * call.head_dim, num_heads=call.num_heads, **where)
     if not call.has_order and not core.ignores_order():
         problem = "needs a grid of tokens, which some or shuffled patches are not (patch dropout, mask_ratio)"
         raise OptionError(core.label, f"{problem}; take a mechanism that ignores their order, such as softmax")
-    extra = _extra_inputs(core, call)
-    del core.qkv, core.proj
-    tokens = torch.empty(1, call.num_heads, call.num_tokens, call.head_dim, device="meta")
-    projected = (tokens,) if core.num_projections == 1 else (tokens, tokens, tokens, *extra)
-    y = copy.deepcopy(core).to("meta").attend_all(projected, call.grid)
-    if y.shape != tokens.shape:
-        raise OptionError(core.label, f"has an output projection of its own, and {call.name} {_HAS_ITS_OWN}")
+    extra: tuple[None, ...] = ()
+    problem = "" if core.gate is None else "gates its output by the layer's input"
+    if not problem and type(core).project is not Attention.project:
+        x = torch.linspace(-1, 1, call.num_tokens)[None, :, None] * torch.ones(call.num_heads * call.head_dim)
+        with torch.no_grad():
+            own, plain = core.project(x, call.grid), Attention.project(core, x, call.grid)
+        extra = own[len(plain) :]
+        if len(plain) == 2 or not all(map(torch.equal, own, plain)) or any(x is not None for x in extra):
+            problem = "has projections of its own"
+    if not problem:
+        del core.qkv, core.proj
+        tokens = torch.empty(1, call.num_heads, call.num_tokens, call.head_dim, device="meta")
+        projected = (tokens,) if core.num_projections == 1 else (tokens, tokens, tokens, *extra)
+        if copy.deepcopy(core).to("meta").attend_all(projected, call.grid).shape != tokens.shape:
+            problem = "has an output projection of its own"
+    if problem:
+        remedy = "keeps its own projections; choose other options, or another mechanism"
+        raise OptionError(core.label, f"{problem}, and {call.name} {remedy}")
     return core, extra
-
-
-_HAS_ITS_OWN = "keeps its own projections; choose other options, or another mechanism"
-
-
-def _extra_inputs(core: Attention, call: Call) -> tuple[None, ...]:
-    """Inputs of `attend` after queries, keys and values, all None.
-
-    Raises:
-        OptionError: the mechanism makes its inputs in another way than by projection of the layer's input.
-    """
-    if core.gate is not None:
-        raise OptionError(core.label, f"gates its output by the layer's input, and {call.name} {_HAS_ITS_OWN}")
-    x = torch.randn(1, call.num_tokens, call.num_heads * call.head_dim)
-    with torch.no_grad():
-        own, plain = core.project(x, call.grid), Attention.project(core, x, call.grid)
-    extra = own[len(plain) :]
-    is_plain = len(plain) in (1, 3) and all(map(torch.equal, own, plain)) and all(y is None for y in extra)
-    if not is_plain:
-        raise OptionError(core.label, f"has projections of its own, and {call.name} {_HAS_ITS_OWN}")
-    return extra
 
 
 @functools.cache

@@ -1,11 +1,15 @@
 """The GPU run, tried on the CPU: its tasks, its files, and what a failure leaves behind."""
 
 import csv
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from bench import gpu_run, gpu_tasks
-from bench.gpu_tasks import COLUMNS, MODELS, NETWORKS, STEPS, Worker, tasks
+from bench.gpu_tasks import COLUMNS, MODELS, OURS, Worker
 from engine.runtime.files import dicts_to_csv
 
 
@@ -13,7 +17,7 @@ from engine.runtime.files import dicts_to_csv
 def worker(tmp_path):
     for file, columns in COLUMNS.items():
         (tmp_path / file).write_bytes(dicts_to_csv([], columns))
-    return Worker(tmp_path, "time", smoke=True)
+    return Worker(tmp_path, smoke=True, turn=lambda: None)
 
 
 def rows(directory, file: str) -> list[dict[str, str]]:
@@ -21,18 +25,16 @@ def rows(directory, file: str) -> list[dict[str, str]]:
         return list(csv.DictReader(lines))
 
 
-def test_both_phases_begin_with_the_most_valuable_task():
-    for phase in ("warm", "time"):
-        found = tasks(phase, STEPS, [*MODELS], NETWORKS)
-        assert found[: len(NETWORKS)] == [f"training/tiny8/{network}" for network in NETWORKS]
-        assert found.index("training/tiny4/timm") < found.index("inference/1") < found.index("training/small8/eva")
-        assert ("layers/784" in found) == (phase == "time")
-        assert ("errors/0" in found) == (phase == "warm")
+def test_waves_have_every_task_once():
+    found = [task for wave in gpu_run.WAVES for task in wave.split()]
+    training = [f"{model}/{network}" for model in MODELS for network in ("timm", *OURS)]
+    others = ["layers/784", "layers/3136", "layers/others", "inference/1", "inference/128", "errors/0", "errors/1"]
+    assert sorted(found) == sorted({*training, *others} - {f"small8/{name}" for name in ("lara", "performer", "local")})
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_networks_are_those_of_configurations(worker, model):
-    for network in NETWORKS:
+    for network in OURS:
         run = worker.run_of(model, network)
         assert run.train.amp == "bf16"
         assert run.model["drop_path_rate"] == 0.1
@@ -43,21 +45,38 @@ def test_a_failure_is_a_row_and_another_execution_follows(worker, tmp_path, monk
         raise RuntimeError("too bad")
 
     monkeypatch.setattr(Worker, "ours", fail)
-    worker.peer = "tiny8", {"eager": lambda: None}
-    worker.run("training/tiny8/eva")
+    worker.run("tiny8/eva")
     found = rows(tmp_path, "gpu_training.csv")
     assert [row["execution"] for row in found] == [gpu_tasks.BEST, "cuda-graph", "compiled", "eager"]
     assert all("too bad" in row["failure"] and row["name"] == "eva" and not row["seconds"] for row in found)
 
 
 @pytest.mark.complete
-def test_every_step_on_the_cpu(tmp_path, capfd):
-    options = ["--smoke", "--processes", "2", "--models", "tiny8", "--networks", "timm", "eva"]
-    gpu_run.main([*options, "--output", str(tmp_path)])
-    assert "time: finished" in capfd.readouterr().out
+def test_subjects_beside_one_that_fails_are_measured(worker, tmp_path, monkeypatch):
+    def fail(comparison, device):
+        if any(subject.name == "eva" for subject in comparison.subjects):
+            raise RuntimeError("too bad")
+        return set_up(comparison, device)
+
+    set_up = gpu_tasks.set_up
+    monkeypatch.setattr(gpu_tasks, "set_up", fail)
+    subjects = [gpu_tasks.attention_layer(name, 12, 3) for name in ("softmax", "eva", "local")]
+    where = (8, 9), 2, "forward+backward", "fp32", "eager"
+    worker.compare("gpu_layers.csv", [gpu_tasks.Comparison("attention", subjects, "softmax", [], *where)])
+    found = rows(tmp_path, "gpu_layers.csv")
+    assert [row["name"] for row in found if row["failure"]] == ["eva local", "eva"]
+    assert [row["name"] for row in found if row["speedup"]] == ["softmax", "local"]
+
+
+@pytest.mark.complete
+def test_every_step_on_the_cpu(tmp_path):
+    tasks = "tiny8/timm", "tiny8/eva", "layers/784", "inference/1", "errors/0", "tiny8/nothing"
+    command = [sys.executable, "-m", "bench.gpu_run", "--smoke", "--output", str(tmp_path), "--tasks", *tasks]
+    root, environment = Path(gpu_run.__file__).parents[1], os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=True)
+    assert "tiny8/nothing: ended" in done.stdout  # a process that fails harms no other
     training = rows(tmp_path, "gpu_training.csv")
-    assert [row["name"] for row in training] == ["timm"] * 4 + ["eva"]
-    assert [row["baseline"] for row in training] == ["timm, compiled-cuda-graph"] * 5
+    assert [row["name"] for row in training] == ["timm"] * 4 + ["eva"] + ["timm"] * 4
     for file in COLUMNS:
         found = rows(tmp_path, file)
         assert found

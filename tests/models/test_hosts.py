@@ -22,21 +22,36 @@ from tests.support.facts import CASES, light
 SIZE = 64, 96
 EVA = {"name": "eva", "window_size": 2, "num_landmarks": 4}
 VIT = {"embed_dim": 48, "depth": 2, "num_heads": 3}
-OF_TIMM = {  # a host of every attention class that is reached -> small options
+OF_TIMM = {  # small options of a host for every attention class that is reached
     "vit_tiny_patch16_224": VIT,
     "vit_small_patch14_reg4_dinov2": {**VIT, "patch_size": 16},
     "vit_small_patch16_dinov3": VIT,
 }
 OTHERS = {
     "eva02_tiny_patch14_224": {**VIT, "patch_size": 16},
+    "vit_base_patch16_rope_mixed_224": VIT,
+    "vit_base_patch16_siglip_224": VIT,
+    "vit_base_patch16_xp_224": VIT,
+    "deit3_small_patch16_224": VIT,
+    "pit_ti_224": {"base_dims": (16, 16, 16), "depth": (1, 1, 1)},
+    "volo_d1_224": {},
+    "caformer_s18": {"img_size": None},
+    "fastvit_sa12": {"layers": (1, 1, 1, 1), "embed_dims": (16, 16, 32, 64), "img_size": None},
+    "cpubone_nano": {"img_size": None},
+    "lowformer_b0": {"img_size": None},
+    "iformer_h": {"img_size": None},
 }
+GIVEN = {"volo_d1_224": SIZE}
+"""Image sizes of hosts that do not describe their own."""
+HOSTS = [*OF_TIMM, *(pytest.param(name, marks=pytest.mark.complete) for name in OTHERS)]
 SMALL = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 64}
 SMALL |= {"image_size": 64, "patch_size": 16}
 
 
 def of_timm(name, **options):
     torch.manual_seed(0)
-    return timm.create_model(name, num_classes=5, **{"img_size": SIZE, **{**OF_TIMM, **OTHERS}[name], **options}).eval()
+    options = {"num_classes": 5, "img_size": SIZE, **(OF_TIMM | OTHERS)[name], **options}
+    return timm.create_model(name, **{key: value for key, value in options.items() if value is not None}).eval()
 
 
 def of_family(name, **options):
@@ -71,10 +86,12 @@ def assert_same(a, b):
 complete = pytest.mark.complete
 
 
-@pytest.mark.parametrize("name", [*OF_TIMM, *(pytest.param(name, marks=complete) for name in OTHERS)])
+@pytest.mark.parametrize("name", HOSTS)
 def test_softmax_in_timm_is_the_host_to_the_bit(name):
-    host, replaced, x = of_timm(name), replace_attention(of_timm(name), "softmax"), images()
-    assert sum(isinstance(module, Replaced) for module in replaced.modules()) == len(attention_calls(host))
+    host, replaced, x = of_timm(name), replace_attention(of_timm(name), "softmax", GIVEN.get(name)), images()
+    assert sum(isinstance(module, Replaced) for module in replaced.modules()) == len(
+        attention_calls(host, GIVEN.get(name))
+    )
     assert host.state_dict().keys() == replaced.state_dict().keys()
     assert_same(gradients(host, x), gradients(replaced, x))
 
@@ -91,6 +108,36 @@ def test_softmax_in_transformers_is_the_host_to_the_bit(name):
         torch.manual_seed(1)  # vit_mae draws its patches
         model.result = gradients(model, x)
     assert_same(host.result, replaced.result)
+
+
+def queries_of(host, x):
+    """The queries of the first attention layer, without prefix tokens: (B, N, h * d)."""
+    core, found = next(module.core for module in host.modules() if isinstance(module, Replaced)), []
+    attend = core.attend
+    core.attend = lambda q, *others: (found.append(q), attend(q, *others))[1]
+    host(x)
+    del core.attend
+    return found[0][:, :, core.num_prefix_tokens :].transpose(1, 2).flatten(2)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", HOSTS)
+def test_tokens_are_in_raster_order(name):
+    """A change of a patch changes its own token most; after convolutions perhaps a neighbour of it."""
+    is_convolutional = "img_size" in (OF_TIMM | OTHERS)[name]
+    size = (256, 384) if is_convolutional else SIZE
+    host = replace_attention(of_timm(name), "softmax", GIVEN.get(name))
+    layer = next(module for module in host.modules() if isinstance(module, Replaced))
+    x = images(size, count=1)
+    H, W = (queries_of(host, x), layer.pass_grid.grid)[1]
+    assert 1 < H < W
+    for row, column in [(0, W - 1), (H - 1, 0), (H - 1, W - 2)]:
+        height, width = size[0] // H, size[1] // W
+        changed = x.clone()
+        changed[..., row * height : (row + 1) * height, column * width : (column + 1) * width] += 3
+        difference = (queries_of(host, changed) - queries_of(host, x)).norm(dim=-1)[0]
+        most = divmod(int(difference.argmax()), W)
+        assert max(abs(most[0] - row), abs(most[1] - column)) <= is_convolutional
 
 
 REFUSED = {  # mechanism -> the reason, by default
@@ -170,26 +217,41 @@ def test_copies_and_half_types(name):
     assert rms_ratio(half(x.bfloat16()).float(), y) < 3 * BF16_RMS
 
 
+@pytest.mark.parametrize("is_together", [False, True])
 @pytest.mark.parametrize("sizes", [[(64, 96), (32, 48)], [(64, 96), (96, 64)]])
-def test_checkpointing_recomputes_every_pass_on_its_own_grid(sizes):
-    """Crops of several sizes go forward before one goes backward."""
+def test_checkpointing_recomputes_every_pass_on_its_own_grid(sizes, is_together):
+    """Crops of several sizes go forward before one goes backward, or one after the other."""
     host = replace_attention(of_timm("vit_small_patch14_reg4_dinov2", dynamic_img_size=True), EVA).train()
-    results = []
+    results, is_ambiguous = [], is_together and sizes[0] == sizes[1][::-1]
     for is_checkpointed in (False, True):
         host.set_grad_checkpointing(is_checkpointed)
         host.zero_grad()
         torch.manual_seed(1)
-        loss = sum(host(images(size)).square().sum() for size in sizes)
-        if is_checkpointed and sizes[0] == sizes[1][::-1]:
-            with pytest.raises(ValueError, match="this pass has no grid, or grids of two shapes"):
+        if is_together:
+            loss = sum(host(images(size)).square().sum() for size in sizes)
+            refused = pytest.raises(ValueError, match="this pass has no grid, or grids of two shapes")
+            with refused if is_checkpointed and is_ambiguous else nullcontext():
                 loss.backward()
-            return
-        loss.backward()
+        else:
+            for size in sizes:
+                host(images(size)).square().sum().backward()
         results.append([p.grad for p in host.parameters() if p.grad is not None])
-    assert all(map(torch.equal, *results))
+    assert is_ambiguous or all(map(torch.equal, *results))
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=complete)])
+@complete
+def test_training_in_a_compiled_graph():
+    host, x = replace_attention(of_timm("vit_small_patch16_dinov3"), EVA), images()
+    (y, eager), (z, compiled) = (
+        gradients(host, x),
+        gradients(torch.compile(host, fullgraph=True, backend="aot_eager"), x),
+    )
+    assert rms_ratio(z, y) < FP32_RMS
+    names = {name: f"_orig_mod.{name}" for name in eager}
+    assert all(rms_ratio(compiled[names[name]], grad) < 10 * FP32_RMS for name, grad in eager.items())
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=complete)])
 def test_compiled_and_exported(backend):
     host = replace_attention(of_timm("vit_small_patch14_reg4_dinov2", dynamic_img_size=True), EVA)
     compiled = torch.compile(host, fullgraph=True, backend=backend)
@@ -200,7 +262,7 @@ def test_compiled_and_exported(backend):
         assert rms_ratio(exported(images()), host(images())) < FP32_RMS
 
 
-def wrapped(problem):
+def changed(problem):
     """A host that is refused as a whole."""
     host = of_timm("vit_tiny_patch16_224")
     if problem == "scripted":
@@ -219,6 +281,8 @@ def wrapped(problem):
         host.blocks[1].attn.fused_attn = False
     if problem == "dropout":
         host.blocks[1].attn.attn_drop.p = 0.1
+    if problem == "patched":
+        host.blocks[1].attn.forward = host.blocks[1].attn.forward
     if problem == "scale":
         config = transformers.ViTConfig(**SMALL)
         host = transformers.ViTModel(config)
@@ -238,13 +302,16 @@ def wrapped(problem):
         ("parallel", "DataParallel is wrapped for several devices; replace the attention of its module before"),
         ("replaced", "has attention of this package already; create it anew"),
         ("unfused", r"blocks.1.attn has fused_attn = False, .*; call timm.layers.set_fused_attn"),
-        ("dropout", r"blocks.1.attn drops attention weights \(dropout 0.1\); make that 0, and give .* attn_drop"),
-        ("scale", r"layers.1.attention scales its logits by 1 and not by 0.25; no mechanism can take its place"),
+        ("dropout", r"blocks.1.attn drops attention weights \(dropout 0.1; make it 0, and set .* attn_drop\)"),
+        (
+            "scale",
+            r"layers.1.attention scales its logits by 1 and not by 0.25; a mechanism can take the place of plain",
+        ),
         ("eager", r"ViTModel has attn_implementation = 'eager'; call its set_attn_implementation\('sdpa'\)"),
     ],
 )
 def test_a_model_is_refused_before_any_change(problem, message):
-    host = wrapped(problem)
+    host = changed(problem)
     before = [type(module) for module in host.modules()]
     with pytest.raises(OptionError, match=f"model: .*{message}"):
         replace_attention(host, EVA)
@@ -326,7 +393,7 @@ def test_census(capsys):
     main(["vit_tiny_patch16_224", "resnet18", "hf:dinov2"])
     assert capsys.readouterr().out.splitlines() == [
         "resnet18: refused: model: ResNet has no attention among its tokens that calls torch's "
-        "scaled_dot_product_attention; take another model, such as a VisionTransformer of timm",
+        "scaled_dot_product_attention; take another model, such as a ViT of timm",
         "vit_tiny_patch16_224: 12 Attention",
         "hf:dinov2: 12 Dinov2Attention",
         "2 of 3 architectures",
