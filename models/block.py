@@ -123,7 +123,7 @@ def run_blocks(blocks: Iterable[Any], x: Tensor, grid: Grid, key_mask: Tensor | 
     In training, a compiled block begins with the last addition of the block before, which then is one kernel with its
     LayerNorm, and their backward passes are one. Hooks of these blocks are not called.
     """
-    if not all(block.training and block.is_compiled(x, key_mask) and not block.grad_checkpointing for block in blocks):
+    if not all(block.is_compiled(x, key_mask) and block.training and not block.grad_checkpointing for block in blocks):
         for block in blocks:
             x = block(x, grid, key_mask)
         return x
