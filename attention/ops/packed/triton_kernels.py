@@ -21,8 +21,9 @@ INFINITY = tl.constexpr(float("inf"))
 
 class Sizes(NamedTuple):
     """Compile-time constants of a kernel: heads and their width; rows and columns of the grid and of windows; row and
-    column where the first window begins; rows and columns of groups, their number, and their rows in a program; block
-    lengths; precision of fp32, warps, stages of loads. Divisions by constants are cheap.
+    column where the first window begins; number of windows, and true if they divide the grid; rows and columns of
+    groups, their number, and their rows in a program; block lengths; precision of fp32, warps, stages of loads.
+    Divisions by constants are cheap.
     """
 
     h: int
@@ -34,6 +35,8 @@ class Sizes(NamedTuple):
     columns: int
     top: int
     left: int
+    windows: int
+    even: bool
     tile_rows: int
     tile_columns: int
     c: int
@@ -98,20 +101,9 @@ def _window_tokens(i, S: tl.constexpr):
     y = i // across * S.rows + S.top + position // S.columns
     x = i % across * S.columns + S.left + position % S.columns
     valid = position < S.rows * S.columns
-    if not _even(S):
+    if not S.even:
         valid = valid & (y >= 0) & (y < S.H) & (x >= 0) & (x < S.W)
     return y * S.W + x, valid
-
-
-@triton.constexpr_function
-def _even(S):
-    """True if the windows divide the grid."""
-    return S.top == S.left == S.H % S.rows == S.W % S.columns == 0
-
-
-@triton.constexpr_function
-def num_windows(S):
-    return -(-(S.H - S.top) // S.rows) * -(-(S.W - S.left) // S.columns)
 
 
 @triton.jit
@@ -123,7 +115,7 @@ def _window_logits(queries, keys, bias, head, valid, S: tl.constexpr):
         position = tl.arange(0, S.block_w)
         row = bias + (head * w + position[:, None]) * S.block_w + position[None, :]
         logits += tl.load(row, (position < w)[:, None], other=0.0)
-    if bias is None or not _even(S):
+    if bias is None or not S.even:
         logits = tl.where(valid[None, :], logits, -INFINITY)
     return logits
 
@@ -229,7 +221,7 @@ def attend(qkv, bias, k_tilde, beta, y, lse, prior, S: tl.constexpr):
     if k_tilde is not None:
         of_landmarks = _load(k_tilde + groups * S.d, landmark, landmark < S.c, S.d, S)
         of_groups = cast(_load(beta + groups * S.d, landmark, landmark < S.c, S.d, S), dtype)
-    for i in range(tl.program_id(1), num_windows(S), tl.num_programs(1)):
+    for i in range(tl.program_id(1), S.windows, tl.num_programs(1)):
         token, valid = _window_tokens(i, S)
         queries = _load(qkv + tokens, token, valid, step, S)
         keys = _load(of_k, token, valid, step, S)
@@ -392,7 +384,7 @@ def token_gradient(
             d_groups = _load(dbeta + groups * S.d, landmark, real, S.d, S)
             d_queries_mean = _load(dq_bar + groups * S.d, landmark, real, S.d, S)
             d_keys_mean = _load(dk_bar + groups * S.d, landmark, real, S.d, S)
-        for i in tl.range(part % splits, num_windows(S), splits, disable_licm=True):
+        for i in tl.range(part % splits, S.windows, splits, disable_licm=True):
             token, valid = _window_tokens(i, S)
             queries = _load(qkv + tokens, token, valid, step, S)
             keys = _load(qkv + tokens + width, token, valid, step, S)

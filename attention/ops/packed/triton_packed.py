@@ -74,8 +74,10 @@ class Geometry:
         block_n, num_warps, num_stages = LAUNCHED[run.__name__]
         groups = bands * self.across if run in (summarise, group_gradient) else self.c
         blocks = (block_length(size, LARGEST) for size in (math.prod(self.window), groups, self.c))
-        sizes = self.h, self.d, self.d, *self.grid, *self.window, *self.origin, *self.tile, self.c, bands, *blocks
-        launch(run, programs, *arguments, Sizes(*sizes, block_n, precision(), num_warps, num_stages))
+        even = self.num_windows * math.prod(self.window) == self.N
+        windows = *self.grid, *self.window, *self.origin, self.num_windows, even
+        sizes = self.h, self.d, self.d, *windows, *self.tile, self.c, bands, *blocks, block_n
+        launch(run, programs, *arguments, Sizes(*sizes, precision(), num_warps, num_stages))
 
     def on_bands(self, run, *arguments) -> None:
         """Launches a kernel of the groups, whose programs have some rows of groups each."""
