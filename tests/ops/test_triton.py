@@ -91,7 +91,7 @@ def test_precision_follows_every_switch_of_torch(switch, expected):
 @every_case
 def test_interpreted_kernels_equal_the_literal_twin_in_value_and_all_gradients(case, interpreted):
     found = interpreted["errors"][str(case)]
-    assert {"y", "dqkv"} < set(found) or {"y", "dk", "dv"} < set(found)
+    assert {"y", "dqkv"} <= set(found) or {"y", "dk", "dv"} < set(found)
     for name, (error, plain_error) in found.items():
         assert excess(case, error, plain_error) <= 1, (name, error, plain_error)
 
