@@ -14,7 +14,6 @@ from timm.layers import (
     LayerNorm,
     Mlp,
     PatchDropout,
-    PatchEmbed,
     global_pool_nlc,
     resample_abs_pos_embed,
     to_2tuple,
@@ -38,7 +37,7 @@ from models.base import (
 from models.block import Block, run_blocks
 from models.convert import resized_layers
 from models.deit_options import DeitConfig
-from models.patches import conv_stem, pad_positions, unmasked_parts
+from models.patches import Patches, conv_stem, pad_positions, unmasked_parts
 
 
 class TokenMlp(Mlp):
@@ -64,7 +63,7 @@ class Deit(Backbone):
         self.layer_factories = attention
         dim = self.embed_dim = config.embed_dim
         sizes, strict = (config.img_size, config.patch_size, config.in_chans, dim), not config.dynamic_img_size
-        self.patch_embed = PatchEmbed(*sizes, output_fmt="NHWC", strict_img_size=strict)
+        self.patch_embed = Patches(*sizes, output_fmt="NHWC", strict_img_size=strict)
         if (stem := self.create_stem()) is not None:
             self.patch_embed.proj = stem  # type: ignore[assignment]  # timm takes any module
         self.num_prefix_tokens = config.class_token + config.dist_token + config.reg_tokens

@@ -11,6 +11,7 @@ from timm.models._manipulate import group_parameters
 from timm.optim import create_optimizer_v2
 from timm.optim._param_groups import param_groups_weight_decay
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 import models
 from attention import ATTENTION, OptionError, create_attention
@@ -22,6 +23,7 @@ from models.block import Block, StochasticDepth, compiled
 from models.convert import resample_pos_embed
 from models.costs import count_costs
 from models.deit import Deit
+from models.patches import Patches
 from models.pvt import Pvt
 from tests.support.attention_in_full import resolve_attention
 from tests.support.partition import chosen
@@ -346,6 +348,32 @@ def test_gradient_checkpointing_restores_the_random_state(name):
     torch.testing.assert_close(recomputed, gradients, rtol=0, atol=0)
     model.set_grad_checkpointing(False)
     assert not any(getattr(module, "grad_checkpointing", False) for module in model.modules())
+
+
+def test_patches_by_a_product_are_those_of_the_convolution(monkeypatch):
+    embed, images = tiny_model("deit").patch_embed.double(), tiny_images("deit").double()
+    results = []
+    for by_product in (False, True):
+        monkeypatch.setattr(Patches, "by_product", lambda self, x, found=by_product: found)
+        y = embed(images)
+        gradients = torch.autograd.grad(y.sin().sum(), list(embed.parameters()))
+        results.append([y, *gradients])
+    for product, convolution in zip(*results, strict=True):
+        torch.testing.assert_close(product, convolution)
+
+
+def test_patches_are_products_on_a_gpu_where_timm_takes_the_images():
+    plain, dynamic = (tiny_model("deit", dynamic_img_size=dynamic).patch_embed for dynamic in (False, True))
+    height, width = plain.img_size
+    step = plain.patch_size[0]
+    with FakeTensorMode():
+        usual, higher, odd = (torch.empty(2, 3, height + more, width, device="cuda") for more in (0, step, 1))
+    assert not plain.by_product(tiny_images("deit"))
+    assert [plain.by_product(x) for x in (usual, higher, odd)] == [True, False, False]
+    assert [dynamic.by_product(x) for x in (usual, higher, odd)] == [True, True, False]
+    assert not tiny_model("deit", stem="conv", patch_size=4).patch_embed.by_product(usual)
+    plain.proj.register_forward_hook(print)
+    assert not plain.by_product(usual)
 
 
 def count_graphs(model, run):
