@@ -295,4 +295,5 @@ def attend_on(
         bias = F.pad(bias.float() * LOG2E, (0, width), value=-math.inf).contiguous()
     geometry = list(windows.grid), list(windows.size), list(origin), list(tiles.size) if tiles else [1, 1]
     prior = math.log2(tiles.num_queries) if tiles and log_count else 0.0
+    weights = [x.contiguous() for x in weights]
     return _packed(qkv.contiguous(), bias, noise, weights, *geometry, mu_scale, prior, eps)[0]
