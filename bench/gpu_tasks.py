@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -240,20 +241,18 @@ class Worker:
                 return
 
     def train_timm(self, model: str) -> None:
-        """Measures timm's model compiled and as it is (whose graph needs memory), and the fastest once more."""
-        calls, rows = {}, {}
-        for execution, name in ("compiled", BEST), ("eager", "cuda-graph" if model == "tiny8" else ""):
-            peak = self.peak()
+        """Measures timm's model compiled, also in a CUDA graph, and as it is; the graph once more."""
+        calls, rows, peak = {}, {}, self.peak()
+        for execution in ("compiled", BEST, "eager"):
             row = self.row(model, "timm", execution)
             with self.guarded("gpu_training.csv", **row):
-                calls[execution] = self.built(lambda: self.timm_update(model, execution))  # noqa: B023
-                rows[execution] = row | {"peak_bytes": peak()}
-            if name and execution in calls:
-                row = self.row(model, "timm", name)
-                with self.guarded("gpu_training.csv", **row):
+                if execution == BEST:
                     peak(again=True)
-                    calls[name] = self.built(calls[execution].in_graph)
-                    rows[name] = row | {"peak_bytes": peak()}
+                    make = calls["compiled"].in_graph
+                else:
+                    peak, make = self.peak(), partial(self.timm_update, model, execution)
+                calls[execution] = self.built(make)
+                rows[execution] = row | {"peak_bytes": peak()}
         self.measure(calls, rows)
         if BEST in calls:
             self.measure({BEST: calls[BEST]}, {BEST: rows[BEST]})

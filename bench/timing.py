@@ -1,5 +1,6 @@
 """Times of calls in interleaved rounds, and numbers of kernels that they launch."""
 
+import functools
 import gc
 import math
 import statistics
@@ -140,6 +141,11 @@ def count_launches(call: Call, device: torch.device) -> int | None:
     return sum(event.count for event in profiler.key_averages() if event.key.startswith(launches))
 
 
+def _replay(graph: torch.cuda.CUDAGraph, call: Call) -> None:
+    """Replays the graph of a call, which it keeps: the graph reads the memory of its weights and inputs."""
+    graph.replay()
+
+
 @contextmanager
 def capturing() -> Iterator[Callable[[Call], Call]]:
     """Context of a function that captures the kernels that a call launches in a CUDA graph, and returns a call that
@@ -155,7 +161,7 @@ def capturing() -> Iterator[Callable[[Call], Call]]:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool, torch.cuda.current_stream()):
             call()
-        return graph.replay
+        return functools.partial(_replay, graph, call)
 
     with torch.cuda.stream(torch.cuda.Stream()):
         yield captured

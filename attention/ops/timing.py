@@ -1,9 +1,9 @@
 """Times of two functions with the meaning of an op, in training on a GPU."""
 
 import itertools
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from statistics import median
 from typing import Any
 
 import torch
@@ -14,24 +14,29 @@ from ..parts.features import autocast_off
 Clock = Callable[[Callable[[], object]], float]
 """Function of a call that makes it several times, and returns its milliseconds."""
 
-WARM_UPS, CALLS = 3, 10
-HELD = 40_000_000
-"""Cycles of a GPU, some 20 ms, for which it waits while the host makes `CALLS` calls."""
+WARM_UPS, CALLS = 3, 5
+CYCLES = 4e9
+"""Cycles for every second of the host's work for which a GPU waits meanwhile: twice as many as it makes in a second."""
 
 
 def gpu_milliseconds(call: Callable[[], object]) -> float:
-    """Median time (ms) of a call on the present GPU, without the host's, as in a CUDA graph."""
+    """Least time (ms) of a call on the present GPU without the host's, as in a CUDA graph: the GPU waits until the host
+    has launched `CALLS` calls.
+    """
     for _ in range(WARM_UPS):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
         call()
+        of_host = time.perf_counter() - began
     events = [torch.cuda.Event(enable_timing=True) for _ in range(CALLS + 1)]
     torch.cuda.synchronize()
-    torch.cuda._sleep(HELD)
+    torch.cuda._sleep(int(CYCLES * CALLS * of_host))
     events[0].record()
     for event in events[1:]:
         call()
         event.record()
     torch.cuda.synchronize()
-    return median(start.elapsed_time(end) for start, end in itertools.pairwise(events))
+    return min(start.elapsed_time(end) for start, end in itertools.pairwise(events))
 
 
 def speedup(

@@ -36,6 +36,7 @@ def with_kernels(gpu: str):
     """Contexts in which a CPU has stand-ins for kernels, the name of a GPU, and a clock that prefers one of the two."""
     found = {"joint_softmax": kernel(joint.joint_softmax, joint.covers)}
     found |= {"group_values": kernel(groups.group_values, groups.covers)}
+    found["packed_attention"] = kernel(None, lambda *args: False)
     parts = patch.multiple(kernels, _triton=found, has_kernels=lambda x: True)
     return parts, patch.multiple(
         device,
