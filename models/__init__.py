@@ -4,7 +4,7 @@ model = create_model("deit_tiny_p8", attention={"name": "eva", "window_size": 7,
 
 `MODELS` maps names to (family, size options). To check options without building a model, `parse_model(name, options)`
 returns the family's `Config`. All names are registered with timm: `timm.create_model(name, attention=..., **options)`
-builds the same model.
+builds the same model. `replace_attention` gives other models of timm, and those of transformers, another attention.
 """
 
 from collections.abc import Callable, Mapping, Sequence

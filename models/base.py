@@ -80,7 +80,8 @@ class Backbone(nn.Module):
         """Compiles the blocks for batches of these sizes. Other batches, and batches with a key mask, run uncompiled.
 
         Blocks that differ only in weights and in the rate of stochastic depth share graphs: one for each grid, batch
-        size and mode, training or evaluation. Operations that a graph cannot contain raise an error.
+        size and mode, training or evaluation, and in training another for the first block of a grid (`run_blocks`).
+        Operations that a graph cannot contain raise an error.
 
         Args:
             options: see `compiled`.
@@ -92,9 +93,10 @@ class Backbone(nn.Module):
         if any(path.drop_prob for path in paths):
             for path in paths:
                 path.rate = torch.tensor(path.drop_prob, device=next(self.parameters()).device)
-        layers = compiled(Block.layers, **options)
+        layers, shifted = compiled(Block.layers, **options), compiled(Block.shifted_layers, **options)
         for block in blocks:
-            block.compiled_layers, block.compiled_sizes = layers, frozenset(batch_sizes)
+            block.compiled_layers, block.compiled_shifted = layers, shifted
+            block.compiled_sizes = frozenset(batch_sizes)
         return len(blocks)
 
     def get_classifier(self) -> nn.Module | tuple[nn.Module, nn.Module]:

@@ -1,6 +1,6 @@
 """The transformer block, the initial weights of its linear layers, and its compilation."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import Any
 
@@ -69,10 +69,12 @@ class Block(nn.Module):
         init_std: std of the initial weights of linear layers.
         attn, mlp: new modules (B, N, C), grid, key_mask -> (B, N, C); N includes prefix tokens.
     Attributes:
-        compiled_layers: compiled `layers`, for batches of `compiled_sizes` only. See `Backbone.compile_blocks`.
+        compiled_layers, compiled_shifted: compiled `layers` and `shifted_layers`, for batches of `compiled_sizes` only.
+            See `Backbone.compile_blocks`.
     """
 
     compiled_layers: Callable[..., Tensor]
+    compiled_shifted: Callable[..., tuple[Tensor, Tensor]]
     compiled_sizes: Collection[int] = ()
 
     def __init__(self, dim: int, attn: Attention, mlp: nn.Module, drop_path: float, init_std: float = INIT_STD):
@@ -89,11 +91,44 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         """Tokens (B, N, C) of an (H, W) grid -> tokens; key_mask (B, H W): true for tokens of the grid that count."""
-        is_compiled = x.shape[0] in self.compiled_sizes and key_mask is None
-        layers = self.compiled_layers if is_compiled else Block.layers
+        layers = self.compiled_layers if self.is_compiled(x, key_mask) else Block.layers
         given = (self, x, grid) if key_mask is None else (self, x, grid, key_mask)
         return checkpoint(layers, *given) if self.grad_checkpointing else layers(*given)
 
+    def is_compiled(self, x: Tensor, key_mask: Tensor | None) -> bool:
+        """True if there are compiled layers for the batch of x."""
+        return x.shape[0] in self.compiled_sizes and key_mask is None
+
     def layers(self, x: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
+        x, branch = self.shifted_layers(x, grid, key_mask)
+        return x + self.drop_path2(branch)
+
+    def shifted_layers(
+        self, x: Tensor, grid: Grid, key_mask: Tensor | None = None, last: tuple[nn.Module, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """All layers but the last addition, after that of the block before: its `drop_path2` and its second result.
+
+        Returns the two terms of the last addition: tokens, and what `drop_path2` takes.
+        """
+        if last is not None:
+            drop_path, branch = last
+            x = x + drop_path(branch)
         x = x + self.drop_path1(self.attn(self.norm1(x), grid, key_mask))
-        return x + self.drop_path2(self.mlp(self.norm2(x), grid, key_mask))
+        return x, self.mlp(self.norm2(x), grid, key_mask)
+
+
+def run_blocks(blocks: Iterable[Any], x: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
+    """Tokens (B, N, C) of an (H, W) grid -> tokens, through one block after another; see `Block.forward`.
+
+    In training, a compiled block begins with the last addition of the block before, which then is one kernel with its
+    LayerNorm, and their backward passes are one. Hooks of these blocks are not called.
+    """
+    if not all(block.is_compiled(x, key_mask) and block.training and not block.grad_checkpointing for block in blocks):
+        for block in blocks:
+            x = block(x, grid, key_mask)
+        return x
+    last = None
+    for block in blocks:
+        x, branch = block.compiled_shifted(block, x, grid, None, last)
+        last = block.drop_path2, branch
+    return x if last is None else x + last[0](last[1])

@@ -14,7 +14,6 @@ import timm
 import torch
 from torch import nn
 
-from attention import OptionError
 from models import MODELS
 from models.hosts import attention_calls
 
@@ -38,7 +37,7 @@ def verdict(build: Callable[[], nn.Module]) -> tuple[bool, str]:
         with torch.device("meta"):
             model = build()
         calls = attention_calls(model)
-    except (OptionError, RuntimeError, ImportError) as error:
+    except (ValueError, RuntimeError, ImportError) as error:
         return False, str(error).partition("\n")[0]
     classes = Counter(type(model.get_submodule(call.name)).__name__ for call in calls)
     layers = ", ".join(f"{count} {name}" for name, count in classes.items())
@@ -55,6 +54,8 @@ def main(patterns: list[str]) -> None:
     hosts: dict[str, Callable[[], nn.Module]] = {name: partial(timm.create_model, name) for name in names}
     for name in types if patterns else FAMILIES:
         hosts[f"hf:{name}"] = partial(of_transformers, name)
+    if not hosts:
+        sys.exit(f"error: {' '.join(patterns)}: no architecture of timm has such a name; `timm.list_models()` has all")
     taken = 0
     for name, build in hosts.items():
         is_taken, reason = verdict(build)

@@ -35,7 +35,7 @@ from models.base import (
     fill_masked,
     intermediate_outputs,
 )
-from models.block import Block
+from models.block import Block, run_blocks
 from models.convert import resized_layers
 from models.deit_options import DeitConfig
 from models.patches import conv_stem, pad_positions, unmasked_parts
@@ -223,9 +223,7 @@ class Deit(Backbone):
     def encode(self, x: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         """Tokens (B, prefix + N, C) -> normalised tokens after all blocks; key_mask (B, H, W)."""
         mask = None if key_mask is None else key_mask.flatten(1)
-        for block in self.blocks:
-            x = block(x, grid, mask)
-        return self.normalise(x, mask)
+        return self.normalise(run_blocks(self.blocks, x, grid, mask), mask)
 
     def normalise(self, x: Tensor, key_mask: Tensor | None = None) -> Tensor:
         """Tokens (B, prefix + N, C) of a block, or of all -> normalised ones; for key_mask (B, N) see `fill_masked`."""

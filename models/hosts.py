@@ -60,12 +60,14 @@ class PassGrid:
 
     Attributes:
         grid: of the latest pass.
+        is_plain: True while the model runs without a mask, see `Replaced.attended`.
         pending: grid -> passes that wait for their backward pass, in which activation checkpointing computes layers
             again.
     """
 
     def __init__(self) -> None:
         self.grid: Grid | None = None
+        self.is_plain = False
         self.pending: Counter[Grid] = Counter()
 
     def __call__(self, module: nn.Module, args: Any, image: Tensor) -> None:
@@ -74,6 +76,12 @@ class PassGrid:
         if image.requires_grad and not torch.compiler.is_compiling():
             self.pending[self.grid] += 1
             image.register_hook(functools.partial(self.finish, self.grid))
+
+    def start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.is_plain = len(args) < 2 and kwargs.get("attention_mask") is None
+
+    def stop(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.is_plain = False
 
     def finish(self, grid: Grid, gradient: Tensor) -> None:
         self.pending[grid] -= 1
@@ -118,6 +126,9 @@ class Replaced(nn.Module):
     def attended(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Attended values in the place of `scaled_dot_product_attention(query, key, value, ...)`."""
         core = self.core
+        # transformers makes a mask of ones in exported graphs, and with torch 2.11 in compiled ones
+        if torch.compiler.is_exporting() and self.pass_grid and self.pass_grid.is_plain:
+            kwargs["attn_mask"] = None
         if problem := call_problem(query, key, value, *args, **kwargs):
             raise ValueError(f"{self.host_name}: {core.label} cannot serve a layer that {problem}")
         N = query.shape[2] - core.num_prefix_tokens
@@ -230,6 +241,9 @@ def replace_attention(
         module.pass_grid = grids.setdefault(call.image, PassGrid()) if call.has_order else None
     for image, pass_grid in grids.items():
         model.get_submodule(image).register_forward_hook(pass_grid)
+        if hasattr(model, "config"):
+            model.register_forward_pre_hook(pass_grid.start, with_kwargs=True)
+            model.register_forward_hook(pass_grid.stop, always_call=True)
     return model
 
 
@@ -331,7 +345,9 @@ def _image_size(model: nn.Module) -> Any:
 
 def _model_problem(model: nn.Module) -> str:
     """The reason why a model is refused as a whole, and the remedy; "" if there is none."""
-    modules = [*model.modules()]
+    modules = [*model.modules()] if isinstance(model, nn.Module) else []
+    if not modules:
+        return "is no torch.nn.Module; give a model of timm or transformers"
     if hasattr(model, "vision_model") and hasattr(model, "text_model"):
         return "takes text as well; give its vision_model"
     if any(isinstance(module, Attention) for module in modules):

@@ -27,7 +27,7 @@ from models.base import (
     fill_masked,
     intermediate_outputs,
 )
-from models.block import Block
+from models.block import Block, run_blocks
 
 REDUCTIONS = 8, 4, 2, 1
 """Spatial reduction R that is offered to the mechanism, per stage."""
@@ -82,9 +82,7 @@ class Stage(nn.Module):
         x = self.downsample(x)
         _, H, W, _ = x.shape
         x, mask = x.flatten(1, 2), None if key_mask is None else key_mask.flatten(1)
-        for block in self.blocks:
-            x = block(x, (H, W), mask)
-        x = self.norm(x).mT.unflatten(2, (H, W))
+        x = self.norm(run_blocks(self.blocks, x, (H, W), mask)).mT.unflatten(2, (H, W))
         return x if key_mask is None else x.masked_fill(~key_mask[:, None], 0)
 
 

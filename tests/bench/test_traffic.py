@@ -61,8 +61,8 @@ def test_kernels_of_triton_equal_their_count_by_hand():
 
 
 KERNELS = {
-    "local": {"joint_softmax"},
-    "eva": {"joint_softmax", "tile_values"},
+    "local": {"packed_attention"},
+    "eva": {"packed_attention"},
     "performer": {"feature_values", "mix_values"},
     "lara": {"feature_values", "mix_values"},
 }

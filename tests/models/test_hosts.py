@@ -140,6 +140,25 @@ def test_tokens_are_in_raster_order(name):
         assert max(abs(most[0] - row), abs(most[1] - column)) <= is_convolutional
 
 
+def test_transformers_recompute_compile_and_take_other_sizes():
+    host = replace_attention(of_family("dinov2_with_registers"), {**EVA, "window_size": 3}).train()
+    results, x = [], images((96, 160))
+    for is_checkpointed in (False, True):
+        if is_checkpointed:
+            host.activation_checkpointing_enable()
+        torch.manual_seed(1)
+        results.append(gradients(host, x))
+    assert_same(*results)
+    compiled = torch.compile(host.eval(), fullgraph=True, backend="eager")
+    with torch.no_grad():
+        assert rms_ratio(outputs(compiled, x), outputs(host, x)) < FP32_RMS
+        exported = torch.export.export(host, (x,)).module()  # with a mask of ones
+        assert rms_ratio(outputs(exported, x), outputs(host, x)) < FP32_RMS
+        mask = {"attention_mask": torch.ones(2, 65, dtype=torch.bool)}
+        with pytest.raises(Exception, match="adds a mask or a position bias"):
+            torch.export.export(host, (x,), mask)
+
+
 REFUSED = {  # mechanism -> the reason, by default
     **dict.fromkeys(["transformer_ls", "linear_sra", "abc", "inline", "reformer", "sra"], "has projections of its own"),
     **dict.fromkeys(["rala", "polaformer", "mlla"], "gates its output by the layer's input"),
@@ -267,6 +286,8 @@ def changed(problem):
     host = of_timm("vit_tiny_patch16_224")
     if problem == "scripted":
         return torch.fx.GraphModule(host, torch.fx.Graph())
+    if problem == "exported":
+        return object()
     if problem == "compiled":
         return torch.compile(host)
     if problem == "block compiled":
@@ -296,6 +317,7 @@ def changed(problem):
     ("problem", "message"),
     [
         ("scripted", "GraphModule is a frozen graph; replace the attention before it is scripted"),
+        ("exported", "object is no torch.nn.Module; give a model of timm or transformers"),
         ("compiled", "OptimizedModule is compiled; replace the attention before torch.compile"),
         ("block compiled", "VisionTransformer is compiled; replace"),
         ("quantised", "has quantised or sharded weights; replace the attention before"),
@@ -312,10 +334,11 @@ def changed(problem):
 )
 def test_a_model_is_refused_before_any_change(problem, message):
     host = changed(problem)
-    before = [type(module) for module in host.modules()]
+    modules = getattr(host, "modules", list)
+    before = [type(module) for module in modules()]
     with pytest.raises(OptionError, match=f"model: .*{message}"):
         replace_attention(host, EVA)
-    assert [type(module) for module in host.modules()] == before
+    assert [type(module) for module in modules()] == before
     torch.compiler.reset()
 
 
@@ -398,3 +421,7 @@ def test_census(capsys):
         "hf:dinov2: 12 Dinov2Attention",
         "2 of 3 architectures",
     ]
+    main(["hf:vitt"])
+    assert "hf:vitt: refused: Unrecognized" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="vitt: no architecture of timm has such a name"):
+        main(["vitt"])

@@ -376,16 +376,18 @@ asks_for_gradients = pytest.mark.filterwarnings("ignore:The .grad attribute of a
 @asks_for_gradients
 @pytest.mark.parametrize("checkpointing", [False, pytest.param(True, marks=pytest.mark.stress)])
 def test_blocks_of_any_rate_are_one_graph_per_mode(checkpointing):
+    """In training, the first block is another one, because it begins with no addition of a block before it."""
     model = tiny_model("deit", "softmax", drop_path_rate=0.3)
     model.set_grad_checkpointing(checkpointing)
-    assert count_graphs(model, lambda model: train_and_evaluate(model, tiny_images("deit"))) == 2
+    assert count_graphs(model, lambda model: train_and_evaluate(model, tiny_images("deit"))) == 3 - checkpointing
 
 
 @pytest.mark.stress
 @asks_for_gradients
 def test_every_stage_is_one_graph_per_mode():
     model = tiny_model("pvtv2_b0", drop_path_rate=0.3)
-    assert count_graphs(model, lambda model: train_and_evaluate(model, tiny_images("pvtv2_b0"), smaller=False)) == 8
+    graphs = count_graphs(model, lambda model: train_and_evaluate(model, tiny_images("pvtv2_b0"), smaller=False))
+    assert graphs == 9  # one stage has two blocks
 
 
 KINDS_OF_BLOCKS = {
@@ -402,7 +404,8 @@ def test_blocks_of_every_kind_are_one_graph_per_mode(attention):
     model = tiny_model("deit", attention, img_size=64, drop_path_rate=0.3)
     images = torch.randn(2, 3, 64, 64)
     graphs = count_graphs(model, lambda model: train_and_evaluate(model, images))
-    assert graphs == 2 * KINDS_OF_BLOCKS.get(attention, 1)
+    is_alone = attention == "transnormer"  # the first block, in its kind
+    assert graphs == 2 * KINDS_OF_BLOCKS.get(attention, 1) + (not is_alone)
 
 
 @pytest.mark.complete
@@ -427,7 +430,9 @@ def test_compiled_backward_passes_are_not_under_autocast():
     [("softmax", "eager"), pytest.param(EVA, "aot_eager", marks=pytest.mark.stress, id="eva-aot_eager")],
 )
 def test_compiled_blocks_change_no_result(attention, backend):
-    model, images = tiny_model("deit", attention, depth=2).double(), tiny_images("deit").double()
+    """Stochastic depth drops all branches of the second block, and none of the first."""
+    model = tiny_model("deit", attention, depth=2, drop_path_rate=1 - 1e-6).double()
+    images = tiny_images("deit").double()
     expected = train_and_evaluate(model, images)
     names = list(model.state_dict())
     torch.compiler.reset()

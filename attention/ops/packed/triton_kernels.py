@@ -13,92 +13,136 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ..triton_tokens import accumulate, cast, dot, dot_exactly, load, load_numbers, store
+from ..triton_tokens import cast, dot, dot_exactly
+
+LOG2E = tl.constexpr(1.4426950408889634)
+INFINITY = tl.constexpr(float("inf"))
 
 
 class Sizes(NamedTuple):
-    """Compile-time constants of a kernel: head width, rows and columns of windows and of groups, rows of groups of a
-    program, block lengths, True if windows divide the grid, precision of fp32, warps, stages of loads.
+    """Compile-time constants of a kernel: heads and their width; rows and columns of the grid and of windows; row and
+    column where the first window begins; number of windows, and true if they divide the grid; rows and columns of
+    groups, their number, and their rows in a program; block lengths; precision of fp32, warps, stages of loads.
+    Divisions by constants are cheap.
     """
 
+    h: int
     d: int
     block_d: int
+    H: int
+    W: int
     rows: int
     columns: int
+    top: int
+    left: int
+    windows: int
+    even: bool
     tile_rows: int
     tile_columns: int
+    c: int
     bands: int
     block_w: int
     block_c: int
+    block_all: int
     block_n: int
-    even: bool
     precision: str
     num_warps: int
     num_stages: int
 
 
 @triton.jit
-def _split_program(h):
-    """(batch, head) of a program, and its number among the splits of their work."""
-    program = tl.program_id(0)
-    return program // h, program % h, tl.program_id(1), tl.num_programs(1)
+def _exp(x):
+    """exp of logits in units of log 2, as all logits here are."""
+    return tl.math.exp2(x)
 
 
 @triton.jit
-def _bands_of(split, N, W, c, S: tl.constexpr):
+def _of_image(program, S: tl.constexpr):
+    """(batch, head) of a program, and where its tokens begin in (B, N, 3, h, d), (B, N, h, d), (B, h, N), and its
+    groups in (B, h, c).
+    """
+    batch, head = (program // S.h).to(tl.int64), program % S.h
+    N: tl.constexpr = S.H * S.W
+    return (batch * N * 3 * S.h + head) * S.d, (batch * N * S.h + head) * S.d, program * N, program * S.c
+
+
+@triton.jit
+def _load(start, index, valid, width: tl.constexpr, S: tl.constexpr):
+    """Rows `index`, `width` numbers apart, of d numbers each."""
+    return tl.load(start + (index[:, None] * width + tl.arange(0, S.block_d)[None, :]), valid[:, None], other=0.0)
+
+
+@triton.jit
+def _store(start, index, valid, value, width: tl.constexpr, S: tl.constexpr):
+    pointers = start + (index[:, None] * width + tl.arange(0, S.block_d)[None, :])
+    tl.store(pointers, cast(value, start.dtype.element_ty), valid[:, None])
+
+
+@triton.jit
+def _bands_of(split, S: tl.constexpr):
     """Groups of a few rows of groups, their mask, and the first and last of their tokens."""
-    across, first = W // S.tile_columns, split * S.bands
-    group = first * across + tl.arange(0, S.block_c)
-    real = group < tl.minimum((first + S.bands) * across, c)
-    return group, real, first * S.tile_rows * W, tl.minimum((first + S.bands) * S.tile_rows * W, N)
+    across: tl.constexpr = S.W // S.tile_columns
+    group = split * (S.bands * across) + tl.arange(0, S.block_c)
+    real = group < tl.minimum((split + 1) * (S.bands * across), S.c)
+    length: tl.constexpr = S.bands * S.tile_rows * S.W
+    return group, real, split * length, tl.minimum((split + 1) * length, S.H * S.W)
 
 
 @triton.jit
-def _group_of(token, W, S: tl.constexpr):
-    return token // W // S.tile_rows * (W // S.tile_columns) + token % W // S.tile_columns
+def _group_of(token, S: tl.constexpr):
+    return token // S.W // S.tile_rows * (S.W // S.tile_columns) + token % S.W // S.tile_columns
 
 
 @triton.jit
-def _window_tokens(i, H, W, origin, S: tl.constexpr):
+def _window_tokens(i, S: tl.constexpr):
     """Raster indices of the positions in the i-th window, and a mask of those that lie in the grid."""
-    across, position = tl.cdiv(W - origin[1], S.columns), tl.arange(0, S.block_w)
-    y = i // across * S.rows + position // S.columns + origin[0]
-    x = i % across * S.columns + position % S.columns + origin[1]
+    across: tl.constexpr = (S.W - S.left + S.columns - 1) // S.columns
+    position = tl.arange(0, S.block_w)
+    y = i // across * S.rows + S.top + position // S.columns
+    x = i % across * S.columns + S.left + position % S.columns
     valid = position < S.rows * S.columns
     if not S.even:
-        valid = valid & (y >= 0) & (y < H) & (x >= 0) & (x < W)
-    return y * W + x, valid
+        valid = valid & (y >= 0) & (y < S.H) & (x >= 0) & (x < S.W)
+    return y * S.W + x, valid
 
 
 @triton.jit
-def _num_windows(H, W, origin, S: tl.constexpr):
-    return tl.cdiv(H - origin[0], S.rows) * tl.cdiv(W - origin[1], S.columns)
-
-
-@triton.jit
-def _window_logits(queries, keys, bias, head, valid, scale, S: tl.constexpr):
+def _window_logits(queries, keys, bias, head, valid, S: tl.constexpr):
     """Logits of a window's queries on its keys. bias: (h, w, block_w), -inf beyond the window's keys; or None."""
-    logits, position = dot(queries, tl.trans(keys), S) * scale, tl.arange(0, S.block_w)  # (q, d) @ (d, k)
+    logits = dot(queries, tl.trans(keys), S) * (S.d**-0.5 * LOG2E)  # (q, d) @ (d, k)
     if bias is not None:
         w: tl.constexpr = S.rows * S.columns
-        row = bias + (head * w + position)[:, None] * S.block_w + position
+        position = tl.arange(0, S.block_w)
+        row = bias + (head * w + position[:, None]) * S.block_w + position[None, :]
         logits += tl.load(row, (position < w)[:, None], other=0.0)
     if bias is None or not S.even:
-        logits = tl.where(valid[None, :], logits, float("-inf"))
+        logits = tl.where(valid[None, :], logits, -INFINITY)
     return logits
 
 
 @triton.jit
-def _landmark_logits(queries, landmarks, real, prior, scale, S: tl.constexpr):
-    return tl.where(real[None, :], dot(queries, tl.trans(landmarks), S) * scale + prior, float("-inf"))
+def _landmark_logits(queries, landmarks, real, prior, S: tl.constexpr):
+    """Logits of queries on landmarks, or of landmarks on queries; prior: added to all."""
+    logits = dot(queries, tl.trans(landmarks), S) * (S.d**-0.5 * LOG2E) + prior
+    return tl.where(real[None, :], logits, -INFINITY)
 
 
 @triton.jit
-def _normalised(means, weights, eps, S: tl.constexpr):
-    """Linear map of means, normalised: values, and the factor 1 / standard deviation. weights: (W, b, ...)."""
-    column = tl.arange(0, S.block_d)
-    matrix = cast(tl.load(weights[0] + column[:, None] + column[None, :] * S.d), means.dtype)  # of (out, in)
-    x = dot(means, matrix, S) + tl.load(weights[1] + column).to(tl.float32)[None, :]  # (c, d) @ (d, d)
+def _matrix(weights, dtype: tl.constexpr, inward: tl.constexpr, S: tl.constexpr):
+    """The matrix (out, in) of a linear map, or with `inward` (in, out)."""
+    row, column = tl.arange(0, S.block_d)[:, None], tl.arange(0, S.block_d)[None, :]
+    return cast(tl.load(weights[0] + (row + column * S.d if inward else row * S.d + column)), dtype)
+
+
+@triton.jit
+def _vector(x, S: tl.constexpr):
+    return tl.load(x + tl.arange(0, S.block_d)).to(tl.float32)[None, :]
+
+
+@triton.jit
+def _normalised(means, matrix, bias, eps, S: tl.constexpr):
+    """Linear map of means, normalised, and the factor 1 / standard deviation."""
+    x = dot(means, matrix, S) + bias  # (c, d) @ (d, d)
     x -= tl.sum(x, 1)[:, None] / S.d
     rstd = tl.rsqrt(tl.sum(x * x, 1) / S.d + eps)
     return x * rstd[:, None], rstd
@@ -106,165 +150,163 @@ def _normalised(means, weights, eps, S: tl.constexpr):
 
 @triton.jit
 def _transformed(means, weights, eps, S: tl.constexpr):
-    column = tl.arange(0, S.block_d)
-    hat, _ = _normalised(means, weights, eps, S)
-    gain, shift = tl.load(weights[2] + column).to(tl.float32), tl.load(weights[3] + column).to(tl.float32)
-    return hat * gain[None, :] + shift[None, :]
+    hat, _ = _normalised(means, _matrix(weights, means.dtype, True, S), _vector(weights[1], S), eps, S)
+    return hat * _vector(weights[2], S) + _vector(weights[3], S)
 
 
 @triton.jit
-def _log_features(keys, omega, scale, S: tl.constexpr):
-    """Log features of keys at scaled samples omega: (c, n)."""
+def _log_features(keys, samples, S: tl.constexpr):
+    """Log features of keys at samples: (c, n). samples: times d^-1/4, in units of log 2."""
     full = keys.to(tl.float32)
-    return dot_exactly(omega, tl.trans(keys), S) - 0.5 * scale * tl.sum(full * full, 1)[None, :]  # (c, d) @ (d, n)
+    half_squares = tl.sum(full * full, 1) * (0.5 * S.d**-0.5 * LOG2E)
+    return dot_exactly(samples, tl.trans(keys), S) - half_squares[None, :]  # (c, d) @ (d, n)
 
 
 @triton.jit
-def summarise(
-    q, k, v, of_q, of_k, noise, q_bar, k_bar, omega, k_tilde, beta, mass, h, H, W, c, mu_scale, eps, S: tl.constexpr
-):
+def summarise(qkv, of_q, of_k, noise, q_bar, k_bar, omega, k_tilde, beta, mass, mu_scale, eps, S: tl.constexpr):
     """Kernel of the groups of some rows of groups: means, landmarks, samples, values and log masses."""
-    batch, head, split, _ = _split_program(h)
-    group, real, first, last = _bands_of(split, H * W, W, c, S)
-    dtype = q[0].dtype.element_ty
-    scale: tl.constexpr = S.d**-0.5
+    tokens, _, _, groups = _of_image(tl.program_id(0), S)
+    group, real, first, last = _bands_of(tl.program_id(1), S)
+    dtype = qkv.dtype.element_ty
+    step: tl.constexpr = 3 * S.h * S.d
+    of_k_tokens, of_v_tokens, table = qkv + tokens + S.h * S.d, qkv + tokens + 2 * S.h * S.d, groups * S.d
 
     q_sum = tl.full([S.block_c, S.block_d], 0.0, tl.float32)
     k_sum = tl.full([S.block_c, S.block_d], 0.0, tl.float32)
     for start in range(first, last, S.block_n):
         token = start + tl.arange(0, S.block_n)
-        members = cast((group[:, None] == _group_of(token, W, S)[None, :]).to(tl.float32), dtype)
-        q_sum += dot(members, load(q, batch, head, token, token < last, dtype, S), S)  # (c, n) @ (n, d)
-        k_sum += dot(members, load(k, batch, head, token, token < last, dtype, S), S)  # (c, n) @ (n, d)
+        members = cast((group[:, None] == _group_of(token, S)[None, :]).to(tl.float32), dtype)
+        q_sum += dot(members, _load(qkv + tokens, token, token < last, step, S), S)  # (c, n) @ (n, d)
+        k_sum += dot(members, _load(of_k_tokens, token, token < last, step, S), S)  # (c, n) @ (n, d)
     size: tl.constexpr = S.tile_rows * S.tile_columns
     q_mean, k_mean = cast(q_sum / size, dtype), cast(k_sum / size, dtype)
-    store(q_bar, batch, head, group, real, q_mean, S)
-    store(k_bar, batch, head, group, real, k_mean, S)
+    _store(q_bar + table, group, real, q_mean, S.d, S)
+    _store(k_bar + table, group, real, k_mean, S.d, S)
     landmarks = _transformed(k_mean, of_k, eps, S)
-    store(k_tilde, batch, head, group, real, landmarks, S)
+    _store(k_tilde + table, group, real, landmarks, S.d, S)
     samples = (_transformed(q_mean, of_q, eps, S) + landmarks) * mu_scale
     if noise is not None:
-        samples += load(noise, batch, head, group, real, tl.float32, S)
-    store(omega, batch, head, group, real, samples, S)
+        samples += _load(noise + table, group, real, S.d, S).to(tl.float32)
+    _store(omega + table, group, real, samples, S.d, S)
 
-    samples *= S.d**-0.25
-    largest = tl.full([S.block_c], float("-inf"), tl.float32)
-    state = (largest, tl.zeros_like(largest), tl.full([S.block_c, S.block_d], 0.0, tl.float32))
+    samples *= S.d**-0.25 * LOG2E
+    largest = tl.full([S.block_c], -INFINITY, tl.float32)
+    total = tl.full([S.block_c], 0.0, tl.float32)
+    values = tl.full([S.block_c, S.block_d], 0.0, tl.float32)
     for start in range(first, last, S.block_n):
         token = start + tl.arange(0, S.block_n)
-        keys = load(k, batch, head, token, token < last, dtype, S)
-        logits = _log_features(keys, samples, scale, S)
-        members = (group[:, None] == _group_of(token, W, S)[None, :]) & (token < last)[None, :]
-        values = load(v, batch, head, token, token < last, dtype, S)
-        state = accumulate(state, tl.where(members, logits, float("-inf")), values, S)
-    largest, total, values = state
+        keys = _load(of_k_tokens, token, token < last, step, S)
+        members = (group[:, None] == _group_of(token, S)[None, :]) & (token < last)[None, :]
+        logits = tl.where(members, _log_features(keys, samples, S), -INFINITY)
+        new = tl.maximum(largest, tl.max(logits, 1))
+        shift = tl.where(new == -INFINITY, 0.0, new)  # no token of the group yet
+        weight, decay = _exp(logits - shift[:, None]), _exp(largest - shift)
+        total = total * decay + tl.sum(weight, 1)
+        of_tokens = _load(of_v_tokens, token, token < last, step, S)
+        values = values * decay[:, None] + dot(cast(weight, dtype), of_tokens, S)  # (c, n) @ (n, d)
+        largest = new
     total = tl.where(real, total, 1.0)
-    store(beta, batch, head, group, real, values / total[:, None], S)
-    tl.store(mass + (batch.to(tl.int64) * h + head) * c + group, largest + tl.log(total), real)
+    _store(beta + table, group, real, values / total[:, None], S.d, S)
+    tl.store(mass + groups + group, largest + tl.math.log2(total), real)
 
 
 @triton.jit
-def attend(q, k, v, bias, k_tilde, beta, y, lse, h, H, W, c, origin, prior, S: tl.constexpr):
+def attend(qkv, bias, k_tilde, beta, y, lse, prior, S: tl.constexpr):
     """Kernel of the output y and the log-sum-exp lse of every `splits`-th window of one image and head."""
-    batch, head, split, splits = _split_program(h)
-    dtype = q[0].dtype.element_ty
-    scale: tl.constexpr = S.d**-0.5
+    tokens, outputs, numbers, groups = _of_image(tl.program_id(0), S)
+    dtype = qkv.dtype.element_ty
+    step: tl.constexpr = 3 * S.h * S.d
+    of_k, of_v = qkv + tokens + S.h * S.d, qkv + tokens + 2 * S.h * S.d
     landmark = tl.arange(0, S.block_c)
     if k_tilde is not None:
-        of_landmarks = load(k_tilde, batch, head, landmark, landmark < c, dtype, S)
-        of_groups = load(beta, batch, head, landmark, landmark < c, dtype, S)
-    for i in range(split, _num_windows(H, W, origin, S), splits):
-        token, valid = _window_tokens(i, H, W, origin, S)
-        queries = load(q, batch, head, token, valid, dtype, S)
-        keys = load(k, batch, head, token, valid, dtype, S)
-        logits = _window_logits(queries, keys, bias, head, valid, scale, S)
+        of_landmarks = _load(k_tilde + groups * S.d, landmark, landmark < S.c, S.d, S)
+        of_groups = cast(_load(beta + groups * S.d, landmark, landmark < S.c, S.d, S), dtype)
+    for i in range(tl.program_id(1), S.windows, tl.num_programs(1)):
+        token, valid = _window_tokens(i, S)
+        queries = _load(qkv + tokens, token, valid, step, S)
+        keys = _load(of_k, token, valid, step, S)
+        logits = _window_logits(queries, keys, bias, tl.program_id(0) % S.h, valid, S)
         largest = tl.max(logits, 1)
         if k_tilde is not None:
-            on_landmarks = _landmark_logits(queries, of_landmarks, landmark < c, prior, scale, S)
+            on_landmarks = _landmark_logits(queries, of_landmarks, landmark < S.c, prior, S)
             largest = tl.maximum(largest, tl.max(on_landmarks, 1))
-        weight = tl.exp(logits - largest[:, None])
+        weight = _exp(logits - largest[:, None])
         total = tl.sum(weight, 1)
-        output = dot(cast(weight, dtype), load(v, batch, head, token, valid, dtype, S), S)  # (q, k) @ (k, d)
+        output = dot(cast(weight, dtype), _load(of_v, token, valid, step, S), S)  # (q, k) @ (k, d)
         if k_tilde is not None:
-            weight = tl.exp(on_landmarks - largest[:, None])
+            weight = _exp(on_landmarks - largest[:, None])
             total += tl.sum(weight, 1)
             output += dot(cast(weight, dtype), of_groups, S)  # (q, c) @ (c, d)
-        store(y, batch, head, token, valid, output / total[:, None], S)
-        tl.store(lse + (batch.to(tl.int64) * h + head) * H * W + token, largest + tl.log(total), valid)
+        _store(y + outputs, token, valid, output / total[:, None], S.h * S.d, S)
+        tl.store(lse + numbers + token, largest + tl.math.log2(total), valid)
 
 
 @triton.jit
-def landmark_gradient(q, k_tilde, beta, y, dy, lse, delta, dk_tilde, dbeta, B, h, N, c, prior, S: tl.constexpr):
+def landmark_gradient(qkv, k_tilde, beta, y, dy, lse, delta, dk_tilde, dbeta, B, prior, S: tl.constexpr):
     """Kernel of delta = y . dy of all queries, and of the share of one split in dk_tilde and dbeta."""
-    batch, head, split, splits = _split_program(h)
-    dtype = q[0].dtype.element_ty
-    scale: tl.constexpr = S.d**-0.5
+    tokens, outputs, numbers, groups = _of_image(tl.program_id(0), S)
+    split, N = tl.program_id(1), S.H * S.W
+    dtype = qkv.dtype.element_ty
     landmark = tl.arange(0, S.block_c)
-    real = landmark < c
-    keys = load(k_tilde, batch, head, landmark, real, dtype, S)
-    values = load(beta, batch, head, landmark, real, dtype, S)
+    real = landmark < S.c
+    keys = _load(k_tilde + groups * S.d, landmark, real, S.d, S)
+    values = cast(_load(beta + groups * S.d, landmark, real, S.d, S), dtype)
     d_keys = tl.full([S.block_c, S.block_d], 0.0, tl.float32)
     d_values = tl.full([S.block_c, S.block_d], 0.0, tl.float32)
-    for start in range(split * S.block_n, N, splits * S.block_n):
+    for start in range(split * S.block_n, N, tl.num_programs(1) * S.block_n):
         token = start + tl.arange(0, S.block_n)
         valid = token < N
-        queries = load(q, batch, head, token, valid, dtype, S)
-        gradient = load(dy, batch, head, token, valid, dtype, S)
-        output = load(y, batch, head, token, valid, tl.float32, S)
-        shift = tl.sum(output * gradient.to(tl.float32), 1)
-        tl.store(delta + (batch.to(tl.int64) * h + head) * N + token, shift, valid)
-        normaliser = load_numbers(lse, batch, head, token, valid, h, N, float("inf"))
-        weight = tl.exp(_landmark_logits(keys, queries, valid, prior, scale, S) - normaliser[None, :])  # (c, n)
+        queries = _load(qkv + tokens, token, valid, 3 * S.h * S.d, S)
+        gradient = _load(dy + outputs, token, valid, S.h * S.d, S)
+        output = _load(y + outputs, token, valid, S.h * S.d, S)
+        shift = tl.sum(output.to(tl.float32) * gradient.to(tl.float32), 1)
+        tl.store(delta + numbers + token, shift, valid)
+        normaliser = tl.load(lse + numbers + token, valid, other=INFINITY)
+        weight = _exp(_landmark_logits(keys, queries, valid, prior, S) - normaliser[None, :])  # (c, n)
         d_values += dot(cast(weight, dtype), gradient, S)  # (c, n) @ (n, d)
         d_logits = weight * (dot(values, tl.trans(gradient), S) - shift[None, :])  # (c, d) @ (d, n)
         d_keys += dot(cast(d_logits, dtype), queries, S)  # (c, n) @ (n, d)
-    store(dk_tilde, split * B + batch, head, landmark, real, d_keys * scale, S)
-    store(dbeta, split * B + batch, head, landmark, real, d_values, S)
-
-
-@triton.jit
-def _sum_of_shares(x, B, batch, head, row, real, splits, S: tl.constexpr):
-    total = load(x, batch, head, row, real, tl.float32, S)
-    for split in range(1, splits):
-        total += load(x, split * B + batch, head, row, real, tl.float32, S)
-    return total
+    share = (split * B * S.h + tl.program_id(0)) * S.c * S.d
+    _store(dk_tilde + share, landmark, real, d_keys * S.d**-0.5, S.d, S)
+    _store(dbeta + share, landmark, real, d_values, S.d, S)
 
 
 @triton.jit
 def group_gradient(
-    k, v, omega, beta, mass, shares, d_omega, dbeta, weights, d_logits, B, h, H, W, c, splits, S: tl.constexpr
+    qkv, omega, beta, mass, shares, d_omega, dbeta, weights, d_logits, members, B, splits, S: tl.constexpr
 ):
     """Kernel of the groups of some rows of groups: the gradients of samples and values, and their tokens' weights and
-    gradients of log features.
+    gradients of log features. One image and head writes the matrix of members (N, block_all).
     """
-    batch, head, split, _ = _split_program(h)
-    group, real, first, last = _bands_of(split, H * W, W, c, S)
-    dtype = k[0].dtype.element_ty
-    scale: tl.constexpr = S.d**-0.5
-    samples = load(omega, batch, head, group, real, tl.float32, S) * S.d**-0.25
-    gradient = _sum_of_shares(shares, B, batch, head, group, real, splits, S)
-    store(dbeta, batch, head, group, real, gradient, S)
-    shift = tl.sum(load(beta, batch, head, group, real, tl.float32, S) * gradient, 1)
-    normaliser = tl.load(mass + (batch.to(tl.int64) * h + head) * c + group, real, other=float("inf"))
+    tokens, _, numbers, groups = _of_image(tl.program_id(0), S)
+    group, real, first, last = _bands_of(tl.program_id(1), S)
+    dtype = qkv.dtype.element_ty
+    step: tl.constexpr = 3 * S.h * S.d
+    of_k, of_v, table = qkv + tokens + S.h * S.d, qkv + tokens + 2 * S.h * S.d, groups * S.d
+    samples = _load(omega + table, group, real, S.d, S) * (S.d**-0.25 * LOG2E)
+    gradient = _load(shares + table, group, real, S.d, S)
+    for split in range(1, splits):
+        gradient += _load(shares + split * (B * S.h * S.c * S.d) + table, group, real, S.d, S)
+    _store(dbeta + table, group, real, gradient, S.d, S)
+    shift = tl.sum(_load(beta + table, group, real, S.d, S) * gradient, 1)
+    normaliser = tl.load(mass + groups + group, real, other=INFINITY)
     total = tl.full([S.block_c, S.block_d], 0.0, tl.float32)
     for start in range(first, last, S.block_n):
         token = start + tl.arange(0, S.block_n)
-        keys = load(k, batch, head, token, token < last, dtype, S)
-        members = group[:, None] == _group_of(token, W, S)[None, :]
-        logits = tl.where(members, _log_features(keys, samples, scale, S), float("-inf"))
-        weight = tl.exp(logits - normaliser[:, None])
-        d_weight = dot_exactly(gradient, tl.trans(load(v, batch, head, token, token < last, dtype, S)), S)  # (c, n)
-        d_logit = weight * (d_weight - shift[:, None])
-        numbers = (batch.to(tl.int64) * h + head) * H * W + token
-        tl.store(weights + numbers, tl.sum(weight, 0), token < last)
-        tl.store(d_logits + numbers, tl.sum(d_logit, 0), token < last)
+        keys = _load(of_k, token, token < last, step, S)
+        own = _group_of(token, S)
+        if tl.program_id(0) == 0:
+            every = tl.arange(0, S.block_all)
+            of_every = cast((own[:, None] == every[None, :]).to(tl.float32), dtype)
+            tl.store(members + token[:, None] * S.block_all + every[None, :], of_every, (token < last)[:, None])
+        logits = _log_features(keys, samples, S) - normaliser[:, None]
+        weight = _exp(tl.where(group[:, None] == own[None, :], logits, -INFINITY))
+        values = _load(of_v, token, token < last, step, S)
+        d_logit = weight * (dot_exactly(gradient, tl.trans(values), S) - shift[:, None])  # (c, d) @ (d, n)
+        tl.store(weights + numbers + token, tl.sum(weight, 0), token < last)
+        tl.store(d_logits + numbers + token, tl.sum(d_logit, 0), token < last)
         total += dot(cast(d_logit, dtype), keys, S)  # (c, n) @ (n, d)
-    store(d_omega, batch, head, group, real, total * S.d**-0.25, S)
-
-
-@triton.jit
-def _rows(start, rows, valid):
-    return tl.load(start + rows, valid[:, None], other=0.0)
+    _store(d_omega + table, group, real, total * S.d**-0.25, S.d, S)
 
 
 @triton.jit
@@ -288,25 +330,27 @@ def _transform_gradient(
     size: tl.constexpr = S.tile_rows * S.tile_columns
     d_matrix = tl.full([S.block_d, S.block_d], 0.0, tl.float32)
     d_bias, d_gain, d_shift = (tl.full([S.block_d], 0.0, tl.float32),) * 3
+    dtype = means.dtype.element_ty
+    inward, outward = _matrix(weights, dtype, True, S), _matrix(weights, dtype, False, S)
+    bias, gain = _vector(weights[1], S), _vector(weights[2], S)
     for block in range(program, tl.cdiv(total, S.block_n), tl.num_programs(0)):
         row = block * S.block_n + tl.arange(0, S.block_n)
-        real, rows = row < total, row.to(tl.int64)[:, None] * S.d + column[None, :]
-        dy = _rows(d_omega, rows, real) * mu_scale
+        real = row < total
+        dy = _load(d_omega, row, real, S.d, S) * mu_scale
         if dk_tilde is not None:
             for split in range(splits):
-                dy += _rows(dk_tilde + split * total * S.d, rows, real)
-        x = _rows(means, rows, real)
-        hat, rstd = _normalised(x, weights, eps, S)
+                dy += _load(dk_tilde + split * total * S.d, row, real, S.d, S)
+        x = _load(means, row, real, S.d, S)
+        hat, rstd = _normalised(x, inward, bias, eps, S)
         d_gain += tl.sum(dy * hat, 0)
         d_shift += tl.sum(dy, 0)
-        through = dy * tl.load(weights[2] + column).to(tl.float32)[None, :]
+        through = dy * gain
         dx = through - tl.sum(through, 1)[:, None] / S.d - hat * (tl.sum(through * hat, 1) / S.d)[:, None]
         dx *= rstd[:, None]
         d_bias += tl.sum(dx, 0)
         half = cast(dx, x.dtype)
         d_matrix += dot(tl.trans(half), x, S)  # (d, c) @ (c, d)
-        matrix = cast(tl.load(weights[0] + column[:, None] * S.d + column[None, :]), x.dtype)
-        tl.store(of_means + rows, cast(dot(half, matrix, S) * (S.d**0.5 / size), x.dtype), real[:, None])
+        _store(of_means, row, real, dot(half, outward, S) * (S.d**0.5 / size), S.d, S)  # (c, d) @ (d, d)
     share = shares + (program * 2 + tl.program_id(1)) * (S.d * S.d + 3 * S.d)
     tl.store(share + column[:, None] * S.d + column[None, :], d_matrix)
     rest = share + S.d * S.d + column
@@ -317,68 +361,67 @@ def _transform_gradient(
 
 @triton.jit
 def token_gradient(
-    qkv, bias, k_tilde, beta, omega, dbeta, dq_bar, dk_bar, weights, d_logits, y, dy, lse, delta, dqkv, dbias,
-    B, h, H, W, c, origin, prior, splits, S: tl.constexpr,
+    qkv, bias, k_tilde, beta, omega, dbeta, dq_bar, dk_bar, weights, d_logits, members, y, dy, lse, delta, dqkv, dbias,
+    B, prior, splits, S: tl.constexpr,
 ):  # fmt: skip
     """Kernel of the gradients of q, k and v of every `programs`-th part of one head's images, a part being every
     `splits`-th window, and of this program's share in dbias.
     """
-    head, program, programs = tl.program_id(0) % h, tl.program_id(0) // h, tl.num_programs(0) // h
+    head, program, programs = tl.program_id(0) % S.h, tl.program_id(0) // S.h, tl.num_programs(0) // S.h
     dtype = qkv.dtype.element_ty
-    scale: tl.constexpr = S.d**-0.5
-    position, landmark, column = tl.arange(0, S.block_w), tl.arange(0, S.block_c), tl.arange(0, S.block_d)
+    step: tl.constexpr = 3 * S.h * S.d
+    width: tl.constexpr = S.h * S.d
+    position, landmark = tl.arange(0, S.block_w), tl.arange(0, S.block_c)
+    real = landmark < S.c
     if dbias is not None:
         d_bias = tl.full([S.block_w, S.block_w], 0.0, tl.float32)
     for part in tl.range(program, B * splits, programs, disable_licm=True):  # hoisted addresses would spill
-        batch, N = (part // splits).to(tl.int64), H * W
-        first, first_number, step = (batch * N * 3 * h + head) * S.d, (batch * h + head) * N, h * S.d
-        of_q, of_k, of_v, of_dy = qkv + first, qkv + first + step, qkv + first + 2 * step, (batch * N * h + head) * S.d
+        tokens, outputs, numbers, groups = _of_image(part // splits * S.h + head, S)
         if k_tilde is not None:
-            real, table = landmark < c, (batch * h + head) * c * S.d + landmark[:, None] * S.d + column[None, :]
-            of_landmarks = _rows(k_tilde, table, real)
-            of_groups = cast(_rows(beta, table, real), dtype)
-            samples = cast(_rows(omega, table, real) * S.d**0.25, dtype)
-            d_groups = _rows(dbeta, table, real)
-            d_queries_mean = _rows(dq_bar, table, real)
-            d_keys_mean = _rows(dk_bar, table, real)
-        for i in tl.range(part % splits, _num_windows(H, W, origin, S), splits, disable_licm=True):
-            token, valid = _window_tokens(i, H, W, origin, S)
-            rows = token[:, None] * (3 * step) + column[None, :]
-            queries = _rows(of_q, rows, valid)
-            keys = _rows(of_k, rows, valid)
-            gradient = _rows(dy + of_dy, token[:, None] * step + column[None, :], valid)
-            normaliser = tl.load(lse + first_number + token, valid, other=float("inf"))[:, None]
+            of_landmarks = _load(k_tilde + groups * S.d, landmark, real, S.d, S)
+            of_groups = cast(_load(beta + groups * S.d, landmark, real, S.d, S), dtype)
+            samples = cast(_load(omega + groups * S.d, landmark, real, S.d, S) * S.d**0.25, dtype)
+            d_groups = _load(dbeta + groups * S.d, landmark, real, S.d, S)
+            d_queries_mean = _load(dq_bar + groups * S.d, landmark, real, S.d, S)
+            d_keys_mean = _load(dk_bar + groups * S.d, landmark, real, S.d, S)
+        for i in tl.range(part % splits, S.windows, splits, disable_licm=True):
+            token, valid = _window_tokens(i, S)
+            queries = _load(qkv + tokens, token, valid, step, S)
+            keys = _load(qkv + tokens + width, token, valid, step, S)
+            values = _load(qkv + tokens + 2 * width, token, valid, step, S)
+            gradient = _load(dy + outputs, token, valid, width, S)
+            normaliser = tl.load(lse + numbers + token, valid, other=INFINITY)[:, None]
             if k_tilde is None:
-                output = _rows(y + of_dy, token[:, None] * step + column[None, :], valid).to(tl.float32)
+                output = _load(y + outputs, token, valid, width, S).to(tl.float32)
                 shift = tl.sum(output * gradient.to(tl.float32), 1)[:, None]
             else:
-                shift = tl.load(delta + first_number + token, valid, other=0.0)[:, None]
-                members = cast((_group_of(token, W, S)[:, None] == landmark[None, :]).to(tl.float32), dtype)
-            weight = tl.exp(_window_logits(queries, keys, bias, head, valid, scale, S) - normaliser)
+                shift = tl.load(delta + numbers + token, valid, other=0.0)[:, None]
+                rows = members + (token[:, None] * S.block_c + landmark[None, :])
+                of_members = tl.load(rows, valid[:, None], other=0.0)
+            weight = _exp(_window_logits(queries, keys, bias, head, valid, S) - normaliser)
             d_values = dot(tl.trans(cast(weight, dtype)), gradient, S)  # (k, q) @ (q, d)
             if k_tilde is not None:
-                within = tl.load(weights + first_number + token, valid, other=0.0)[:, None]
-                d_values += within * dot(members, d_groups, S)  # (k, c) @ (c, d)
-            tl.store(dqkv + first + 2 * step + rows, cast(d_values, dtype), valid[:, None])
-            values = _rows(of_v, rows, valid)
+                within = tl.load(weights + numbers + token, valid, other=0.0)[:, None]
+                d_values += within * dot(of_members, d_groups, S)  # (k, c) @ (c, d)
+            _store(dqkv + tokens + 2 * width, token, valid, d_values, step, S)
             d_weight = weight * (dot(gradient, tl.trans(values), S) - shift)  # (q, d) @ (d, k)
             if dbias is not None:
                 d_bias += d_weight
             half = cast(d_weight, dtype)
             d_keys = dot(tl.trans(half), queries, S)  # (k, q) @ (q, d)
             if k_tilde is not None:
-                within = tl.load(d_logits + first_number + token, valid, other=0.0)[:, None]
-                d_keys += dot(members, d_keys_mean, S)  # (k, c) @ (c, d)
-                d_keys += within * (dot(members, samples, S) - keys.to(tl.float32))  # (k, c) @ (c, d)
-            tl.store(dqkv + first + step + rows, cast(d_keys * scale, dtype), valid[:, None])
+                within = tl.load(d_logits + numbers + token, valid, other=0.0)[:, None]
+                d_keys += dot(of_members, d_keys_mean, S)  # (k, c) @ (c, d)
+                d_keys += within * (dot(of_members, samples, S) - keys.to(tl.float32))  # (k, c) @ (c, d)
+            _store(dqkv + tokens + width, token, valid, d_keys * S.d**-0.5, step, S)
             d_queries = dot(half, keys, S)  # (q, k) @ (k, d)
             if k_tilde is not None:
-                d_queries += dot(members, d_queries_mean, S)  # (q, c) @ (c, d)
-                weight = tl.exp(_landmark_logits(queries, of_landmarks, real, prior, scale, S) - normaliser)
+                d_queries += dot(of_members, d_queries_mean, S)  # (q, c) @ (c, d)
+                weight = _exp(_landmark_logits(queries, of_landmarks, real, prior, S) - normaliser)
                 d_weight = weight * (dot(gradient, tl.trans(of_groups), S) - shift)  # (q, d) @ (d, c)
                 d_queries += dot(cast(d_weight, dtype), of_landmarks, S)  # (q, c) @ (c, d)
-            tl.store(dqkv + first + rows, cast(d_queries * scale, dtype), valid[:, None])
+            _store(dqkv + tokens, token, valid, d_queries * S.d**-0.5, step, S)
     if dbias is not None:
         w: tl.constexpr = S.rows * S.columns
         row = dbias + (tl.program_id(0) * w + position)[:, None] * S.block_w + position[None, :]
-        tl.store(row, d_bias, (position < w)[:, None])
+        tl.store(row, d_bias / LOG2E, (position < w)[:, None])

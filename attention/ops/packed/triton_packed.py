@@ -15,7 +15,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from ...parts.geometry import Grid, Windows
 from ..kernels import NAMESPACE, first_order, kernel
-from ..triton_tokens import INTERPRETED, block_length, launch, precision, supported, view
+from ..triton_tokens import INTERPRETED, block_length, launch, precision, supported
 from .op import Packing
 from .triton_kernels import (
     Sizes,
@@ -27,6 +27,7 @@ from .triton_kernels import (
     transform_gradient,
 )
 
+LOG2E = 1 / math.log(2)
 LARGEST = 64
 """Largest number of tokens of a window, and of groups."""
 RESIDENT = 264
@@ -36,27 +37,34 @@ PART = 8
 LAUNCHED = {
     "summarise": (64, 4, 2),
     "attend": (64, 4, 2),
-    "landmark_gradient": (32, 4, 2),
+    "landmark_gradient": (32, 4, 3),
     "group_gradient": (64, 4, 2),
     "transform_gradient": (64, 4, 1),
     "token_gradient": (64, 4, 1),
 }
 """Name of a kernel -> tokens or groups of a block, warps, and stages of loads."""
+GROUPS = 16
+"""Groups of a program of `summarise` and `group_gradient`, which compute a product for every group and token."""
 
 
 class Geometry:
     """Sizes of a call, and launches of its kernels."""
 
     def __init__(
-        self, qkv: Tensor, weights: list[Tensor], grid: list[int], window: list[int], origin: list[int], tile: list[int]
+        self,
+        qkv: Tensor,
+        weights: list[Tensor],
+        grid: list[int],
+        window: list[int],
+        origin: list[int],
+        tile: list[int],
     ):
-        (self.B, self.N, _, self.h, self.d), (self.H, self.W) = qkv.shape, grid
-        self.window, self.tile, self.origin = window, tile, tuple(origin)
-        self.across = self.W // tile[1]
-        self.c = self.H // tile[0] * self.across if weights else 0
-        self.even = self.H % window[0] == 0 == self.W % window[1] and self.origin == (0, 0)
+        (self.B, self.N, _, self.h, self.d), self.grid, self.tile = qkv.shape, grid, tile
+        self.window, self.origin, self.across = window, origin, grid[1] // tile[1]
+        self.c = grid[0] // tile[0] * self.across if weights else 0
         sides = zip(grid, window, origin, strict=True)
         self.num_windows = math.prod(triton.cdiv(side - first, size) for side, size, first in sides)
+        self.parts = triton.cdiv(self.num_windows, PART)
 
     def splits(self, length: int) -> int:
         """Parts of an image's work of this length, so that there are programs enough for all multiprocessors."""
@@ -64,20 +72,17 @@ class Geometry:
 
     def launch(self, run, programs: tuple[int, ...], *arguments, bands: int = 1) -> None:
         block_n, num_warps, num_stages = LAUNCHED[run.__name__]
-        rows = bands * self.across if run in (summarise, group_gradient) else self.c
-        blocks = (block_length(size, LARGEST) for size in (math.prod(self.window), max(rows, 1)))
-        sizes = self.d, self.d, *self.window, *self.tile, bands, *blocks, block_n, self.even
+        groups = bands * self.across if run in (summarise, group_gradient) else self.c
+        blocks = (block_length(size, LARGEST) for size in (math.prod(self.window), groups, self.c))
+        even = self.num_windows * math.prod(self.window) == self.N
+        windows = *self.grid, *self.window, *self.origin, self.num_windows, even
+        sizes = self.h, self.d, self.d, *windows, *self.tile, self.c, bands, *blocks, block_n
         launch(run, programs, *arguments, Sizes(*sizes, precision(), num_warps, num_stages))
 
     def on_bands(self, run, *arguments) -> None:
         """Launches a kernel of the groups, whose programs have some rows of groups each."""
-        rows = self.H // self.tile[0]
-        bands = triton.cdiv(rows, self.splits(rows))
+        rows, bands = self.grid[0] // self.tile[0], max(GROUPS // self.across, 1)
         self.launch(run, (self.B * self.h, triton.cdiv(rows, bands)), *arguments, bands=bands)
-
-
-def _tokens(packed: Tensor) -> list[tuple]:
-    return [view(x.transpose(1, 2)) for x in packed.unbind(2)]
 
 
 @torch.library.custom_op(f"{NAMESPACE}::packed_attention", mutates_args=())
@@ -96,21 +101,17 @@ def _packed(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The outputs that `_empty_outputs` lists.
 
-    bias: (h, w, block), padded by -inf. weights: W, b, gain and shift of the landmark transforms of queries and keys;
-    none without landmarks.
+    bias: (h, w, block) in units of log 2, padded by -inf. weights: W, b, gain and shift of the landmark transforms of
+    queries and keys; none without landmarks.
     """
     G = Geometry(qkv, weights, grid, window, origin, tile)
-    q, k, v = _tokens(qkv)
     y, lse, *summaries = _empty_outputs(qkv, weights, grid, tile)
     if weights:
-        of_groups = [None if noise is None else view(noise), *map(view, summaries[:-1]), summaries[-1]]
-        scale = mu_scale * G.d**-0.25
         transforms = tuple(weights[:4]), tuple(weights[4:])
-        G.on_bands(summarise, q, k, v, *transforms, *of_groups, G.h, G.H, G.W, G.c, scale, eps)
-    of_landmarks = [view(x) for x in summaries[3:5]] if weights else [None, None]
-    programs = G.B * G.h, max(G.splits(G.num_windows), triton.cdiv(G.num_windows, PART))
-    arguments = q, k, v, bias, *of_landmarks, view(y.transpose(1, 2)), lse, G.h, G.H, G.W, G.c, G.origin, prior
-    G.launch(attend, programs, *arguments)
+        G.on_bands(summarise, qkv, *transforms, noise, *summaries, mu_scale * G.d**-0.25, eps)
+    of_landmarks = summaries[3:5] if weights else (None, None)
+    programs = G.B * G.h, max(G.splits(G.num_windows), G.parts)
+    G.launch(attend, programs, qkv, bias, *of_landmarks, y, lse, prior)
     return y, lse, *summaries
 
 
@@ -150,32 +151,27 @@ def _packed_backward(
     saved: the outputs of the forward pass.
     """
     G, (y, lse, *summaries) = Geometry(qkv, weights, grid, window, origin, tile), saved
-    q, k, v = _tokens(qkv)
-    parts = triton.cdiv(G.num_windows, PART)
     dqkv, *shares = _empty_gradients(qkv, bias, weights, grid, window, origin, tile, of_bias)
-    of_landmarks, of_tokens, delta = (None,) * 6, (None, None), None
+    of_landmarks, of_tokens, delta = (None,) * 6, (None,) * 3, None
     if weights:
         q_bar, k_bar, omega, k_tilde, beta, mass = summaries
         splits, total = G.splits(triton.cdiv(G.N, 64)), G.B * G.h * G.c
         delta, *of_tokens = (torch.empty_like(lse) for _ in range(3))
-        dk_tilde, shares_of_values = (lse.new_empty(splits, *k_tilde.shape) for _ in range(2))
+        of_tokens.append(qkv.new_empty(G.N, block_length(G.c, LARGEST)))  # the members of groups
+        dk_tilde, of_values = (lse.new_empty(splits, *k_tilde.shape) for _ in range(2))
         d_omega, dbeta, dq_bar, dk_bar = map(torch.empty_like, (beta, q_bar, q_bar, k_bar))
-        of_shares = view(dk_tilde), view(shares_of_values)
-        of_y = (view(x.transpose(1, 2)) for x in (y, dy))
-        inputs = q, view(k_tilde), view(beta), *of_y, lse, delta, *of_shares, G.B, G.h, G.N, G.c, prior
-        G.launch(landmark_gradient, (G.B * G.h, splits), *inputs)
-        results = view(d_omega), view(dbeta), *of_tokens
-        of_groups = view(omega), view(beta), mass, view(shares_of_values)
-        G.on_bands(group_gradient, k, v, *of_groups, *results, G.B, G.h, G.H, G.W, G.c, splits)
+        inputs = qkv, k_tilde, beta, y, dy, lse
+        G.launch(landmark_gradient, (G.B * G.h, splits), *inputs, delta, dk_tilde, of_values, G.B, prior)
+        inputs = qkv, omega, beta, mass, of_values
+        G.on_bands(group_gradient, *inputs, d_omega, dbeta, *of_tokens, G.B, splits)
         inputs = tuple(weights[:4]), tuple(weights[4:]), q_bar, k_bar, d_omega, dk_tilde
-        scalars = total, splits, mu_scale * G.d**-0.25, eps
-        G.launch(transform_gradient, (len(shares[-1]), 2), *inputs, dq_bar, dk_bar, shares[-1], *scalars)
+        outputs = dq_bar, dk_bar, shares[-1]
+        scale = mu_scale * G.d**-0.25
+        G.launch(transform_gradient, (len(shares[-1]), 2), *inputs, *outputs, total, splits, scale, eps)
         of_landmarks = k_tilde, beta, omega, dbeta, dq_bar, dk_bar
-    dbias = shares[0] if of_bias else None
-    outputs = saved[0], dy, lse, delta, dqkv, dbias
-    scalars = G.B, G.h, G.H, G.W, G.c, G.origin, prior, parts
-    programs = _programs(G.B * parts, G.h) * G.h
-    G.launch(token_gradient, (programs,), qkv, bias, *of_landmarks, *of_tokens, *outputs, *scalars)
+    inputs = qkv, bias, *of_landmarks, *of_tokens, y, dy, lse, delta
+    programs = _programs(G.B * G.parts, G.h) * G.h
+    G.launch(token_gradient, (programs,), *inputs, dqkv, shares[0] if of_bias else None, G.B, prior, G.parts)
     return [dqkv, *shares]
 
 
@@ -189,7 +185,7 @@ def _empty_gradients(qkv, bias, weights, grid, window, origin, tile, of_bias) ->
     G = Geometry(qkv, weights, grid, window, origin, tile)
     gradients = [torch.empty_like(qkv)]
     if of_bias:
-        programs = _programs(G.B * triton.cdiv(G.num_windows, PART), G.h)
+        programs = _programs(G.B * G.parts, G.h)
         gradients.append(qkv.new_empty(programs, *bias.shape, dtype=torch.float32))
     if weights:
         programs = _programs(triton.cdiv(G.B * G.h * G.c, LAUNCHED["transform_gradient"][0]), 2)
@@ -296,7 +292,7 @@ def attend_on(
     """Attended values (B, N, h, d) of qkv (B, N, 3, h, d). bias: (h, w, w). noise: (B, h, c, d). See `Packing`."""
     if bias is not None:
         width = block_length(windows.num_queries, LARGEST) - windows.num_queries
-        bias = F.pad(bias.float(), (0, width), value=-math.inf).contiguous()
+        bias = F.pad(bias.float() * LOG2E, (0, width), value=-math.inf).contiguous()
     geometry = list(windows.grid), list(windows.size), list(origin), list(tiles.size) if tiles else [1, 1]
-    prior = math.log(tiles.num_queries) if tiles and log_count else 0.0
+    prior = math.log2(tiles.num_queries) if tiles and log_count else 0.0
     return _packed(qkv.contiguous(), bias, noise, weights, *geometry, mu_scale, prior, eps)[0]
