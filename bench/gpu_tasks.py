@@ -311,7 +311,7 @@ class Worker:
         run = self.run_of(model, network, *(f"{name}={str(value).lower()}" for name, value in options.items()))
         net = create_model(attention=run.attention, **run.model)
         batch = self.prepare(net, shape, run)
-        stack.enter_context(chosen_kernels(run, lambda: net, Progress(), world))
+        print(stack.enter_context(chosen_kernels(run, lambda: net, Progress(), world)), flush=True)
         stack.enter_context(compiled_blocks([net], run, world, **self.backend))
         update = Update(net, net, batch, run)
         if run.train.cuda_graph:
