@@ -195,7 +195,7 @@ def inference_on_gpu() -> str:
         for batch, title in titles.items()
         for way in ("eager", "cuda-graph", "compiled-cuda-graph")
     }
-    return table({title: column for title, column in columns.items() if column}, first="attention")
+    return table({title: column for title, column in columns.items() if column} or columns, first="attention")
 
 
 @in_style
