@@ -3,14 +3,19 @@
 python -m engine.reporting.speed_tables  # draws docs/figures/speed.png
 """
 
-from collections.abc import Callable
+import textwrap
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from attention.__main__ import row as describe
 from engine.config.papers import read_papers
 from engine.reporting.plots import encode, in_style, label_ends, line_style, new_figure
 from engine.reporting.result_tables import DATA, Column, read, table
+from engine.reporting.tables import markdown_table
 from engine.runtime.files import write_file
 
 TEN = ["softmax", "eva", "lara", "performer", "ra", "local", "nystrom", "combiner", "transformer_ls", "scatterbrain"]
@@ -19,25 +24,46 @@ TEN = ["softmax", "eva", "lara", "performer", "ra", "local", "nystrom", "combine
 MODEL = "deit_tiny_p8"
 """Model of the top-1 on the first page."""
 
-ON_CPU, ON_H100 = {"dtype": "fp32"}, {"dtype": "bf16", "dim": "192"}
-TIMM = "timm:vit_tiny_patch16_224:patch_size=8"
+ON_CPU = {"dtype": "fp32"}
+
+TRAINING = "gpu_training.csv"
+"""File of `python -m bench.gpu_run`. Rows with a note are of another run, and count as noisy."""
+
+TRAINED = {
+    "tiny16": "DeiT-Tiny/16",
+    "tiny8": "DeiT-Tiny/8",
+    "tiny4": "DeiT-Tiny/4",
+    "small16": "DeiT-Small/16",
+    "small8": "DeiT-Small/8",
+    "pvtv2_b1": "PVT-v2-b1",
+}
+"""Model in `TRAINING` -> its name."""
 
 LINES = {"EVA": "eva", "LARA": "lara", "Performer": "performer", "local windows": "local"}
-"""Lines of the figure: label -> mechanism."""
+"""Lines of the figure for a CPU: label -> mechanism."""
+
+OURS = {"softmax": "softmax", **LINES, "Performer": "performer:num_samples=64"}
+"""Title -> network in `TRAINING`."""
 
 
 def ratios(file: str, value: str = "speedup", **where: str) -> Column:
     """Returns ratios of a file; a tilde marks those that are too noisy to quote."""
-    rows = read(file, **where)
+    rows = [row for row in read(file, **where) if row[value]]
     return {row["name"]: "~" * (row.get(f"{value}_noisy") == "True") + f"{float(row[value]):.2f}" for row in rows}
 
 
-def relative_times(file: str, path: str = "", **where: str) -> Column:
+def relative_times(file: str, **where: str) -> Column:
     """Returns times relative to softmax attention of the mechanisms of the first page, noisy ones with a tilde."""
-    rows = {row["name"]: row for row in read(file, **where)}
-    found = {name: rows.get(f"{name}{path}" if name != "softmax" else name) for name in TEN}
+    rows = {row["name"]: row for row in read(file, **where) if row["speedup"]}
+    found = {name: rows.get(name) for name in TEN}
     noisy = {"True": "~", "False": ""}
     return {name: f"{noisy[row['speedup_noisy']]}{1 / float(row['speedup']):.2f}" for name, row in found.items() if row}
+
+
+def relative_updates(model: str) -> Column:
+    """Returns times of updates relative to those with softmax attention of the mechanisms of the first page."""
+    rows = {row["name"].partition(":")[0]: row for row in read(TRAINING, model=model) if row["name"] != "timm"}
+    return {name: over(rows, "softmax", name) for name in TEN if name in rows}
 
 
 def ten_mechanisms() -> str:
@@ -45,7 +71,7 @@ def ten_mechanisms() -> str:
     top1 = {paper.config: paper.top1 for paper in reversed(read_papers()) if paper.top1 and not paper.overrides}
     columns = {
         "MACs (M)": {name: describe(name)["MACs (M)"] for name in TEN},
-        "time, H100": relative_times("h100.csv", "@triton", tokens="784", execution="eager", **ON_H100),
+        "training, H100": relative_updates("tiny8"),
         "time, CPU core": relative_times("efficiency.csv", size="784", **ON_CPU),
         "ImageNet top-1 (%), printed": {
             name: f"{top1[config]:.2f}" for name in TEN if (config := f"{MODEL}/{name}.yaml") in top1
@@ -66,64 +92,130 @@ def every_mechanism() -> str:
     return table(columns, sorted(cpu["784"], key=lambda name: -float(cpu["784"][name].strip("~"))))
 
 
-def layers_on_h100() -> str:
-    """Speed-ups of layers on an H100, eager and without the host's time."""
-    columns = {
-        f"{tokens}, {title}": ratios("h100.csv", tokens=tokens, execution=execution, **ON_H100)
-        for tokens in ("784", "3136")
-        for execution, title in (("eager", "eager"), ("cuda-graph", "graph"))
+def trained(model: str) -> dict[str, dict[str, str]]:
+    """Returns rows of training by the name of a network: ours, timm's model as it is ("timm"), and its fastest row.
+
+    timm's models were timed before and after ours, and the faster time counts.
+    """
+    rows = sorted(
+        (row for row in read(TRAINING, model=model) if row["seconds"]), key=lambda row: float(row["images_per_second"])
+    )
+    ours = {row["name"]: row for row in rows if row["name"] != "timm"}
+    of_timm = {row["execution"]: row for row in rows if row["name"] == "timm"}
+    best = {"best": max(of_timm.values(), key=lambda row: float(row["images_per_second"]))} if of_timm else {}
+    return ({"timm": of_timm["eager"]} if "eager" in of_timm else {}) | best | ours
+
+
+def per_second(row: dict[str, str]) -> str:
+    """Formats images a second, with a tilde if they are noisy."""
+    return f"{'~' * (row['seconds_noisy'] == 'True')}{float(row['images_per_second']):,.0f}"
+
+
+def over(rows: Mapping[str, dict[str, str]], name: str, other: str) -> str:
+    """Formats the speed-up of a row over another; "" without them."""
+    if not {name, other} <= rows.keys():
+        return ""
+    pair = rows[name], rows[other]
+    noisy = "~" * ("True" in [row["seconds_noisy"] for row in pair])
+    return f"{noisy}{float(pair[0]['images_per_second']) / float(pair[1]['images_per_second']):.2f}"
+
+
+def training_on_gpu() -> str:
+    """Images a second in training, and in brackets the speed-up over the fastest execution of timm's model."""
+
+    def cell(rows: Mapping[str, dict[str, str]], name: str) -> str:
+        ratio = over(rows, name, "best")
+        return per_second(rows[name]) + (f" ({ratio})" if ratio else "") if name in rows else ""
+
+    columns = {"timm, eager": "timm", "timm, fastest": "best", **OURS}
+    return models_by({title: partial(cell, name=name) for title, name in columns.items()})
+
+
+def gpu_in_short() -> str:
+    """Sentences on the training of DeiT-Tiny/8 on a GPU."""
+    rows = trained("tiny8")
+
+    def ratios(other: str) -> str:
+        found = {title: over(rows, name, other) for title, name in OURS.items() if name != other}
+        return ", ".join(f"{title} {ratio}" for title, ratio in found.items() if ratio)
+
+    texts = {
+        "**Training of DeiT-Tiny/8 on an H100**, times the speed of timm's model compiled and in a CUDA graph": "best",
+        "**Attention's share** of that, over softmax attention in our model, compiled and in a graph too": "softmax",
     }
-    return table(columns | {"peak": ratios("h100.csv", "peak_ratio", tokens="784", execution="eager", **ON_H100)})
+    lines = [f"- {text}: {ratios(other)}." for text, other in texts.items()]
+    return "\n".join(textwrap.fill(line, 120, subsequent_indent="  ") for line in lines)
 
 
-def models_on_h100() -> str:
-    """Images a second in training on an H100, and the speed-up over timm's model."""
+def shares_of_training() -> str:
+    """Speed-ups that compilation and graphs give without another attention, and those that attention gives."""
+    given = {"timm, fastest, over eager": ("best", "timm"), "softmax over timm, eager": ("softmax", "timm")}
+    given |= {f"{title} over softmax": (name, "softmax") for title, name in OURS.items() if title != "softmax"}
+    return models_by({title: partial(over, name=name, other=other) for title, (name, other) in given.items()})
 
-    def cells(execution: str) -> Column:
-        speedups, rows = ratios("h100_models.csv", execution=execution), read("h100_models.csv", execution=execution)
-        return {row["name"]: f"{row['images_per_second']} ({speedups[row['name']]})" for row in rows}
 
-    columns = {"eager": cells("eager"), "graph": cells("cuda-graph")}
-    columns["ratio of MACs"] = ratios("h100_models.csv", "macs_ratio", execution="eager")
-    columns["peak (MiB)"] = {row["name"]: row["peak_mib"] for row in read("h100_models.csv", execution="eager")}
-    return table(columns, first="model")
+def models_by(columns: Mapping[str, Callable[[dict[str, dict[str, str]]], str]]) -> str:
+    """Formats a table of the models that were trained, by functions of their rows."""
+    rows = {title: found for model, title in TRAINED.items() if (found := trained(model))}
+    lines = [
+        [title, found["best"]["tokens"], *(cell(found) for cell in columns.values())] for title, found in rows.items()
+    ]
+    return markdown_table(["model", "tokens", *columns], lines)
 
 
 @in_style
 def speed_against_tokens() -> Figure:
-    """Draws the speed-up over fused softmax attention against the number of tokens, on a CPU core and on an H100."""
-    figure = new_figure("Speed of a layer in training. Above the line it is faster than fused softmax attention.", 2.6)
-    core, gpu = figure.subplots(1, 2, sharey=True)
-    places = {
-        core: ("CPU core, fp32", "", [("efficiency.csv", {"size": n} | ON_CPU) for n in ("196", "784", "3136")]),
-        gpu: (
-            "H100, bf16, fused kernels, eager",
-            "@triton",
-            [("h100.csv", {"tokens": n, "execution": "eager"} | ON_H100) for n in ("784", "3136")],
-        ),
+    """Draws images a second of DeiT-Tiny in training on a GPU, and speed-ups of a layer on a CPU core."""
+    figure = new_figure("Speed of training against the number of tokens", 2.8)
+    gpu, core = figure.subplots(1, 2)
+    models = [rows for model in TRAINED if "tiny" in model and (rows := trained(model))]
+    images = {
+        int(next(iter(rows.values()))["tokens"]): {name: float(row["images_per_second"]) for name, row in rows.items()}
+        for rows in models
     }
-    for axes, (title, path, sources) in places.items():
-        sizes = [int(where.get("size") or where["tokens"]) for _, where in sources]
-        found = [{row["name"]: float(row["speedup"]) for row in read(file, **where)} for file, where in sources]
-        axes.set(title=title, xlabel="tokens", xscale="log", yscale="log")
-        axes.axhline(1, color="black", linewidth=0.8)
-        lines = [
-            axes.plot(sizes, [speedups[name + path] for speedups in found], **line_style(number + 1))[0]
-            for number, name in enumerate(LINES.values())
-        ]
-        axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
-        axes.set_yticks((0.25, 0.5, 1, 2, 4, 8), ("¼", "½", "softmax", "2x", "4x", "8x"))
-        axes.minorticks_off()
-        axes.grid()
-        label_ends(axes, lines, [*LINES])
+    gpu.set(title="DeiT-Tiny on an H100, bf16: images/s", xlabel="tokens", xscale="log", yscale="log")
+    draw(gpu, {"timm's fastest": "best", **OURS}, images, {n: f"{n:,}" for n in (300, 1000, 3000, 10000)})
+    speedups = {
+        size: {row["name"]: float(row["speedup"]) for row in read("efficiency.csv", size=str(size), **ON_CPU)}
+        for size in (196, 784, 3136)
+    }
+    core.set(title="Layer on a CPU core, fp32: speed-up over softmax", xlabel="tokens", xscale="log", yscale="log")
+    core.axhline(1, color="black", linewidth=0.8)
+    draw(core, LINES, speedups, {0.5: "½", 1: "1", 2: "2", 4: "4", 8: "8"}, first=2)
     return figure
+
+
+def draw(
+    axes: Axes,
+    lines: Mapping[str, str],
+    values: Mapping[int, Mapping[str, float]],
+    ticks: Mapping[float, str],
+    first: int = 0,
+) -> None:
+    """Draws a line for each label over the sizes that have its value, if there are two, with its name at its end.
+
+    Args:
+        values: size -> name -> value. ticks: value -> its text. first: number of the first line's style.
+    """
+    drawn = {}
+    for number, (label, name) in enumerate(lines.items()):
+        sizes = sorted(size for size, found in values.items() if name in found)
+        if len(sizes) > 1:
+            style: dict[str, Any] = {**line_style(first + number)}
+            drawn[label] = axes.plot(sizes, [values[size][name] for size in sizes], **style)[0]
+    axes.set_xticks([*values], [f"{size:,}" for size in values])
+    axes.set_yticks([*ticks], [*ticks.values()])
+    axes.minorticks_off()
+    axes.grid()
+    label_ends(axes, [*drawn.values()], [*drawn])
 
 
 SPEED_TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"ten mechanisms": ten_mechanisms},
     "docs/speed.md": {
-        "models on an H100": models_on_h100,
-        "layers on an H100": layers_on_h100,
+        "GPU in short": gpu_in_short,
+        "training on a GPU": training_on_gpu,
+        "shares on a GPU": shares_of_training,
         "every mechanism": every_mechanism,
     },
 }

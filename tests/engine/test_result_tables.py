@@ -64,23 +64,44 @@ def test_tables(file):
 
 
 def test_ratios_of_speed(tmp_path, monkeypatch):
-    rows = "name,size,speedup,speedup_noisy\nsoftmax,9,1,False\neva@triton,9,0.4,True\nlara,9,2,False\nlara,8,7,False\n"
+    rows = (
+        "name,size,speedup,speedup_noisy\nsoftmax,9,1,False\neva,9,0.4,True\nlara,9,2,False\nlara,8,7,False\nra,9,,\n"
+    )
     (tmp_path / "speed.csv").write_text(rows)
     monkeypatch.setattr(result_tables, "DATA", tmp_path)
-    assert speed_tables.ratios("speed.csv", size="9") == {"softmax": "1.00", "eva@triton": "~0.40", "lara": "2.00"}
-    assert speed_tables.relative_times("speed.csv", "@triton", size="9") == {"softmax": "1.00", "eva": "~2.50"}
-    assert speed_tables.relative_times("speed.csv", size="9") == {"softmax": "1.00", "lara": "0.50"}
+    assert speed_tables.ratios("speed.csv", size="9") == {"softmax": "1.00", "eva": "~0.40", "lara": "2.00"}
+    assert speed_tables.relative_times("speed.csv", size="9") == {"softmax": "1.00", "eva": "~2.50", "lara": "0.50"}
+
+
+TRAINING = """model,tokens,name,execution,seconds,seconds_noisy,images_per_second
+tiny8,784,timm,eager,0.06,False,2000
+tiny8,784,timm,compiled,0.04,False,3200
+tiny8,784,timm,compiled-cuda-graph,0.03,False,4000
+tiny8,784,softmax,compiled-cuda-graph,0.03,False,4400
+tiny8,784,eva,compiled-cuda-graph,0.02,True,5280
+tiny8,784,lara,compiled-cuda-graph,,,
+tiny8,784,timm,eager,0.07,False,1900
+tiny8,784,timm,compiled-cuda-graph,0.04,False,3900
+"""
+
+
+def test_training_is_compared_with_the_fastest_execution_and_with_our_softmax(tmp_path, monkeypatch):
+    (tmp_path / speed_tables.TRAINING).write_text(TRAINING)
+    monkeypatch.setattr(result_tables, "DATA", tmp_path)
+    [line] = speed_tables.training_on_gpu().splitlines()[2:]
+    assert line.startswith("| DeiT-Tiny/8 | 784 | 2,000 (0.50) | 4,000 (1.00) | 4,400 (1.10) | ~5,280 (~1.32) |  |")
+    [line] = speed_tables.shares_of_training().splitlines()[2:]
+    assert line.startswith("| DeiT-Tiny/8 | 784 | 2.00 | 2.20 | ~1.20 |  |")
 
 
 def test_figure_of_speed_has_the_measured_values():
-    core, gpu = speed_tables.speed_against_tokens().axes
-    for axes, file, where, path in (
-        (core, "efficiency.csv", {"size": "784", "dtype": "fp32"}, ""),
-        (gpu, "h100.csv", {"tokens": "3136", "execution": "eager", "dtype": "bf16", "dim": "192"}, "@triton"),
-    ):
-        speedups = {row["name"]: float(row["speedup"]) for row in read(file, **where)}
-        for line, name in zip(axes.lines[1:], speed_tables.LINES.values(), strict=True):
-            assert line.get_ydata()[1] == speedups[name + path]
+    gpu, core = speed_tables.speed_against_tokens().axes
+    speedups = {row["name"]: float(row["speedup"]) for row in read("efficiency.csv", size="784", **speed_tables.ON_CPU)}
+    for line, name in zip(core.lines[1:], speed_tables.LINES.values(), strict=True):
+        assert line.get_ydata()[1] == speedups[name]
+    for line, name in zip(gpu.lines[1:], ("softmax", "eva"), strict=True):
+        rows = [row for row in read("gpu_training.csv", name=name) if row["model"] in ("tiny8", "tiny4")]
+        assert [*line.get_ydata()] == [float(row["images_per_second"]) for row in rows]
 
 
 def test_errors_by_the_number_of_tokens_are_those_of_the_reference():
