@@ -41,7 +41,7 @@ reader of such a file opens; the size of drawn sequences has a bound."""
 CHOICE_OF_IMAGES = _options("data", "dataset root train_split val_split classes")
 """Options that a run directory of this machine brings, with `PLACE`."""
 
-PLACE = _options("train", "device compile kernels grad_checkpointing channels_last deterministic")
+PLACE = _options("train", "device compile cuda_graph kernels grad_checkpointing channels_last deterministic")
 """Options about the device, which act on no other machine's user."""
 
 COMMAND_LINE = {
