@@ -21,14 +21,14 @@ from engine.runtime.files import dicts_to_csv, write_file
 from engine.runtime.ownership import make_output
 
 WAVES = (
-    "tiny8/timm tiny8/eva tiny8/softmax tiny8/lara tiny8/performer tiny8/local layers/784 layers/3136",
-    "small16/timm small16/eva small16/softmax tiny4/timm tiny4/eva tiny4/softmax pvtv2_b1/timm pvtv2_b1/eva "
-    "inference/1 errors/0",
+    "tiny8/timm tiny8/eva tiny8/softmax tiny8/lara tiny8/performer tiny8/local",
+    "small16/timm small16/eva tiny4/timm tiny4/eva inference/1 errors/0",
+    "pvtv2_b1/timm pvtv2_b1/eva small16/softmax tiny4/softmax layers/784 layers/3136",
     "tiny4/lara tiny4/performer tiny4/local pvtv2_b1/softmax tiny16/timm tiny16/eva tiny16/softmax",
     "pvtv2_b1/lara pvtv2_b1/performer pvtv2_b1/local small16/lara small16/performer small16/local errors/1",
     "small8/timm small8/eva small8/softmax tiny16/lara tiny16/performer tiny16/local layers/others inference/128",
 )
-"""Tasks of `bench.gpu_tasks`, the most valuable first. Their models fit into the memory of a GPU together."""
+"""Tasks of `bench.gpu_tasks`, the most valuable first. Those of a wave fit into 80 GB together."""
 BUILD, TURN = 95, 15
 """Most seconds of a wave's building, and of a process's turn to measure; ten times as many for a trial."""
 TURNS = 2.0

@@ -92,6 +92,7 @@ def test_the_plan_says_what_a_run_would_take(tmp_path, capsys):
     assert f"kernels     {TEXT}" in capsys.readouterr().out
 
 
+@pytest.mark.complete
 def test_the_choice_changes_no_other_number(tmp_path):
     """A pass of a copy of the model draws no random number of the run, and changes no state."""
     weights = []

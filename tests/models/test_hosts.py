@@ -140,6 +140,7 @@ def test_tokens_are_in_raster_order(name):
         assert max(abs(most[0] - row), abs(most[1] - column)) <= is_convolutional
 
 
+@pytest.mark.complete
 def test_transformers_recompute_compile_and_take_other_sizes():
     host = replace_attention(of_family("dinov2_with_registers"), {**EVA, "window_size": 3}).train()
     results, x = [], images((96, 160))
