@@ -160,7 +160,8 @@ class Trainer:
             self.schedule.step_update(progress.epoch * sampler.updates_per_epoch + number)
             if not self.update(batches):
                 self.recorder.skip(progress.epoch + 1, progress.num_skipped)
-            progress.step, progress.images = progress.step + 1, progress.images + options.total_batch_size
+            progress.step += 1
+            progress.images += options.total_batch_size
             self.recorder.end_step()
             is_complete = progress.images == sampler.stop
             is_logged = is_complete or (number + 1) % options.log_every == 0

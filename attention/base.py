@@ -275,7 +275,7 @@ class Attention(nn.Module):
         return self.output(y, x).masked_fill(~counts[..., None], 0)
 
     def packing(self, grid: Grid) -> "Packing | None":
-        """What a kernel needs to know of the layer to attend on its packed projection; None if it cannot."""
+        """The layer's attention as kernels on the packed projection compute it; None if they do not."""
         return None
 
     def attended(self, x: Tensor, grid: Grid) -> Tensor:
@@ -288,7 +288,7 @@ class Attention(nn.Module):
         packed = self.qkv(x).unflatten(2, (3, self.num_heads, self.head_dim))
 
         def apart(packed: Tensor, packing: "Packing") -> Tensor:
-            return kernels.by_path(self.attend_all, tuple(y.transpose(1, 2) for y in packed.unbind(2)), grid)
+            return kernels.by_path(self.attend_all, split_heads(packed.flatten(2), 3, self.num_heads), grid)
 
         attend = kernels.covering("packed_attention", packed, packing)
         return kernels.prefer(self.label, attend, apart, packed, packing) if attend else apart(packed, packing)

@@ -236,7 +236,7 @@ class Worker:
             torch.compiler.reset()
             with self.guarded("gpu_training.csv", **row), ExitStack() as stack:
                 peak = self.peak()
-                call = self.built(lambda: self.ours(model, network, execution, stack))  # noqa: B023
+                call = self.built(partial(self.ours, model, network, execution, stack))
                 self.measure({execution: call}, {execution: row | {"peak_bytes": peak()}})
                 return
 

@@ -1,6 +1,6 @@
 """The transformer block, the initial weights of its linear layers, and its compilation."""
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -28,6 +28,12 @@ def scale_linears(module: nn.Module, std: float) -> None:
     for layer in module.modules():
         if isinstance(layer, nn.Linear):
             layer.weight *= std / INIT_STD
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """True if hooks watch or change the passes of the module."""
+    forward, backward = module._forward_hooks or module._forward_pre_hooks, module._backward_hooks
+    return bool(forward or backward or module._backward_pre_hooks)
 
 
 class StochasticDepth(DropPath):
@@ -99,6 +105,11 @@ class Block(nn.Module):
         """True if there are compiled layers for the batch of x."""
         return x.shape[0] in self.compiled_sizes and key_mask is None
 
+    def is_compiled_with_others(self, x: Tensor, key_mask: Tensor | None) -> bool:
+        """True if compiled layers may begin with the last addition of the block before, which no hook then sees."""
+        in_parts = not self.training or self.grad_checkpointing or has_hooks(self)
+        return self.is_compiled(x, key_mask) and not in_parts
+
     def layers(self, x: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         x, branch = self.shifted_layers(x, grid, key_mask)
         return x + self.drop_path2(branch)
@@ -117,18 +128,19 @@ class Block(nn.Module):
         return x, self.mlp(self.norm2(x), grid, key_mask)
 
 
-def run_blocks(blocks: Iterable[Any], x: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
+def run_blocks(blocks: nn.ModuleList, x: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
     """Tokens (B, N, C) of an (H, W) grid -> tokens, through one block after another; see `Block.forward`.
 
     In training, a compiled block begins with the last addition of the block before, which then is one kernel with its
-    LayerNorm, and their backward passes are one. Hooks of these blocks are not called.
+    LayerNorm, and their backward passes are one; but not where a block has hooks.
     """
-    if not all(block.is_compiled(x, key_mask) and block.training and not block.grad_checkpointing for block in blocks):
-        for block in blocks:
+    layers: list[Any] = [*blocks]
+    if not all(block.is_compiled_with_others(x, key_mask) for block in layers):
+        for block in layers:
             x = block(x, grid, key_mask)
         return x
     last = None
-    for block in blocks:
+    for block in layers:
         x, branch = block.compiled_shifted(block, x, grid, None, last)
         last = block.drop_path2, branch
     return x if last is None else x + last[0](last[1])

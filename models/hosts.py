@@ -29,7 +29,7 @@ from models.assignment import Mechanism, assign, layer_factories
 Host = TypeVar("Host", bound=nn.Module)
 
 KEY = "model"
-"""What the messages of refused hosts begin with."""
+"""First word of the messages of refused hosts."""
 
 
 class Call(NamedTuple):

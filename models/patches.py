@@ -9,6 +9,7 @@ from timm.layers import PatchEmbed, register_notrace_module
 from torch import Tensor, nn
 
 from attention import Grid
+from models.block import has_hooks
 
 
 @register_notrace_module  # fx cannot trace `by_product`
@@ -30,8 +31,7 @@ class Patches(PatchEmbed):
         """True on a GPU for images that timm takes as they are, unless another module or a hook is in use."""
         (h, w), size = self.patch_size, tuple(x.shape[2:])
         fits = self.img_size == size if self.strict_img_size else size[0] % h == size[1] % w == 0
-        is_plain = type(self.proj) is nn.Conv2d and not (self.proj._forward_hooks or self.proj._forward_pre_hooks)
-        return x.is_cuda and fits and is_plain
+        return x.is_cuda and fits and type(self.proj) is nn.Conv2d and not has_hooks(self.proj)
 
 
 def conv_stem(in_chans: int, dim: int, patch_size: int) -> nn.Sequential:

@@ -42,7 +42,8 @@ TRAINED = {
 LINES = {"EVA": "eva", "LARA": "lara", "Performer": "performer", "local windows": "local"}
 """Lines of the figure for a CPU: label -> mechanism."""
 
-OURS = {"softmax": "softmax", **LINES, "Performer": "performer:num_samples=64"}
+OURS = {"softmax": "softmax", "EVA": "eva", "LARA": "lara", "local windows": "local"}
+OURS |= {"Performer (64)": "performer:num_samples=64"}
 """Title -> network in `TRAINING`."""
 
 
@@ -62,7 +63,7 @@ def relative_times(file: str, **where: str) -> Column:
 
 def relative_updates(model: str) -> Column:
     """Returns times of updates relative to those with softmax attention of the mechanisms of the first page."""
-    rows = {row["name"].partition(":")[0]: row for row in read(TRAINING, model=model) if row["name"] != "timm"}
+    rows = {row["name"]: row for row in read(TRAINING, model=model) if row["name"] != "timm"}
     return {name: over(rows, "softmax", name) for name in TEN if name in rows}
 
 

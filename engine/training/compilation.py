@@ -3,11 +3,11 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 
+from attention import kernels
 from attention.options import OptionError
 from engine.config.micro_batches import micro_batch_size
 from engine.config.schema import Run
@@ -15,9 +15,6 @@ from engine.run.checks import check_run
 from engine.runtime.distributed import World
 from engine.runtime.text import describe_error
 from models.base import Backbone
-
-LEAST_CAPABILITY = 8, 0
-"""Compute capability of a GPU from which on `train.compile=auto` compiles."""
 
 
 class CompilationFailed(Exception):
@@ -28,12 +25,10 @@ def describe_compilation(run: Run, world: World) -> str:
     """Returns "on" if the blocks are compiled in training, otherwise "off" and why."""
     if run.train.compile != "auto":
         return "on" if run.train.compile else "off: train.compile = false"
-    if not world.on_cuda or torch.version.cuda is None:
+    if not world.on_cuda:
         return "off: no CUDA GPU"
-    if (capability := torch.cuda.get_device_capability(world.device)) < LEAST_CAPABILITY:
-        return f"off: compute capability {'{}.{}'.format(*capability)} is below {'{}.{}'.format(*LEAST_CAPABILITY)}"
-    if find_spec("triton") is None:
-        return "off: Triton is not installed"
+    if reason := kernels.refusal_of(world.device.index):  # torch's compiler needs what our kernels need
+        return f"off: {reason}"
     try:
         check_run(replace(run, train=replace(run.train, compile=True)), world.size)
     except OptionError as error:

@@ -15,14 +15,13 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import train
-from attention import ATTENTION
+from attention import ATTENTION, kernels
 from engine.checkpoints.files import find_checkpoint, load_checkpoint
 from engine.checkpoints.progress import Progress
 from engine.config.schema import Data, Optim, Schedule, Train
 from engine.objectives.classification import Classification
 from engine.run.load import parse_run
 from engine.runtime.distributed import World
-from engine.training import compilation
 from engine.training.compilation import CompilationFailed, compiled_blocks, describe_compilation
 from engine.training.exchange import UpdateExchange
 from engine.training.nonfinite import FiniteGuard
@@ -203,8 +202,8 @@ def test_too_many_graphs_are_an_error():
     [
         ("train.compile=auto", (8, 0), True, "on"),
         ("train.compile=auto", (12, 0), True, "on"),
-        ("train.compile=auto", (7, 5), True, "off: compute capability 7.5 is below 8.0"),
-        ("train.compile=auto", (9, 0), False, "off: Triton is not installed"),
+        ("train.compile=auto", (7, 5), True, "off: kernels need compute capability 8.0, and this GPU has 7.5"),
+        ("train.compile=auto", (9, 0), False, "off: triton is not installed"),
         ("train.compile=auto", None, True, "off: no CUDA GPU"),
         (
             "train.kernels=lean",
@@ -218,10 +217,11 @@ def test_too_many_graphs_are_an_error():
 )
 def test_automatic_compilation(override: str, capability, triton: bool, expected: str, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(compilation, "find_spec", lambda name: triton or None)
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: triton or None)
     world = World(torch.device("cuda" if capability else "cpu"))
+    kernels.refusal_of.cache_clear()
     assert describe_compilation(parse_run(RUN, "run.yaml", [override]), world).startswith(expected)
+    kernels.refusal_of.cache_clear()
 
 
 @pytest.mark.complete

@@ -474,6 +474,16 @@ def test_compiled_blocks_change_no_result(attention, backend):
         torch.testing.assert_close(average.eval()(images), expected[-1])
 
 
+@asks_for_gradients
+def test_hooks_of_compiled_blocks_are_called_in_training():
+    model, outputs = tiny_model("deit", "softmax", depth=3).train(), []
+    torch.compiler.reset()
+    model.compile_blocks({2}, backend="eager")
+    model.blocks[1].register_forward_hook(lambda block, inputs, output: outputs.append(output.shape))
+    model(tiny_images("deit"))
+    assert outputs == [(2, model.patch_embed.num_patches, model.embed_dim)]
+
+
 def test_compiled_stochastic_depth_drops_whole_branches_at_its_rate():
     depth = StochasticDepth(0.3)
     depth.rate = torch.tensor(0.3)
