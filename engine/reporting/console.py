@@ -28,7 +28,6 @@ SHOWN = {
     "ranks": "{}",
     "parameters": "{:,} parameters",
     "macs": "{:,} MACs",
-    "compile": "compile {}",
     "images_per_second": "{:.0f} images/s",
     "mfu": "MFU {:.1f} %",
     "memory_mb": "{:.0f} MB",

@@ -196,8 +196,8 @@ class Recorder(SilentRecorder):
             others = {name: (self.former[name], values[name]) for name in names}
             print(f"resumes from {resumption.describe(self._place(epoch), others)}", flush=True)
         self.num_gpus = processes if self.device.type == "cuda" else 0
-        if self.num_gpus and "kernels" in values:
-            print(f"train.kernels = {values['kernels']}", flush=True)
+        for name in sorted({"kernels", "compile"} & values.keys()) if self.num_gpus else ():
+            print(f"train.{name} = {values[name]}", flush=True)
         if self.run.train.elastic:
             before, _ = resumption.differences.get("processes", (processes, processes))
             values["ranks"] = describe_ranks(self.run, processes, before)
