@@ -140,7 +140,7 @@ def test_tokens_are_in_raster_order(name):
         assert max(abs(most[0] - row), abs(most[1] - column)) <= is_convolutional
 
 
-@pytest.mark.complete
+@complete
 def test_transformers_recompute_compile_and_take_other_sizes():
     host = replace_attention(of_family("dinov2_with_registers"), {**EVA, "window_size": 3}).train()
     results, x = [], images((96, 160))
@@ -271,7 +271,8 @@ def test_training_in_a_compiled_graph():
     assert all(rms_ratio(compiled[names[name]], grad) < 10 * FP32_RMS for name, grad in eager.items())
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=complete)])
+@complete
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_and_exported(backend):
     host = replace_attention(of_timm("vit_small_patch14_reg4_dinov2", dynamic_img_size=True), EVA)
     compiled = torch.compile(host, fullgraph=True, backend=backend)
