@@ -10,17 +10,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from analysis.budgets import options_text, size_option, with_budget
 from analysis.distributions import entropy
-from analysis.drop_in import CHUNK, attended, drop_in, merge_modes, set_mode
+from analysis.drop_in import CHUNK, Compute, Given, attended, drop_in, merge_modes, set_mode
 from analysis.trained import Trained
-from attention import Attention, Grid, OptionError
+from attention import OptionError
 from engine.reporting.tables import Spread, spread
+from engine.runtime.errors import UserError
 from engine.runtime.memory import is_out_of_memory, peak_bytes
-from models import create_model
+from models import create_model, depths_of
 from models.assignment import single_layers
-from models.base import attention_layers
+from models.base import Layer, attention_layers
 from models.costs import costs_of
 
 
@@ -85,15 +87,16 @@ class Softmax:
     Attributes:
         temperature: divisor of the logits. state: weights whose queries and keys are divided by its root, both alike,
             because the error of features of queries and keys depends on the size of each. inputs: tokens (B, P + N, C)
-            and grid of every attention layer of the trained model. compute: tensor to compare, `attended` or `outputs`.
+            and other arguments of every attention layer of the trained model. compute: tensor to compare, `attended`
+            or `outputs`.
             expected: that tensor for every layer of the trained model. entropies: entropy of the weights of each
             layer, nats, mean over queries and heads. macs: see `layer_macs`.
     """
 
     temperature: float
     state: Mapping[str, Tensor]
-    inputs: Sequence[tuple[Tensor, Grid]]
-    compute: Callable[[Attention, Tensor, Grid], Tensor]
+    inputs: Sequence[Given]
+    compute: Compute
     expected: Sequence[Tensor]
     entropies: Sequence[float]
     macs: int
@@ -102,16 +105,20 @@ class Softmax:
 @torch.no_grad()
 def attend_by_softmax(
     trained: Trained,
-    inputs: Sequence[tuple[Tensor, Grid]],
+    inputs: Sequence[Given],
     temperature: float,
-    compute: Callable[[Attention, Tensor, Grid], Tensor] = attended,
+    compute: Compute = attended,
 ) -> Softmax:
     """Computes softmax attention with the weights of a trained model; see `Softmax`.
 
     Raises:
         OptionError: the model's projections are not queries, keys and values.
+        UserError: a temperature other than 1 of another model, whose queries and keys may be normalised afterwards.
     """
     state = dict(trained.source.state)
+    if temperature != 1 and any(layer.core is not layer for layer in attention_layers(trained.model)):
+        problem = "divides queries and keys of this project's own models alone"
+        raise UserError(f"--temperatures {temperature:g}: {problem}; leave it out")
     for name, x in state.items():
         if name.endswith((".attn.qkv.weight", ".attn.qkv.bias")):
             q, k, *others = x.chunk(3)
@@ -124,20 +131,23 @@ def attend_by_softmax(
     return Softmax(temperature, state, inputs, compute, expected, entropies, macs)
 
 
-def layer_macs(trained: Trained, attention: str | Mapping[str, Any], inputs: Sequence[tuple[Tensor, Grid]]) -> int:
+def layer_macs(trained: Trained, attention: str | Mapping[str, Any], inputs: Sequence[Given]) -> int:
     """Counts the multiply-accumulates of all attention layers, projections included, for one image in evaluation."""
     with torch.device("meta"):
         network = create_model(**trained.run.model | {"attention": attention}).eval()
-        images = [(torch.empty(1, *x.shape[1:]), grid) for x, grid in inputs]
-    return sum(costs_of(layer, *given).macs for layer, given in zip(attention_layers(network), images, strict=True))
+    total = 0
+    for layer, (x, others) in zip(attention_layers(network), inputs, strict=True):
+        on_meta = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), others)
+        total += costs_of(layer, x[:1].to("meta"), **on_meta).macs
+    return total
 
 
 @torch.no_grad()
-def softmax_entropy(layer: Attention, x: Tensor, grid: Grid) -> float:
+def softmax_entropy(layer: Layer, x: Tensor, others: dict[str, Any]) -> float:
     """Returns the entropy of softmax's weights in nats, mean over queries and heads; log N for equal weights."""
     found = []
     for part in x.split(CHUNK):
-        q, k, _ = layer.project(part, grid)
+        q, k, _ = layer.project(part, **others)
         found.append(entropy((q @ k.mT * q.shape[-1] ** -0.5).softmax(-1)).mean(-1))
     return torch.cat(found).mean().item()
 
@@ -158,8 +168,8 @@ def measure(
     Args:
         fit: aligns a model by a seed; None: no alignment.
     """
-    layers = single_layers(trained.model.config.depths)
-    num_tokens = {math.prod(softmax.inputs[layer][1]) for layer in layers}
+    layers = single_layers(depths_of(trained.run.model))
+    num_tokens = {math.prod(softmax.inputs[layer][1]["grid"]) for layer in layers}
     for budget in budgets if size_option(attention) else [None]:
         row = partial(Row, name, budget=budget, temperature=softmax.temperature, entropies=softmax.entropies)
         stages = (0,) if fit is None else (0, args.align)
@@ -189,7 +199,7 @@ def measure(
             continue
         macs, built = layer_macs(trained, options, softmax.inputs), attention_layers(model)
         given = zip(built, softmax.inputs, strict=True)
-        calls = [partial(attended, layer, x[:CHUNK], grid) for layer, (x, grid) in given]
+        calls = [partial(attended, layer, x[:CHUNK], others) for layer, (x, others) in given]
         peak = max(peak_bytes(call, trained.device) for call in calls)
         row = partial(row, options_text(options), untrained=untrained, macs=macs, peak=peak, layers=layers)
         for steps, by_mode in found.items():

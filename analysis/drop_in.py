@@ -9,14 +9,20 @@ from torch import Tensor, nn
 
 from analysis.implied import attention_inputs
 from analysis.trained import Trained
-from attention import Attention, Grid, OptionError
+from attention import Attention, OptionError
 from engine.checkpoints.adapt import fit_weights
-from engine.objectives.alignment import relative_error
+from engine.objectives.alignment import relative_error, tokens_of
 from models import create_model
-from models.base import attention_layers
+from models.base import Layer, attention_layers
 
 CHUNK = 8
 """Number of images whose attended values are computed at one time."""
+
+Given = tuple[Tensor, dict[str, Any]]
+"""Tokens (B, P + N, C) of an attention layer, and its other arguments by name, of which one is their grid."""
+
+Compute = Callable[[Layer, Tensor, dict[str, Any]], Tensor]
+"""Function of a layer and what it is given: `attended` or `outputs`."""
 
 
 def drop_in(
@@ -34,7 +40,8 @@ def drop_in(
     torch.manual_seed(seed)
     model = create_model(**trained.run.model | {"attention": attention})
     for layer, own in zip(attention_layers(model), attention_layers(trained.model), strict=True):
-        check_projections(layer, own)
+        if isinstance(layer, Attention) and isinstance(own, Attention):  # other models keep their projections
+            check_projections(layer, own)
     source = trained.source if state is None else trained.source._replace(state=dict(state))
     taken, outcome = fit_weights(model, source, "the trained model")
     model.load_state_dict(taken, strict=False)
@@ -68,8 +75,8 @@ def set_mode(model: nn.Module, mode: str, seed: int) -> None:
     for layer in attention_layers(model):
         layer.train(mode == "sampled")  # and its parts: EVA's landmarks sample, not the layer itself
         if mode == "sampled":
-            leave_out_dropout(layer)
-            layer.restart()
+            leave_out_dropout(layer.core)
+            layer.core.restart()
 
 
 def leave_out_dropout(layer: Attention) -> None:
@@ -97,33 +104,34 @@ def merge_modes(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def layer_inputs(trained: Trained, images: Tensor) -> list[tuple[Tensor, Grid]]:
-    """Returns the input of every attention layer of the trained model: tokens (B, P + N, C) and grid."""
+def layer_inputs(trained: Trained, images: Tensor) -> list[Given]:
+    """Returns the input of every attention layer of the trained model."""
     found, _ = attention_inputs(trained.model, images.to(trained.device))
-    return [(x, grid) for _, x, grid in found]
+    return [(x, others) for _, x, others in found]
 
 
 @torch.no_grad()
-def attended(layer: Attention, x: Tensor, grid: Grid) -> Tensor:
+def attended(layer: Layer, x: Tensor, others: dict[str, Any]) -> Tensor:
     """Returns the attended values (B, h, N, d) of a layer for tokens (B, N, C), before its output projection.
 
     Heads beyond h, of further scales, are left out.
     """
-    parts = [layer.attend_all(layer.project(part, grid), grid) for part in x.split(CHUNK)]
-    return torch.cat(parts)[:, : layer.num_heads]
+    projected = (layer.project(part, **others) for part in x.split(CHUNK))
+    parts = [layer.core.attend_all(part, others["grid"]) for part in projected]
+    return torch.cat(parts)[:, : layer.core.num_heads]
 
 
 @torch.no_grad()
-def outputs(layer: Attention, x: Tensor, grid: Grid) -> Tensor:
+def outputs(layer: Layer, x: Tensor, others: dict[str, Any]) -> Tensor:
     """Returns the outputs (B, N, C) of a layer for tokens (B, N, C)."""
-    return torch.cat([layer(part, grid) for part in x.split(CHUNK)])
+    return torch.cat([tokens_of(layer(part, **others)) for part in x.split(CHUNK)])
 
 
 def layer_errors(
     model: nn.Module,
-    inputs: Sequence[tuple[Tensor, Grid]],
+    inputs: Sequence[Given],
     expected: Sequence[Tensor],
-    compute: Callable[[Attention, Tensor, Grid], Tensor],
+    compute: Compute,
 ) -> list[float]:
     """Returns the `relative_error` of the result of `compute` (`attended`, `outputs`) for each attention layer."""
     layers = zip(attention_layers(model), inputs, expected, strict=True)

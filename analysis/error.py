@@ -101,7 +101,7 @@ def main(args: argparse.Namespace) -> None:
     stages = "without training" if fit is None else f"as they are and aligned in {args.align} steps"
     title = f"{args.checkpoint}: error against {of}; {count} images; {stages}, {over_draws(args.draws)}"
     print(f"{title}\n\n{compact_table([readable(row) for row in rows])}")
-    tokens = [math.prod(grid) for _, grid in inputs]
+    tokens = [math.prod(others["grid"]) for _, others in inputs]
     lines = [line for row in rows for line in values(row, tokens, count, args.draws)]
     write_file(args.output / "error.csv", dicts_to_csv(lines))
     for against in figures if any(row.errors for row in rows) else []:

@@ -9,7 +9,7 @@ from torch import nn
 
 from analysis.laboratory import Laboratory, Score, export_model, score
 from attention import Attention, OptionError
-from models import create_model
+from models import create_model, depths_of
 from models.assignment import assign, text_of
 from models.assignment import replace as replace_entry
 from models.base import attention_layers, is_same_attention
@@ -38,7 +38,7 @@ class Hybrids:
 
     def __init__(self, laboratory: Laboratory, mechanisms: Mapping[str, Mapping[str, Any]], seed: int):
         self.laboratory, self.mechanisms, self.seed = laboratory, mechanisms, seed
-        self.depths: Sequence[int] = laboratory.trained.model.config.depths
+        self.depths: Sequence[int] = depths_of(laboratory.trained.run.model)
         self.own: Choices = (OWN,) * sum(self.depths)
         self._macs: dict[Choices, int] = {}
         self._aligned: dict[str, nn.Module] = {}

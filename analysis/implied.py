@@ -5,7 +5,7 @@ the outputs for the columns of the identity as values.
 """
 
 import inspect
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from attention import Attention, Grid
 from engine.runtime.errors import UserError
-from models.base import attention_layers
+from models.base import Layer, attention_layers
 
 TOLERANCE = 1e-9
 """Largest relative difference of float64 outputs in the test whether a layer has a matrix."""
@@ -24,24 +24,35 @@ class NoMatrix(UserError):
 
 
 class LayerInput(NamedTuple):
-    """Attention layer and its input: tokens (B, P + N, C) and their grid."""
+    """Attention layer, its tokens (B, P + N, C), and its other arguments by name, of which one is their grid."""
 
-    attn: Attention
+    layer: Layer
     x: Tensor
-    grid: Grid
+    others: dict[str, Any]
+
+    @property
+    def attn(self) -> Attention:
+        """The layer's mechanism."""
+        return self.layer.core
+
+    @property
+    def grid(self) -> Grid:
+        return cast(Grid, self.others["grid"])
+
+    def project(self) -> tuple[Any, ...]:
+        """Queries, keys and values, or whatever else the layer projects its tokens to."""
+        return self.layer.project(self.x, **self.others)
 
 
 @torch.no_grad()
 def attention_inputs(model: nn.Module, images: Tensor) -> tuple[list[LayerInput], Tensor]:
     """Runs `model` on images (B, C, H, W) and returns the input of each attention layer, and the model's output."""
-    found = []
+    found: list[LayerInput] = []
 
-    def keep(attn: Attention, inputs: tuple[Tensor, Grid, Tensor | None]) -> None:
-        x, grid, key_mask = inputs
-        assert key_mask is None, "these are images without padding"
-        found.append(LayerInput(attn, x, grid))
+    def keep(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        found.append(LayerInput(layer, *layer.arguments(args, kwargs)))
 
-    hooks = [layer.register_forward_pre_hook(keep) for layer in attention_layers(model)]
+    hooks = [layer.register_forward_pre_hook(keep, with_kwargs=True) for layer in attention_layers(model)]
     try:
         return found, model(images)
     finally:

@@ -15,10 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from analysis.align import RECIPE, align_by_seed, open_training_images
-from analysis.drop_in import attended, drop_in, layer_errors, layer_inputs, outputs, set_mode
+from analysis.drop_in import Given, attended, drop_in, layer_errors, layer_inputs, outputs, set_mode
 from analysis.measurements import Measurements
 from analysis.trained import Sample, Trained
-from attention import Grid
 from engine.checkpoints.export import export_checkpoint
 from engine.checkpoints.files import load_checkpoint
 from engine.checkpoints.progress import Progress, is_score
@@ -90,7 +89,7 @@ class Own(NamedTuple):
 
     score: Score
     images: Tensor
-    inputs: Sequence[tuple[Tensor, Grid]]
+    inputs: Sequence[Given]
     attended: Sequence[Tensor]
     outputs: Sequence[Tensor]
 

@@ -59,9 +59,9 @@ class Row(NamedTuple):
 @torch.no_grad()
 def describe_layer(layer: LayerInput, query: int) -> LayerMaps | NoMatrix:
     """Returns the statistics of a layer's attention on one image, or the reason why it has no matrix."""
-    attn, x, grid = layer
+    attn, grid = layer.attn, layer.grid
     try:
-        weights = implied_matrix(attn, attn.project(x, grid), grid)[0].cpu()
+        weights = implied_matrix(attn, layer.project(), grid)[0].cpu()
     except NoMatrix as problem:
         return problem
     P, magnitude = attn.num_prefix_tokens, weights.abs().sum((-2, -1))

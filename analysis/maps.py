@@ -51,7 +51,7 @@ def main(args: argparse.Namespace) -> None:
     rows = []
     with command_line.progress("maps", len(files) * len(mechanisms), "images") as bar:
         for text, options in mechanisms.items():
-            name = text or ", ".join(dict.fromkeys(layer.name() for layer in attention_layers(trained.model)))
+            name = text or ", ".join(dict.fromkeys(layer.core.name() for layer in attention_layers(trained.model)))
             bar.set_postfix_str(name)
             try:
                 model = drop_in(trained, options, 0)[0] if text else trained.model
@@ -67,7 +67,7 @@ def main(args: argparse.Namespace) -> None:
                 layers, figures = examine(model.double(), trained, image, place, start)
                 paths = {shows: directory / f"{number}_{Path(file).stem}_{shows}.png" for shows in figures}
                 make_output(directory, [path.name for path in paths.values()])
-                names = [text or layer.name() for layer in attention_layers(model)]  # which may differ
+                names = [text or layer.core.name() for layer in attention_layers(model)]  # which may differ
                 pairs = enumerate(zip(names, layers, strict=True), start=1)
                 rows += [Row(own, file, index, found) for index, (own, found) in pairs]
                 for shows, figure in figures.items():
@@ -132,5 +132,6 @@ def choose_queries(layers: Sequence[LayerInput], place: Grid | None, class_token
     row, column = place or (H // 2, W // 2)
     if not (row < H and column < W):
         raise UserError(f"--query {row},{column}: outside the {H}x{W} grid; at most {H - 1},{W - 1}")
-    found = [attn.num_prefix_tokens + (row * h // H) * w + column * w // W for attn, _, (h, w) in layers]
+    grids = [(layer.attn.num_prefix_tokens, *layer.grid) for layer in layers]
+    found = [P + (row * h // H) * w + column * w // W for P, h, w in grids]
     return found, f"the patch in row {row}, column {column} (framed)"

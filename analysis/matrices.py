@@ -62,15 +62,15 @@ def read_layers(args: argparse.Namespace) -> list[Layer]:
 def capture(model: nn.Module, images: Tensor) -> list[Layer]:
     """Returns the layers of `read_layers` for a model and images (B, C, H, W) in float64."""
     layers, notes = [], []
-    for number, (attn, x, grid) in enumerate(attention_inputs(model, images)[0], start=1):
-        q, *others = attn.project(x, grid)
+    for number, given in enumerate(attention_inputs(model, images)[0], start=1):
+        attn, (q, *others) = given.attn, given.project()
         if not others or q.shape != others[0].shape or q.shape[2] > MAX_TOKENS:
             notes.append(f"layer {number}: left out, as it has no key for every one of at most {MAX_TOKENS} tokens")
             continue
         if attn.name() != "softmax" or attn.config.causal:
             trained = "were not trained for softmax over all tokens, whose matrices are shown"
             notes.append(f"attention({attn.name()}): its queries and keys {trained}")
-        layers.append(Layer(f"layer {number}", q, others[0], grid))
+        layers.append(Layer(f"layer {number}", q, others[0], given.grid))
     for note in dict.fromkeys(notes):
         print(note, file=sys.stderr)
     return layers

@@ -29,6 +29,7 @@ from engine.runtime.arguments import PROCESSES, Count
 from engine.runtime.errors import UserError
 from engine.runtime.files import dicts_to_csv, write_file
 from engine.runtime.ownership import make_output
+from models import depths_of
 from models.assignment import assign, mechanisms_of, single_layers
 from models.assignment import replace as replace_entry
 from models.costs import count_costs
@@ -86,7 +87,7 @@ def assignment(trained: Trained, place: Mapping[str, Any], mechanism: Mapping[st
     Raises:
         OptionError: the model has no such place.
     """
-    name, depths = trained.run.model["name"], trained.model.config.depths
+    name, depths = trained.run.model["name"], depths_of(trained.run.model)
     if not place and len(depths) == 1:
         return mechanism, single_layers(depths)
     entries = assign(name, trained.run.attention, depths)

@@ -330,6 +330,17 @@ class Attention(nn.Module):
                 f" {shape}, (B, N), true at the tokens of the grid that count"
             )
 
+    @property
+    def core(self) -> "Attention":
+        """The mechanism of a layer, here the layer itself: layers of other people's models have one inside."""
+        return self
+
+    def arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+        """Tokens, and the other arguments by name, of a call of `forward`; a key mask only if there is one."""
+        x, *others = args
+        named = dict(zip(("grid", "key_mask"), others, strict=False)) | {**kwargs}
+        return x, {name: value for name, value in named.items() if value is not None}
+
     def restart(self) -> None:
         """Forgets the training passes that the mechanism has counted, for a training that begins anew."""
 

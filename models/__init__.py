@@ -23,6 +23,7 @@ from models.assignment import Mechanism, assign, layer_factories, single_layers
 from models.base import Backbone
 from models.convert import resample_weights
 from models.deit import Deit
+from models.hosted import create_host, host_calls, is_host, parse_host
 from models.hosts import replace_attention
 from models.objective_parts import WITH_PARTS
 from models.pvt import Pvt
@@ -53,19 +54,21 @@ MODELS: dict[str, tuple[type[Backbone], dict[str, Any]]] = {
 }
 
 
-def create_model(name: str, attention: Mechanism | Sequence[Mechanism] = "softmax", **options: Any) -> nn.Module:
+def create_model(name: str, attention: Mechanism | Sequence[Mechanism] | None = "softmax", **options: Any) -> nn.Module:
     """Builds a model.
 
     Args:
-        name: key of `MODELS`.
+        name: key of `MODELS`, or another model, ``timm:ARCHITECTURE`` or ``hf:NAME``, see `models.hosted`.
         attention: a mechanism, by its name or as a mapping with its options, or a list of mechanisms that name their
             blocks, see `models.assignment`. For PVT-v2 one mechanism serves all stages except the last, which keeps
-            softmax; a list of four has one for each stage.
+            softmax; a list of four has one for each stage. None leaves another model's own attention.
         options: fields of the family's `Config`, which override the size's; also options of `timm.create_model` and of
             timm's models: device, dtype, and attn_drop_rate for the option `attn_drop` of every mechanism.
     Raises:
         OptionError: unknown model, mechanism or option, wrong type or value, or a geometry that cannot be honoured.
     """
+    if is_host(name):
+        return create_host(name, attention, **options)
     family_of(name)
     model = _entrypoint(name)(attention=attention, **options)
     of_call = {"device", "dtype", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir"}
@@ -79,6 +82,8 @@ def parse_model(name: str, options: Mapping[str, Any]) -> Any:
     Raises:
         OptionError: unknown model or option, wrong type or value; keys begin with ``model.``.
     """
+    if is_host(name):
+        return parse_host(name, options)
     family = family_of(name)
     for option in options:
         having = {f.__name__ for f, _ in MODELS.values() if option in {field.name for field in fields(f.Config)}}
@@ -105,6 +110,16 @@ def split_name(model: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     return name, options
 
 
+def depths_of(model: Mapping[str, Any]) -> Sequence[int]:
+    """The number of attention layers in each stage of the option `model` of a run; other people's have one stage.
+
+    Raises:
+        OptionError: see `parse_model`.
+    """
+    depths: Sequence[int] = parse_model(*split_name(model)).depths
+    return depths
+
+
 def layer_contexts(name: str, options: Mapping[str, Any] = {}) -> list[LayerContext]:
     """Contexts of the layers that one mechanism gets in model `name` with these `options`, in the order of blocks.
 
@@ -113,6 +128,9 @@ def layer_contexts(name: str, options: Mapping[str, Any] = {}) -> list[LayerCont
     Raises:
         OptionError: unknown model or option, wrong type or value.
     """
+    if is_host(name):
+        calls = host_calls(parse_host(name, options))
+        return [LayerContext(layer=layer, depth=len(calls), **call.place()) for layer, call in enumerate(calls)]
     config, contexts = parse_model(name, options), []
     softmax = AttentionFactory.from_options("softmax")
 
@@ -135,6 +153,15 @@ def family_of(name: str) -> type[Backbone]:
     if name not in MODELS:
         raise OptionError("model.name", f"unknown model {name!r}{nearest(name, MODELS)}")
     return MODELS[name][0]
+
+
+def published_attention(name: str) -> str:
+    """The mechanism of the published weights of model `name`; other people's models have softmax.
+
+    Raises:
+        OptionError: unknown model.
+    """
+    return "softmax" if is_host(name) else family_of(name).published_attention
 
 
 def _build(
@@ -206,4 +233,14 @@ default_cfgs = generate_default_cfgs({name: _CFG | _OF_FAMILY[family] for name, 
 for _name in MODELS:
     register_model(_entrypoint(_name))
 
-__all__ = ["MODELS", "create_model", "layer_contexts", "parse_model", "replace_attention", "split_name"]
+__all__ = [
+    "MODELS",
+    "create_model",
+    "depths_of",
+    "is_host",
+    "layer_contexts",
+    "parse_model",
+    "published_attention",
+    "replace_attention",
+    "split_name",
+]

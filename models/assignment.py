@@ -113,7 +113,10 @@ def assign(model: str, attention: Mechanism | Sequence[Mechanism], depths: Seque
 
 
 def as_option(entries: Sequence[dict[str, Any]], attention: Any) -> Any:
-    """The option `attention` with these entries: a list, unless one mechanism was given for a model of one stage."""
+    """The option `attention` with these entries: a list, unless one mechanism was given for a model of one stage, or
+    none."""
+    if attention is None:
+        return None
     return entries[0] if len(entries) == 1 and isinstance(attention, str | Mapping) else entries
 
 
@@ -160,15 +163,15 @@ def split_place(entry: Mechanism) -> tuple[dict[str, Any], dict[str, Any]]:
     return {name: options.pop(name) for name in Place.__dataclass_fields__ if name in options}, options
 
 
-def factories_of(attention: Mechanism | Sequence[Mechanism]) -> list[AttentionFactory]:
+def factories_of(attention: Mechanism | Sequence[Mechanism] | None) -> list[AttentionFactory]:
     """The factory of every entry of the attention of a run, which has been checked."""
-    entries = [attention] if isinstance(attention, str | Mapping) else attention
+    entries = [attention] if isinstance(attention, str | Mapping) else attention or []
     return [_check(entry, "attention").factory for entry in entries]
 
 
-def mechanisms_of(attention: Mechanism | Sequence[Mechanism]) -> list[dict[str, Any]]:
-    """Name and options of the mechanism of every entry, without places."""
-    entries = [attention] if isinstance(attention, str | Mapping) else attention
+def mechanisms_of(attention: Mechanism | Sequence[Mechanism] | None) -> list[dict[str, Any]]:
+    """Name and options of the mechanism of every entry, without places; none of a model with its own attention."""
+    entries = [attention] if isinstance(attention, str | Mapping) else attention or []
     return [split_place(entry)[1] for entry in entries]
 
 

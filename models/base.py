@@ -11,9 +11,17 @@ from torch.func import functional_call
 
 from attention import Attention, Grid, OptionError
 from models.block import INIT_STD, Block, compiled, init_linears
+from models.hosts import Replaced
 
 MAX_TOKENS = 2**16
 """Largest number of tokens of a model's grid: masks and tables grow with it without showing in the weights."""
+
+NO_DECAY = (
+    *("pos_embed", "cls_token", "dist_token", "reg_token", "mask_token"),
+    *("position_embeddings", "position_embedding.weight", "class_embedding", "register_tokens"),
+    *("position_bias.table", "positions.table", "prefix_bias"),
+)
+"""Ends of the names of embeddings, here and in transformers, and of bias tables: parameters without weight decay."""
 
 # fx cannot trace the geometry that mechanisms compute from a grid, so attention layers are leaves of its graphs.
 register_notrace_module(Attention)
@@ -66,9 +74,7 @@ class Backbone(nn.Module):
 
     def no_weight_decay(self) -> set[str]:
         """Names of parameters without weight decay in addition to biases and vectors: embeddings and bias tables."""
-        embeddings = "pos_embed", "cls_token", "dist_token", "reg_token", "mask_token"
-        biases = "position_bias.table", "positions.table", "prefix_bias"
-        return {name for name, _ in self.named_parameters() if name.endswith((*embeddings, *biases))}
+        return {name for name, _ in self.named_parameters() if name.endswith(NO_DECAY)}
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Makes the backward pass recompute the activations of blocks, under the random state of the forward pass."""
@@ -162,9 +168,14 @@ def intermediate_outputs(
     return listed if final is None else (final, listed)
 
 
-def attention_layers(module: nn.Module) -> list[Attention]:
+Layer = Attention | Replaced
+"""Attention layer, tokens -> tokens, of our models or of other people's; its mechanism is `core`."""
+
+
+def attention_layers(module: nn.Module) -> list[Layer]:
     """All attention layers of a model, or of a part of it, in the order of its blocks."""
-    return [layer for layer in module.modules() if isinstance(layer, Attention)]
+    replaced = [layer for layer in module.modules() if isinstance(layer, Replaced)]
+    return [*replaced] or [layer for layer in module.modules() if isinstance(layer, Attention)]
 
 
 def drop_path_rates(rate: float, depth: int) -> list[float]:
@@ -185,15 +196,16 @@ def check_grids(module: nn.Module, grid: Grid) -> None:
     Layers with the same class, options and numbers are checked once.
     """
     kinds: dict[Any, Attention] = {}
-    for attn in attention_layers(module):
+    for layer in attention_layers(module):
+        attn = layer.core
         kinds.setdefault(_kind(attn), attn)
     for attn in kinds.values():
         check_grid(attn, grid)
 
 
-def is_same_attention(attn: Attention, other: Attention) -> bool:
+def is_same_attention(layer: Layer, other: Layer) -> bool:
     """True if two layers have the same mechanism, options and sizes; their weights may differ."""
-    return _kind(attn) == _kind(other)
+    return _kind(layer.core) == _kind(other.core)
 
 
 def _kind(attn: Attention) -> Any:

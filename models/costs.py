@@ -30,8 +30,8 @@ def count_costs(model: Mapping[str, Any], attention: Any) -> Costs:
     return costs_of(network, image)
 
 
-def costs_of(network: nn.Module, *inputs: Any) -> Costs:
+def costs_of(network: nn.Module, *inputs: Any, **others: Any) -> Costs:
     """Costs of one call of `network` in its present mode."""
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        network(*inputs)
+        network(*inputs, **others)
     return Costs(sum(p.numel() for p in network.parameters()), counter.get_total_flops() // 2)

@@ -117,7 +117,7 @@ class Deit(Backbone):
         rate = self.config.patch_drop_rate
         if not rate:
             return
-        for attn in attention_layers(self):
+        for attn in (layer.core for layer in attention_layers(self)):
             if not attn.ignores_order():
                 problem = f" = {rate}: attention({attn.name()}) needs the whole grid; set it to 0, or use softmax"
                 raise OptionError("model.patch_drop_rate", problem)

@@ -11,9 +11,10 @@ vit = replace_attention(vit, {"name": "eva", "window_size": 7, "num_landmarks": 
 
 import copy
 import functools
+import inspect
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
 import torch
@@ -53,6 +54,11 @@ class Call(NamedTuple):
     grid: Grid
     num_prefix_tokens: int = 0
     has_order: bool = True
+
+    def place(self) -> dict[str, Any]:
+        """Fields of the `LayerContext` of a mechanism in its place."""
+        where = {"grid": self.grid, "num_prefix_tokens": self.num_prefix_tokens}
+        return {"dim": self.num_heads * self.head_dim, "num_heads": self.num_heads, **where}
 
 
 class PassGrid:
@@ -113,7 +119,10 @@ class Replaced(nn.Module):
     pass_grid: PassGrid | None
     extra: tuple[None, ...]
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, grid: Grid | None = None, **kwargs: Any) -> Any:
+        """The host's forward pass; `grid` is the (H, W) grid of tokens that no forward pass of the model made."""
+        if grid is not None and self.pass_grid is not None:
+            self.pass_grid.grid = grid
         calls = Calls(self.attended)
         with calls:
             output = super().forward(*args, **kwargs)
@@ -122,6 +131,31 @@ class Replaced(nn.Module):
             remedy = "keep timm's fused attention, or attn_implementation='sdpa', and ask for no attention weights"
             raise ValueError(f"{self.host_name}: {problem}; {remedy}")
         return output
+
+    def project(self, x: Tensor, grid: Grid, **others: Any) -> tuple[Any, ...]:
+        """What the host gives to `core.attend_all` for tokens x (B, P + N, C) and its further arguments.
+
+        The rest of its forward pass is not computed.
+        """
+
+        def stop(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            raise _Projected(self.projected(query, key, value))
+
+        try:
+            with Calls(stop):
+                super().forward(x, **others)
+        except _Projected as found:
+            return found.projected
+        raise AssertionError(f"{self.host_name} calls no attention")
+
+    def arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+        """Tokens, and all other arguments by name, of a call of `forward` in the present forward pass."""
+        bound = inspect.signature(self.host.forward).bind(self, *args, **kwargs)
+        (_, (_, x), *others), extra = bound.arguments.items(), dict[str, Any]()
+        names = {p.name: p.kind for p in bound.signature.parameters.values()}
+        for name, value in others:
+            extra |= value if names[name] is inspect.Parameter.VAR_KEYWORD else {name: value}
+        return x, extra | {"grid": self.pass_grid.grid if self.pass_grid else (1, x.shape[1])}
 
     def attended(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Attended values in the place of `scaled_dot_product_attention(query, key, value, ...)`."""
@@ -139,12 +173,22 @@ class Replaced(nn.Module):
             of_pass = f"a {grid[0]}x{grid[1]} grid" if grid else "no grid, or grids of two shapes"
             problem = f"{N} tokens after {core.num_prefix_tokens} prefix tokens, but this pass has {of_pass}"
             raise ValueError(f"{self.host_name}: {core.label} got {problem}; keep all patches, in their order")
+        return kernels.by_path(core.attend_all, self.projected(query, key, value), grid)
+
+    def projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Any, ...]:
         query, key = query.to(value.dtype), key.to(value.dtype)  # as torch's attention does under autocast
-        projected = (value,) if core.num_projections == 1 else (query, key, value, *self.extra)
-        return kernels.by_path(core.attend_all, projected, grid)
+        return (value,) if self.core.num_projections == 1 else (query, key, value, *self.extra)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _create_empty, (self.host,), self.__dict__
+
+
+class _Projected(Exception):
+    """End of a forward pass at its attention, see `Replaced.project`."""
+
+    def __init__(self, projected: tuple[Any, ...]):
+        super().__init__()
+        self.projected = projected
 
 
 class Calls(TorchFunctionMode):
@@ -222,7 +266,11 @@ def replace_attention(
             that needs more than queries, keys and values, or that refuses the grid or the prefix tokens. The model is
             then unchanged.
     """
-    layers = attention_calls(model, img_size)
+    return replace_calls(model, attention_calls(model, img_size), attention)
+
+
+def replace_calls(model: Host, layers: Sequence[Call], attention: Mechanism | Sequence[Mechanism]) -> Host:
+    """`replace_attention` in the layers of `attention_calls`."""
     if refused := next((call for call in layers if call.problem), None):
         remedy = "a mechanism can take the place of plain self-attention alone"
         raise OptionError(KEY, f"{refused.name} {refused.problem}; {remedy}")
@@ -316,9 +364,7 @@ def call_problem(
 
 def _calls(model: nn.Module, img_size: int | Grid | None, training: bool) -> dict[str, Call]:
     """The calls in a forward pass of `Survey.images` images on the meta device, by the names of their modules."""
-    memo: dict[int, Any] = {id(x): nn.Parameter(x.detach().to("meta"), x.requires_grad) for x in model.parameters()}
-    memo |= {id(x): x.to("meta") for x in model.buffers()}
-    probe = copy.deepcopy(model, memo).train(training)
+    probe = on_meta(model).train(training)
     survey, dtype = Survey(probe), next((x.dtype for x in model.parameters()), None)
     channels = next((m.in_channels for m in model.modules() if isinstance(m, nn.Conv2d)), 3)
     shape = survey.images, channels, *to_2tuple(img_size or _image_size(model))
@@ -330,6 +376,13 @@ def _calls(model: nn.Module, img_size: int | Grid | None, training: bool) -> dic
         problem = f"{type(model).__name__} refuses images {shape}: {reason}"
         raise OptionError(KEY, f"{problem}; give img_size, or the part of the model that takes images") from error
     return survey.calls
+
+
+def on_meta(model: Host) -> Host:
+    """A copy of a model on the meta device."""
+    memo: dict[int, Any] = {id(x): nn.Parameter(x.detach().to("meta"), x.requires_grad) for x in model.parameters()}
+    memo |= {id(x): x.to("meta") for x in model.buffers()}
+    return copy.deepcopy(model, memo)
 
 
 def _image_size(model: nn.Module) -> Any:
@@ -370,8 +423,7 @@ def _create_core(factory: Callable[..., Attention], call: Call) -> tuple[Attenti
     Raises:
         OptionError: the mechanism refuses the layer, or makes its inputs or outputs by more than a projection.
     """
-    where: dict[str, Any] = {"grid": call.grid, "num_prefix_tokens": call.num_prefix_tokens}
-    core = factory(dim=call.num_heads * call.head_dim, num_heads=call.num_heads, **where)
+    core = factory(**call.place())
     if not call.has_order and not core.ignores_order():
         problem = "needs a grid of tokens, which some or shuffled patches are not (patch dropout, mask_ratio)"
         raise OptionError(core.label, f"{problem}; take a mechanism that ignores their order, such as softmax")

@@ -29,8 +29,7 @@ from engine.runtime.errors import UserError
 from engine.runtime.text import describe_error, one_line
 from models import convert, create_model, parse_model, split_name
 from models.assignment import text_of
-
-HEAD = ("head.weight", "head.bias", "head_dist.weight", "head_dist.bias")
+from models.hosted import Hosted
 
 OF_ANOTHER = "choose the model (model.name, model.depth, ...) that the weights were made for"
 """Remedy of weights that do not fit."""
@@ -38,6 +37,9 @@ OF_ANOTHER = "choose the model (model.name, model.depth, ...) that the weights w
 SHARED = re.compile(r"(^|\.)blocks\.\d+\.(?!attn\.(?!qkv\.|proj\.))|^patch_embed\.backbone\.")
 """Weights that every mechanism has in a block: all except the weights of attention beside its projections. It also
 matches the stem of a hybrid, so that hybrid models are refused."""
+
+SHARED_OF_HOST = re.compile(r"(^|\.)(blocks|layers?)\.\d+\.(?!.*\.core\.)")
+"""The same for models of timm and transformers, where the mechanism's weights are in `core`."""
 
 OUTCOMES = ("loaded", "adapted", "fresh", "drawn", "re-made", "dropped")
 
@@ -137,14 +139,15 @@ def fit_weights(
     if bad := list_not_finite(model, taken):
         raise UserError(f"{place}: {len(bad)} weights are not finite: {', '.join(bad[:5])}")
     outcome: Outcome = {kind: [] for kind in OUTCOMES}
+    head = head_names(model)
     for name, x in taken.items():
         shapes = f"{tuple(original[name].shape)} -> {tuple(x.shape)}"
         is_same = x is original[name]
         outcome["loaded" if is_same else "adapted"].append(Fitted(name, "" if is_same else shapes))
     parameters = {name for name, _ in model.named_parameters()}
     for name in (name for name in expected if name not in taken):
-        is_drawn = name not in parameters and ".attn." in name
-        kind = "re-made" if name in HEAD and name in state else "drawn" if is_drawn else "fresh"
+        is_drawn = name not in parameters and (".attn." in name or ".core." in name)
+        kind = "re-made" if name in head and name in state else "drawn" if is_drawn else "fresh"
         outcome[kind].append(Fitted(name, f"({reasons[name]})" if name in reasons else ""))
     remade = {entry.name for entry in outcome["re-made"]}
     outcome["dropped"] = [Fitted(name) for name in state if name not in taken and name not in remade]
@@ -159,11 +162,13 @@ def _adapt(
     Returns:
         The weights under the model's names before and after, and name -> reason of those that are not to be taken.
     """
-    expected = model.state_dict()
+    expected, is_host = model.state_dict(), isinstance(model, Hosted)
     try:
-        original = convert.from_timm_pvt(convert.from_released(source.state))
-        state = original | _cut_projections(original, model)
-        blocks = [{name: x for name, x in tensors.items() if SHARED.search(name)} for tensors in (state, expected)]
+        original, shared = source.state, SHARED_OF_HOST if is_host else SHARED
+        if not is_host:
+            original = convert.from_timm_pvt(convert.from_released(source.state))
+        state = model.fitting(original) if isinstance(model, Hosted) else original | _cut_projections(original, model)
+        blocks = [{name: x for name, x in tensors.items() if shared.search(name)} for tensors in (state, expected)]
         if misfits := describe_misfits(*blocks):
             there, here = (describe_blocks(tensors) for tensors in (state, expected))
             problem = f"weights of another architecture: {there}, where the model has {here} ({one_line(misfits, 200)})"
@@ -171,24 +176,37 @@ def _adapt(
         theirs = source.num_heads if source.model is None else list_heads(source.model)
         if theirs is not None:
             check_heads(theirs, list_heads(model), place)
-        state |= _resample(state, model, getattr(getattr(source.model, "patch_embed", None), "grid_size", None))
+        if not is_host:
+            state |= _resample(state, model, getattr(getattr(source.model, "patch_embed", None), "grid_size", None))
         tables, reasons = convert.resample_bias_tables(state, model, source.model)
         state |= tables | convert.resample_position_tables(state, model, source.model)
-        heads, strange = match_heads(state, expected, source.classes, classes)
+        heads, strange = match_heads(state, expected, source.classes, classes, head_names(model))
         return original, state | heads, reasons | strange | _list_learned(source.model, model)
     except (AssertionError, AttributeError, LookupError, RuntimeError, ValueError) as error:  # a malformed model
         problem = f"weights that cannot be adapted to the model ({describe_error(error)})"
         raise UserError(f"{place}: {problem}; {OF_ANOTHER}") from None
 
 
+def head_names(model: Any) -> list[str]:
+    """The names of the classifier's weights; a distilled model has two classifiers."""
+    found = model.get_classifier()
+    weights = {id(weight) for part in (found if isinstance(found, tuple) else (found,)) for weight in part.parameters()}
+    return [name for name, weight in model.named_parameters() if id(weight) in weights]
+
+
 def match_heads(
-    state: Mapping[str, Tensor], initial: Mapping[str, Tensor], there: Sequence[str] | None, here: Sequence[str] | None
+    state: Mapping[str, Tensor],
+    initial: Mapping[str, Tensor],
+    there: Sequence[str] | None,
+    here: Sequence[str] | None,
+    names: Sequence[str],
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Matches the rows of the classifiers in `state` by the names of their classes.
 
     Args:
         initial: weights of the new model, which classes without a row keep.
         there, here: names of the classes of `state` and of the new model; None: not known, and nothing is matched.
+        names: of the classifiers' weights.
     Returns:
         Classifiers with the rows that have a name in common, and name -> reason of those without one.
     """
@@ -198,7 +216,7 @@ def match_heads(
     row = {name: index for index, name in enumerate(there) if count[name] == 1}
     rows = torch.tensor([row.get(name, -1) for name in here])
     known, matched = rows >= 0, {}
-    heads = [name for name in HEAD if name in state and name in initial and len(state[name]) == len(there)]
+    heads = [name for name in names if name in state and name in initial and len(state[name]) == len(there)]
     if not known.any():
         return {}, dict.fromkeys(heads, "of other classes")
     for name in heads:

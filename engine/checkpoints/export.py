@@ -35,6 +35,7 @@ from engine.runtime.errors import UserError
 from engine.runtime.files import explain_unwritten, is_digest, write_file, write_verified
 from engine.runtime.ownership import RESULTS, check_claim, with_digest, write_together
 from engine.runtime.text import one_line
+from models import is_host
 
 PACKAGES = {"/": (), ".safetensors": (), ".onnx": ("onnx", "onnxscript", "onnxruntime"), ".pt2": ()}
 """A directory, or a suffix of files -> the packages that its export needs besides the project's own."""
@@ -81,6 +82,9 @@ def export(target: str, run: Run, checkpoint: Mapping[str, Any], weights: Weight
         UserError: it cannot be exported or written; existing files are unchanged.
     """
     path, kind, state = Path(target), _kind(target), WEIGHTS[weights]
+    if kind == "/" and is_host(run.model["name"]):
+        problem = f"timm's layout cannot describe {run.model['name']} with its attention"
+        raise UserError(f"{target}: {problem}; choose a file .safetensors, .onnx or .pt2")
     model = build_models(run, checkpoint, [weights])[0][weights].eval()
     card = write_card(model, run, checkpoint, weights) if kind == "/" else ""
     own = {TRAINED: trained_config(checkpoint), "config": dump_run(run), state: model.state_dict()}

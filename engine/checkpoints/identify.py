@@ -17,9 +17,7 @@ from engine.runtime.files import read_digests
 from engine.runtime.reading import parsing, read_regular
 from engine.runtime.text import describe_error
 from models.convert import is_released
-
-TIMM = "timm:"
-"""Prefix of names of timm's hub."""
+from models.hosted import HF, TIMM
 
 CONFIG, WEIGHTS_FILES = "config.json", ("model.safetensors", "pytorch_model.bin")
 """Files of timm's `local-dir:` layout. Of the files with weights, timm takes the first that exists."""
@@ -38,6 +36,7 @@ class Kind(Enum):
     """Kind of a source of weights, in words."""
 
     HUB = "a name of timm's hub"
+    TRANSFORMERS = "a model of transformers"
     RUN = "a run directory"
     LOCAL_DIR = "a directory in timm's local-dir: layout, written by another program"
     GRAPH = "an exported graph"
@@ -79,13 +78,15 @@ def identify(name: str | Path, follow_links: bool = False) -> Found:
     """Identifies what a command line or an option names.
 
     Args:
-        name: a path, or as a str also a name of timm's hub.
+        name: a path, or as a str also a name of timm's hub or of a model of transformers.
         follow_links: accept a symbolic link to a file; those in timm's layout, as in the hub's cache, always are.
     Raises:
         UserError: it does not exist, cannot be read, or is damaged.
     """
     if isinstance(name, str) and name.startswith(TIMM):
         return Found(Kind.HUB, Path(name))
+    if isinstance(name, str) and name.startswith(HF):
+        return Found(Kind.TRANSFORMERS, Path(name))
     path = Path(name).expanduser() if isinstance(name, str) else name
     if follow_links:
         with parsing(repr(str(path))):

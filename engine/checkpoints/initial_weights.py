@@ -2,13 +2,21 @@
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from engine.checkpoints.adapt import HEAD, fit_weights, list_heads, list_other_options, merge_layers, summarize, table
+from engine.checkpoints.adapt import (
+    fit_weights,
+    head_names,
+    list_heads,
+    list_other_options,
+    merge_layers,
+    summarize,
+    table,
+)
 from engine.checkpoints.identify import list_checkpoints
 from engine.checkpoints.weight_sources import describe_order, describe_unnamed, read_weights
 from engine.config.schema import Run
@@ -61,12 +69,13 @@ def load_initial_weights(model: nn.Module, run: Run, world: World, classes: Sequ
     state, outcome = fit_weights(model, source, place, classes)
     if run.init.strict and (rest := summarize(outcome)):
         raise UserError(f"{place}: init.strict=true, but not all is loaded as it is: {rest}")
-    others = [] if source.model is None else describe_other_options(source.model, model, bool(state.keys() & HEAD))
+    head = state.keys() & head_names(model)
+    others = [] if source.model is None else describe_other_options(source.model, model, bool(head))
     if run.init.strict and others:
         raise UserError(f"{place}: init.strict=true, but {'; '.join(others)}")
     model.load_state_dict(state, strict=False)
     for layer in attention_layers(model):
-        layer.restart()
+        layer.core.restart()
     if world.is_primary:
         print("\n".join([place, f"  source   {source.origin}", *table(outcome)]), flush=True)
         if source.model is None and source.num_heads is None:
@@ -75,7 +84,7 @@ def load_initial_weights(model: nn.Module, run: Run, world: World, classes: Sequ
         if not has_grid and isinstance(model, Deit):
             sides = "{} x {}".format(*assume_grid(source.state, model.grid))
             print(f"  grid     not known from this file; its position embeddings are taken for {sides}", flush=True)
-        if classes is not None and (note := describe_classes(state, source.classes, classes)):
+        if classes is not None and (note := describe_classes(head, source.classes, classes)):
             print(f"  classes  {note}", flush=True)
             if source.classes is None and (order := describe_order(classes)):
                 print(f"warning: {place}: classes: {order}", file=sys.stderr, flush=True)
@@ -98,9 +107,10 @@ def describe_other_options(source: nn.Module, model: nn.Module, has_head: bool) 
     return lines
 
 
-def describe_classes(state: Mapping[str, Tensor], there: Sequence[str] | None, here: Sequence[str]) -> str:
-    """Returns how the classes of the classifier in `state` were matched with the data's; "" if names are the same."""
-    if not state.keys() & HEAD:
+def describe_classes(head: Collection[str], there: Sequence[str] | None, here: Sequence[str]) -> str:
+    """Returns how the classes of the weights `head` of a classifier were matched with the data's; "" if names are the
+    same, or without weights."""
+    if not head:
         return ""
     if there is None:
         return describe_unnamed(here)

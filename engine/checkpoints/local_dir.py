@@ -1,5 +1,6 @@
 """timm's `local-dir:` layout: a directory that holds a model's config.json and its weights, model.safetensors."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -18,7 +19,7 @@ from engine.config.schema import Run, num_channels, per_channel
 from engine.runtime.errors import UserError
 from engine.runtime.reading import parse_json, parsing, read_bounded
 from engine.runtime.text import names_to_nfc, one_line
-from models import MODELS
+from models import MODELS, is_host
 
 MAX_CONFIG = 2**22
 """Bytes of a config.json; the classes of ImageNet-22k with their descriptions take 2 MB."""
@@ -33,7 +34,10 @@ PREPROCESSING = ("interpolation", "crop_mode", "crop_pct", "mean", "std")
 def describe_model(model: nn.Module, run: Run, classes: Sequence[str] | None) -> str:
     """Returns the config.json of the `model` of `run`: architecture with attention, preprocessing, labels."""
     args = {key: value for key, value in run.model.items() if value is not None and not key.endswith("_rate")}
-    del args["name"]
+    name = args.pop("name")
+    if is_host(name):
+        options = {"model_args": {**args, "attention": run.attention}, "pretrained_cfg": preprocessing_of(run)}
+        return json.dumps({"architecture": name, **options} | ({"label_names": classes} if classes else {}))
     with TemporaryDirectory() as directory:  # timm writes only to a file
         path = Path(directory, CONFIG)
         own = {"label_names": classes, "plugins": run.plugins}

@@ -16,7 +16,6 @@ from torch import nn
 from attention import ATTENTION, __version__
 from attention.options import parse_options
 from engine.checkpoints.files import Weights, trained_config
-from engine.checkpoints.identify import TIMM
 from engine.checkpoints.local_dir import PREPROCESSING, preprocessing_of
 from engine.checkpoints.progress import Progress
 from engine.config.schema import Data, Run
@@ -24,6 +23,7 @@ from engine.run.load import parse_run
 from engine.runtime.text import one_line
 from models import MODELS
 from models.assignment import mechanisms_of
+from models.hosted import TIMM
 
 CARD = "README.md"
 

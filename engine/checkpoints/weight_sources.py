@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import timm
 import torch
@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from engine.checkpoints.files import WEIGHTS, choose_weights
 from engine.checkpoints.format import check_plain
-from engine.checkpoints.identify import CONFIG, FOREIGN, TIMM, Found, Kind, damaged, identify
+from engine.checkpoints.identify import CONFIG, FOREIGN, Found, Kind, damaged, identify
 from engine.checkpoints.local_dir import read_description, read_label_names
 from engine.checkpoints.released import Arguments, Unsupported
 from engine.config.schema import Run
@@ -23,6 +23,7 @@ from engine.run.load import MissingOptions
 from engine.runtime.errors import UserError
 from engine.runtime.text import describe_error, one_line
 from models import MODELS, create_model, parse_model
+from models.hosted import HF, TIMM, pretrained_host
 
 NESTED = ("state_dict_ema", "model_ema", "state_dict", "model")
 """Keys of the weights in files of training scripts, in timm's order, averaged ones first. The first found counts."""
@@ -39,7 +40,7 @@ LOCAL = "local-dir:"
 MORE_WEIGHTS, MORE_BYTES = 1_000, 2**26
 """Parameters, and bytes of them at four times the bits of the file, that a model may have more than its weights."""
 
-EXPECTED = f"expected a run directory, a checkpoint, a .safetensors or .pth file of weights, or {TIMM}NAME"
+EXPECTED = f"expected a run directory, a checkpoint, a .safetensors or .pth file of weights, {TIMM}NAME or {HF}NAME"
 """Remedy for a wrong source."""
 
 
@@ -77,6 +78,8 @@ def read_weights(name: str) -> Source:
         config = model.pretrained_cfg
         images = {key: config[key] for key in ("mean", "std")}
         return Source(model.state_dict(), model, images, read_label_names(config, name), found.kind.value)
+    if found.kind is Kind.TRANSFORMERS:
+        return _read_transformers(name)
     if found.kind in FOREIGN:
         return _read_state(found)
     try:
@@ -112,6 +115,19 @@ def load_timm(name: str) -> Any:  # nn.Module, whose attributes are tensors or m
     except Exception as error:  # errors of timm, and many of the hub
         remedy = f"see timm.list_pretrained(); offline, name a folder that holds it: {TIMM}local-dir:FOLDER"
         raise UserError(f"{TIMM}{name}: timm cannot load it ({describe_error(error)}); {remedy}") from None
+
+
+def _read_transformers(name: str) -> Source:
+    """Reads a model of transformers, of the hub or of a folder."""
+    try:
+        model, state = pretrained_host(name)
+    except Exception as error:  # errors of transformers, and many of the hub
+        remedy = "name a model of the hub that can be fetched, or a folder of its config.json and weights"
+        raise UserError(f"{name}: transformers cannot load it ({describe_error(error)}); {remedy}") from None
+    labels = getattr(cast(Any, model.config), "id2label", None) or {}
+    classes = [str(labels[number]) for number in sorted(labels)]
+    is_named = any(text != f"LABEL_{number}" for number, text in enumerate(classes))
+    return Source(state, model, {}, classes if is_named else None, Kind.TRANSFORMERS.value)
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from engine.config.schema import Run
 from engine.runtime.arguments import ArgumentParser
 from models import MODELS
 from models.assignment import Place
+from models.hosted import HostConfig
 
 ENTRY = "An entry of a list"
 LINKS = """[Mechanisms](../mechanisms.md) describes all of them, with their costs, and lists that give [a mechanism per
@@ -39,7 +40,8 @@ def sections() -> dict[str, str]:
 def page(section: str) -> str:
     """Returns the page of a section: a heading for each option; for a section of `KINDS` one for each kind."""
     if section == "model":
-        text = _tables({family.__name__.lower(): family.Config for family, _ in MODELS.values()})
+        families = {family.__name__.lower(): family.Config for family, _ in MODELS.values()}
+        text = _tables(families | {"timm:NAME, hf:NAME": HostConfig})
     elif section == "attention":
         classes = {ENTRY: Place} | {name: mechanism.Config for name, mechanism in ATTENTION.items()}
         text = f"{LINKS}\n\n{_tables(classes)}"

@@ -19,7 +19,7 @@ class Init:
     """Weights that a run starts from; a run that is resumed has its own."""
 
     weights: str | None = option(
-        None, "file (of timm, DeiT, PVT-v2 or a run), run directory, or timm:NAME of timm's hub; null: none"
+        None, "file (of timm, DeiT, PVT-v2 or a run), run directory, timm:NAME of timm's hub or hf:NAME; null: none"
     )
     strict: bool = option(False, "refuse weights unless all of them, and of the model, load as they are")
 

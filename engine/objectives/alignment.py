@@ -12,41 +12,48 @@ from typing import Any, NamedTuple, Self, cast
 import torch
 from torch import Tensor, nn
 
-from attention import Attention
 from attention.options import OptionError
 from engine.config.objective_options import Distill
 from engine.config.schema import Run
 from engine.objectives.classification import CLASSES, label_loss
 from engine.objectives.distillation import combine_losses, digest_weights, train_fitted
 from engine.objectives.objective import Objective
-from models.base import Backbone, attention_layers, is_same_attention
+from models.base import Backbone, Layer, attention_layers, is_same_attention
 
 
 class LayerCall(NamedTuple):
-    """A call of an attention layer: its arguments (tokens, grid, key mask) and its output (B, N, C)."""
+    """A call of an attention layer: its tokens, other arguments by name, and its output (B, N, C)."""
 
-    arguments: tuple[Any, ...]
+    x: Tensor
+    others: dict[str, Any]
     output: Tensor
 
 
-def record_calls(model: nn.Module) -> list[Attention]:
+def record_calls(model: nn.Module) -> list[Layer]:
     """Makes the attention layers of `model` keep their last `LayerCall`, for `last_call`. Returns the layers.
 
     The hooks have no state of their own, so that compiled blocks that are alike still share a graph.
     """
     layers = attention_layers(model)
     for layer in layers:
-        layer.register_forward_hook(_keep)
+        layer.register_forward_hook(_keep, with_kwargs=True)
     return layers
 
 
-def _keep(layer: Any, arguments: tuple[Any, ...], output: Tensor) -> None:
-    layer.last_call = LayerCall(arguments, output)
+def _keep(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    layer.last_call = args, kwargs, tokens_of(output)
 
 
-def last_call(layer: Attention) -> LayerCall:
+def last_call(layer: Any) -> LayerCall:
     """Returns the last call of a layer of `record_calls`."""
-    return cast(LayerCall, layer.last_call)
+    args, kwargs, output = layer.last_call
+    x, others = layer.arguments(args, kwargs)
+    return LayerCall(x, others, output)
+
+
+def tokens_of(output: Any) -> Tensor:
+    """The tokens (B, N, C) of a layer's output; layers of transformers also return weights."""
+    return cast(Tensor, output[0] if isinstance(output, tuple) else output)
 
 
 def relative_error(y: Tensor, expected: Tensor, dim: int | None = None) -> Tensor:
@@ -83,7 +90,8 @@ class FittedLayers(nn.Module):
     def forward(self, images: Tensor, calls: Sequence[LayerCall]) -> tuple[list[Tensor], Any]:
         """Returns the outputs of the layers for the arguments of `calls`, and the model's outputs (or None)."""
         layers = attention_layers(self.model)
-        outputs = [layers[number](*call.arguments) for number, call in zip(self.layers, calls, strict=True)]
+        numbered = zip(self.layers, calls, strict=True)
+        outputs = [tokens_of(layers[number](call.x, **call.others)) for number, call in numbered]
         return outputs, self.model(images) if self.with_outputs else None
 
 

@@ -8,6 +8,7 @@ from attention.options import OptionError, nearest
 from engine.config.micro_batches import pairs_images
 from engine.config.schema import Augment, Data, Report, Run
 from engine.objectives import OBJECTIVES, choose_objective
+from models import is_host
 
 MAX_PROFILED = 100
 """Updates that a profile may have: its events lie in memory, thousands for each update."""
@@ -152,6 +153,7 @@ def why_eager(run: Run, on_cuda: bool) -> str:
         "blocks are computed again under saved random states; set train.grad_checkpointing=false": (
             train.grad_checkpointing
         ),
+        "other people's models are not captured; set train.cuda_graph=auto": is_host(run.model["name"]),
         "train.kernels = lean computes attention again by parts; set it to auto": train.kernels == "lean",
     }
     refusals = (reason for reason, applies in reasons.items() if applies)

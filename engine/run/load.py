@@ -27,7 +27,7 @@ from engine.config.yaml_files import Keys, Tree, override, parse_yaml, read_conf
 from engine.run.advice import naming_origins
 from engine.run.checks import check_run
 from engine.runtime.errors import ConfigError
-from models import MODELS, create_model, parse_model, split_name
+from models import MODELS, create_model, is_host, parse_model, split_name
 from models.assignment import Checked, Entry, as_option, assign, split_place
 from models.base import attention_layers
 from models.freeze import freeze
@@ -188,7 +188,11 @@ def _build(tree: Tree, run: Run, overrides: Sequence[str], world_size: int) -> R
     with naming_origins(tree, run, overrides):
         name, options = split_name(run.model)
         config = parse_model(name, options)
-        entries = assign(name, run.attention, config.depths)
+        entries: list[Entry] = []
+        if run.attention is not None:
+            entries = assign(name, run.attention, config.depths)
+        elif not is_host(name):
+            raise OptionError("attention", " = null: name a mechanism; models of timm: and hf: alone have their own")
         attention = as_option([entry.options for entry in entries], run.attention)
         try:
             with torch.device("meta"):
@@ -215,6 +219,8 @@ def _plugins_of(entries: Sequence[Entry]) -> tuple[str, ...]:
 def _unset(tree: Tree, keys: Keys) -> None:
     """Removes the null at `keys` from `tree`, unless the option takes null; prints a note once."""
     section, *option = keys
+    if keys == ("attention",):  # models of timm and transformers have their own
+        return
     container = tree.values[section] if option else tree.values
     kind = typing.get_type_hints(Run).get(section)
     if section == "model" and option:
@@ -240,7 +246,7 @@ def _write_out(entries: Sequence[Entry], model: nn.Module) -> list[Checked]:
     """
     layers, written = attention_layers(model), []
     for entry in entries:
-        layer = layers[entry.layers[0]]
+        layer = layers[entry.layers[0]].core
         options = {"name": layer.name(), **plain(dataclasses.asdict(layer.config))}
         place, _ = split_place(entry.options)
         written.append(Checked.of(AttentionFactory(layer.name(), layer.config), {**place, **options}))

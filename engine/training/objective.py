@@ -12,7 +12,7 @@ from torch import nn
 
 from engine.checkpoints.adapt import fit_weights, summarize
 from engine.checkpoints.files import WEIGHTS, choose_weights
-from engine.checkpoints.identify import FOREIGN, TIMM, Kind, identify
+from engine.checkpoints.identify import FOREIGN, Kind, identify
 from engine.checkpoints.local_dir import read_label_names
 from engine.checkpoints.weight_sources import describe_order, load_timm, read_weights
 from engine.checkpoints.weights import build_model, check_predicts_classes
@@ -27,10 +27,11 @@ from engine.run.described import parse_described
 from engine.runtime.distributed import World
 from engine.runtime.errors import UserError
 from engine.runtime.text import describe_difference, describe_error, one_line
-from models import create_model, family_of
-from models.base import Backbone
+from models import create_model, published_attention
+from models.base import attention_layers
 from models.deit import Deit
 from models.freeze import describe_freeze
+from models.hosted import TIMM
 
 
 def create_objective(run: Run, model: nn.Module, images: Images, world: World) -> Objective:
@@ -104,13 +105,16 @@ def read_teacher(name: str, run: Run) -> Teacher:
         UserError: no such model, or a file of weights that does not name its model.
     """
     found = identify(name, follow_links=True)
-    if run.distill.type == "attention" and found.kind in (Kind.HUB, *FOREIGN):
+    if run.distill.type == "attention" and found.kind in (Kind.HUB, Kind.TRANSFORMERS, *FOREIGN):
         return read_published(name, run)
     if found.kind is Kind.HUB:
         model = load_timm(name.removeprefix(TIMM))
         config = model.pretrained_cfg
         images, classes = (config["mean"], config["std"]), read_label_names(config, name)
         return Teacher(model, config["input_size"], classes, _normalisation(run), images)
+    if found.kind is Kind.TRANSFORMERS:
+        problem = "a model of transformers teaches by distill.type=attention alone; train or export it here first"
+        raise UserError(problem)
     if found.kind in FOREIGN:
         remedy = f"name {TIMM}NAME of timm's hub, or a run of train.py"
         raise UserError(f"weights alone, which do not say of what model they are; {remedy}")
@@ -131,9 +135,9 @@ def read_published(name: str, run: Run) -> Teacher:
         UserError: they are not the weights of that model.
     """
     source = read_weights(name)
-    head = source.state.get("head.weight")
-    options = {**run.model, "num_classes": 0 if head is None else len(head)}
-    model = create_model(attention=family_of(run.model["name"]).published_attention, **options)
+    head = next((x for key, x in source.state.items() if key in ("head.weight", "classifier.weight", "fc.weight")), ())
+    options = {**run.model, "num_classes": len(head)}
+    model = create_model(attention=published_attention(run.model["name"]), **options)
     state, outcome = fit_weights(model, source, name)
     if any(outcome[kind] for kind in ("fresh", "re-made", "dropped")):
         remedy = "set the options of model to those of the weights (class_token, stem, ...)"
@@ -157,15 +161,15 @@ def check_layers(teacher: Teacher, model: nn.Module, shape: tuple[int, int, int]
     Raises:
         UserError: the number of layers differs, or the number of tokens or channels in a layer.
     """
-    if not isinstance(teacher.model, Backbone):
+    if not attention_layers(teacher.model):
         raise UserError("not a model of this project, whose attention layers could be found; name a run, or weights")
     images, found = torch.zeros(1, *shape, device=device), []
     for one, given in ((teacher.model, teacher.normalise(images)), (model, images)):
         trial = copy.deepcopy(one).to(device).eval()
         layers = record_calls(trial)
         trial(given)
-        arguments = [last_call(layer).arguments for layer in layers]
-        found.append([(tuple(tokens.shape[1:]), grid) for tokens, grid, *_ in arguments])
+        calls = [last_call(layer) for layer in layers]
+        found.append([(tuple(call.x.shape[1:]), call.others["grid"]) for call in calls])
     theirs, own = found
     if len(theirs) != len(own):
         problem = f"it has {len(theirs)} attention layers, the model has {len(own)}"

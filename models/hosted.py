@@ -1,0 +1,391 @@
+"""Models of timm and transformers as models of a run, with a mechanism in the place of their attention.
+
+create_model("timm:vit_small_patch16_dinov3", attention={"name": "eva", "window_size": 4}, img_size=512, num_classes=10)
+create_model("hf:facebook/dinov2-small", attention="lara")
+
+A name and plain options describe a host completely, so that checkpoints need nothing else: the configuration of a model
+of transformers becomes a part of its options. Its weights come by `init.weights`. No code of a hub is run.
+"""
+
+import copy
+import dataclasses
+import difflib
+import functools
+import importlib
+import inspect
+import json
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar, cast
+
+import timm
+import torch
+from timm.layers import to_2tuple
+from timm.models import adapt_input_conv
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from attention import Grid, OptionError
+from attention.options import Options, option, parse_options
+from models.assignment import Mechanism
+from models.base import NO_DECAY
+from models.block import compiled
+from models.hosts import Call, attention_calls, on_meta, replace_calls
+
+TIMM, HF = "timm:", "hf:"
+"""Prefixes of the names of hosts: an architecture of timm; a name of the Hugging Face hub, or a folder."""
+
+MAX_NUMBERS, MAX_PARAMETERS = 2**34, 2**13
+"""Numbers, and tensors of them, that a host may have."""
+
+MAX_SIZE = 2**20
+"""Largest number among the options of a host."""
+
+RESERVED = {
+    *("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir", "name_or_path"),
+    *("scriptable", "exportable", "no_jit", "features_only", "auto_map", "attn_implementation", "quantization_config"),
+    *("img_size", "num_classes", "in_chans"),
+}
+"""Options of constructors that choose files, code or graphs, or that `HostConfig` has."""
+
+WITHOUT_EFFECT = {
+    *("architectures", "transformers_version", "id2label", "label2id", "num_labels", "torch_dtype", "dtype"),
+    "problem_type",
+}
+"""Entries of a transformers configuration that change no model of images here."""
+
+
+class HostConfig(Options):
+    """Options of a model of timm or transformers."""
+
+    name: str = option("", "timm:ARCHITECTURE or hf:NAME")
+    img_size: int | tuple[int, int] | None = option(
+        None, "height and width of images, or one number for both; null: those of the model's description", low=1
+    )
+    num_classes: int = option(1000, "number of classes; 0: no classifier", low=0, high=2**20)
+    in_chans: int = option(3, "channels of images", low=1, high=2**10)
+    drop_rate: float = option(0.0, "timm: dropout rate before the classifier", low=0, below=1)
+    drop_path_rate: float = option(0.0, "timm: stochastic depth of the last block", low=0, below=1)
+    kwargs: dict[str, Any] | None = option(
+        None, "further options of timm's constructor, or of the configuration of transformers, by its names; null: none"
+    )
+
+    @property
+    def depths(self) -> list[int]:
+        """The number of attention layers."""
+        return [len(host_calls(self))]
+
+    @property
+    def num_heads(self) -> list[int]:
+        return [call.num_heads for call in host_calls(self)]
+
+
+class Hosted(nn.Module):
+    """Mixin of a host's class: what models of a run have. Names of weights are the host's.
+
+    Attributes:
+        host: the host's own class. in_chans: channels of images.
+    """
+
+    host: ClassVar[type[nn.Module]]
+    in_chans: int
+    num_classes: int
+    compiled_sizes: Collection[int] = ()
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Images (B, C, height, width) -> logits (B, num_classes)."""
+        return cast(Tensor, self.host.forward(self, x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[0] in self.compiled_sizes:
+            return cast(Tensor, self.compiled_logits(self, x))
+        return self.logits(x)
+
+    def compile_blocks(self, batch_sizes: Collection[int], **options: Any) -> int:
+        """Compiles the model as a whole for batches of these sizes; returns the number of graphs of a mode."""
+        self.compiled_logits = compiled(type(self).logits, **options)
+        self.compiled_sizes = frozenset(batch_sizes)
+        return len(self.compiled_sizes)
+
+    def no_weight_decay(self) -> set[str]:
+        """Names of parameters without weight decay: the host's, embeddings, and tables of mechanisms."""
+        own: set[str] = getattr(super(), "no_weight_decay", set)()
+        return {*own} | {name for name, _ in self.named_parameters() if name.endswith(NO_DECAY)}
+
+    def fitting(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The weights of a model of this architecture for other image sizes and channels, by timm's own functions."""
+        fit = getattr(sys.modules[self.host.__module__], "checkpoint_filter_fn", None)
+        fitted = dict(state) if fit is None else fit(dict(state), self)
+        first = next((n for n, m in self.named_modules() if isinstance(m, nn.Conv2d)), "")
+        key, here = f"{first}.weight", self.state_dict()
+        if key in fitted and fitted[key].shape[1] != here[key].shape[1]:
+            fitted[key] = adapt_input_conv(here[key].shape[1], fitted[key])
+        return fitted
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _create_empty, (type(self).__bases__[0], self.host), self.__dict__
+
+
+class OfTransformers(Hosted):
+    """A model of transformers with its classifier, or with one of the pooled output where it has none.
+
+    interpolates: position embeddings are resampled in each forward pass, for images of another size than the weights'.
+    """
+
+    classifier: nn.Module
+    interpolates: bool
+
+    def logits(self, x: Tensor) -> Tensor:
+        given = {"interpolate_pos_encoding": True} if self.interpolates else {}
+        output = self.host.forward(self, x, **given)
+        return cast(Tensor, output.logits if hasattr(output, "logits") else self.classifier(output.pooler_output))
+
+    def get_classifier(self) -> nn.Module:
+        return self.classifier
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        model = cast(Any, self)
+        if enable:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        else:
+            model.gradient_checkpointing_disable()
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        return {"stem": r"^.*(?:embeddings|pre_layrnorm)\.", "blocks": r"^.*?\blayers?\.(\d+)\."}
+
+
+def is_host(name: str) -> bool:
+    """True for names of models of timm and transformers."""
+    return name.startswith((TIMM, HF))
+
+
+def parse_host(name: str, options: Mapping[str, Any]) -> HostConfig:
+    """The options of host `name`. Of a model of transformers, `kwargs` then hold the configuration.
+
+    Raises:
+        OptionError: unknown host or option, a configuration that cannot be fetched, wrong type or value.
+    """
+    if strange := next((key for key in options if key not in HostConfig.__dataclass_fields__), None):
+        problem = f"unknown option of {name}; options of the model itself belong in model.kwargs"
+        raise OptionError(f"model.{strange}", problem)
+    config: HostConfig = parse_options(HostConfig, {**options, "name": name}, "model")
+    kwargs = config.kwargs or {}
+    for key, value in _entries(kwargs):
+        if key in RESERVED or key.startswith("_"):
+            raise OptionError(f"model.kwargs.{key}", "chooses no architecture; leave it out")
+        if isinstance(value, int) and abs(value) > MAX_SIZE:
+            raise OptionError(f"model.kwargs.{key}", f" = {value}: above the largest valid size {MAX_SIZE}")
+    if name.startswith(HF):
+        for key in ("drop_rate", "drop_path_rate"):
+            if getattr(config, key):
+                raise OptionError(f"model.{key}", "is timm's; give the option of transformers in model.kwargs")
+        config = dataclasses.replace(config, kwargs=_configuration(name.removeprefix(HF), kwargs))
+    elif not timm.is_model(architecture := name.removeprefix(TIMM).partition(".")[0]):
+        near = difflib.get_close_matches(architecture, timm.list_models(), n=1)
+        remedy = f"did you mean {TIMM + near[0]!r}?" if near else "see timm.list_models()"
+        raise OptionError("model.name", f"{name!r} is no architecture of timm; {remedy}")
+    elif timm.model_entrypoint(architecture).__module__.partition(".")[0] != "timm":
+        raise OptionError("model.name", f" = {name!r}: registered with timm by other code; leave out {TIMM!r}")
+    return dataclasses.replace(config, img_size=config.img_size or _own_size(config))
+
+
+def create_host(name: str, attention: Mechanism | Sequence[Mechanism] | None = "softmax", **options: Any) -> nn.Module:
+    """Builds a host with random weights.
+
+    Args:
+        name: ``timm:ARCHITECTURE`` or ``hf:NAME``. attention: see `replace_attention`; None: the host's own.
+        options: fields of `HostConfig`.
+    Raises:
+        OptionError: see `parse_host` and `replace_attention`.
+    """
+    config = parse_host(name, options)
+    model = _build(config)
+    if attention is not None:
+        replace_calls(model, host_calls(config), attention)
+    if not next(model.parameters()).is_meta:
+        _freeze_unused(model, config)
+    return model
+
+
+def _freeze_unused(model: nn.Module, config: HostConfig) -> None:
+    """Excludes weights that no logit depends on from training: mask tokens, norms of unused outputs, ..."""
+    probe = on_meta(model).train()
+    images = torch.empty(2, config.in_chans, *to_2tuple(config.img_size), device="meta")
+    with torch.enable_grad():
+        probe(images).sum().backward()
+    used = {name for name, weight in probe.named_parameters() if weight.grad is not None}
+    for name, weight in model.named_parameters():
+        weight.requires_grad_(weight.requires_grad and name in used)
+
+
+def host_calls(config: HostConfig) -> list[Call]:
+    """The attention layers of a host, see `attention_calls`."""
+    return list(_calls_of(json.dumps(dataclasses.asdict(config), sort_keys=True)))
+
+
+@functools.lru_cache(maxsize=32)
+def _calls_of(text: str) -> tuple[Call, ...]:
+    config: HostConfig = parse_options(HostConfig, json.loads(text))
+    with torch.device("meta"), torch.random.fork_rng(devices=[]):
+        return tuple(attention_calls(_build(config), config.img_size))
+
+
+def pretrained_host(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
+    """A model of transformers with its published weights, and those of them that were in its files.
+
+    Args:
+        name: of the hub, or a folder; with or without the prefix `HF`.
+    Raises:
+        OptionError: see `parse_host`. OSError, ValueError and others of transformers: the weights cannot be loaded.
+    """
+    name = name.removeprefix(HF)
+    kind, config = _class_of(_configuration(name, {}))
+    model, info = kind.from_pretrained(
+        name, config=config, attn_implementation="sdpa", trust_remote_code=False, output_loading_info=True
+    )
+    return model, {key: x for key, x in model.state_dict().items() if key not in info["missing_keys"]}
+
+
+def _build(config: HostConfig) -> nn.Module:
+    """A host with its own attention."""
+    with _bounded():
+        try:
+            if config.name.startswith(HF):
+                return _build_of_transformers(config)
+            given = {"num_classes": config.num_classes, "in_chans": config.in_chans, **(config.kwargs or {})}
+            given |= {key: x for key in ("drop_rate", "drop_path_rate") if (x := getattr(config, key))}
+            is_fixed = cast(Any, timm.get_pretrained_cfg(config.name.removeprefix(TIMM))).fixed_input_size
+            if is_fixed and to_2tuple(config.img_size) != _own_size(config):  # others take any size without the option
+                given["img_size"] = config.img_size
+            model: Any = timm.create_model(config.name.removeprefix(TIMM), **given)
+        except OptionError:
+            raise
+        except Exception as error:  # the host's own
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+            raise OptionError("model", f"{config.name} cannot be built with these options ({reason})") from None
+    return _hosted(model, Hosted, config)
+
+
+def _build_of_transformers(config: HostConfig) -> nn.Module:
+    options: Any = copy.deepcopy(config.kwargs)
+    options.get("vision_config", options)["num_channels"] = config.in_chans
+    kind, there = _class_of(options | {"num_labels": config.num_classes})
+    model: Any = kind._from_config(there, attn_implementation="sdpa")
+    if not hasattr(model, "classifier"):
+        model.classifier = nn.Linear(there.hidden_size, config.num_classes) if config.num_classes else nn.Identity()
+    accepts = any("interpolate_pos_encoding" in inspect.signature(m.forward).parameters for m in model.modules())
+    model.interpolates = accepts and to_2tuple(config.img_size) != _own_size(config)
+    model.num_classes = config.num_classes
+    return _hosted(model, OfTransformers, config)
+
+
+def _class_of(options: Mapping[str, Any]) -> tuple[Any, Any]:
+    """The class of transformers for a configuration, one with a classifier if there is one, and the configuration."""
+    transformers = _transformers()
+    names = transformers.models.auto.modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
+    kind, others = options["model_type"], {key: x for key, x in options.items() if key != "model_type"}
+    config = transformers.AutoConfig.for_model(kind, **others)
+    if hasattr(config, "mask_ratio"):
+        raise OptionError("model.kwargs.model_type", f" = {kind!r} hides patches; its encoder is of the type vit")
+    name = names.get(kind)
+    if name is None:
+        return transformers.AutoModel._model_mapping[type(config)], config
+    return getattr(transformers, name if isinstance(name, str) else name[0]), config
+
+
+def _configuration(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The plain configuration of a model of transformers with the entries `given`, which may be all of it."""
+    transformers = _transformers()
+    there = given
+    if "model_type" not in given:
+        try:
+            found = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
+        except Exception as error:  # of the hub, or of a file
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+            remedy = "name a model of the hub that can be fetched, or a folder with its config.json"
+            raise OptionError("model.name", f" = {HF}{name}: has no configuration ({reason}); {remedy}") from None
+        there = found.to_diff_dict() | {"model_type": found.model_type} | dict(given)
+    if (kind := there["model_type"]) not in transformers.CONFIG_MAPPING:
+        raise OptionError("model.kwargs.model_type", f" = {kind!r} is no type of models of transformers")
+    return cast(dict[str, Any], _without(there))
+
+
+def _without(options: Any) -> Any:
+    """A configuration without the entries that act on no architecture."""
+    if not isinstance(options, Mapping):
+        return [_without(x) for x in options] if isinstance(options, list | tuple) else options
+    ignored = RESERVED | WITHOUT_EFFECT
+    return {key: _without(x) for key, x in options.items() if key not in ignored and not key.startswith("_")}
+
+
+def _entries(options: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """The names and values in nested mappings and lists; items of a list have the list's name."""
+    if isinstance(options, Mapping):
+        for key, value in options.items():
+            yield from _entries(value, str(key))
+            yield str(key), value
+    elif isinstance(options, list | tuple):
+        for value in options:
+            yield from _entries(value, name)
+    else:
+        yield name, options
+
+
+def _transformers() -> Any:
+    try:
+        return importlib.import_module("transformers")
+    except ImportError:
+        remedy = "pip install 'efficient-attention-vision[hf]' (in a checkout: pip install -e '.[hf]')"
+        raise OptionError("model.name", f"models of {HF} need the package transformers; {remedy}") from None
+
+
+def _own_size(config: HostConfig) -> Grid:
+    """(height, width) of the images that a host's description names."""
+    if config.name.startswith(HF):
+        kwargs: Any = config.kwargs
+        size = kwargs.get("vision_config", kwargs).get("image_size", 224)
+    else:
+        try:
+            size = cast(Any, timm.get_pretrained_cfg(config.name.removeprefix(TIMM))).input_size[-2:]
+        except RuntimeError as error:  # a tag of other weights
+            raise OptionError("model.name", f" = {config.name}: {error}") from None
+    height, width = to_2tuple(size)
+    return int(height), int(width)
+
+
+@contextmanager
+def _bounded() -> Iterator[None]:
+    """Context in which a model of more than `MAX_NUMBERS` or `MAX_PARAMETERS` is refused while it is built."""
+    parameters, numbers = 0, 0
+
+    def count(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        nonlocal parameters, numbers
+        parameters, numbers = parameters + 1, numbers + (0 if parameter is None else parameter.numel())
+        if parameters > MAX_PARAMETERS or numbers > MAX_NUMBERS:
+            problem = f"has more than {MAX_PARAMETERS:,} parameters, or {MAX_NUMBERS:,} numbers; lower its sizes"
+            raise OptionError("model", problem)
+
+    handle = register_module_parameter_registration_hook(count)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _hosted(model: Any, mixin: Any, config: HostConfig) -> nn.Module:
+    """A host's model with the class that has the `mixin`."""
+    model.in_chans = config.in_chans
+    model.__class__ = _with_mixin(mixin, cast(Any, type(model)))
+    return cast(nn.Module, model)
+
+
+@functools.cache
+def _with_mixin(mixin: Any, host: Any) -> Any:
+    return type(f"Hosted{host.__name__}", (mixin, host), {"host": host})
+
+
+def _create_empty(mixin: Any, host: Any) -> Any:
+    """A model without attributes, which copies and pickles then have."""
+    cls = _with_mixin(mixin, host)
+    return cls.__new__(cls)

@@ -1,0 +1,348 @@
+"""Models of timm and transformers as models of a run: built, refused, trained, resumed, aligned, analysed, exported."""
+
+import copy
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+import transformers
+import yaml
+
+import analyze
+import predict
+import train
+import validate
+from engine.checkpoints.adapt import fit_weights
+from engine.checkpoints.export import export
+from engine.checkpoints.files import load_checkpoint
+from engine.checkpoints.weight_sources import read_weights
+from engine.config.schema import Optim
+from engine.run.load import dump_run, load_run, parse_run
+from engine.runtime.errors import ConfigError, UserError
+from engine.training.optim import create_optimizer
+from models import create_model, layer_contexts
+from models.costs import count_costs
+from models.freeze import freeze
+from tests.analysis.models import read_rows
+from tests.support.launcher import ForkServer
+from tests.support.refusals import refusal
+
+EVA = {"name": "eva", "window_size": 2, "num_landmarks": 4}
+VIT = {"name": "timm:vit_tiny_patch16_224", "img_size": 16, "num_classes": 10}
+VIT["kwargs"] = {"patch_size": 4, "embed_dim": 24, "depth": 2, "num_heads": 3}
+SMALL = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 32}
+SMALL |= {"image_size": 16, "patch_size": 4}
+TYPES = ["vit", "deit", "dinov2", "dinov2_with_registers", "dinov3_vit", "siglip", "clip", "ijepa", "vit_msn"]
+RUN = {
+    "model": VIT,
+    "attention": EVA,
+    "data": {"dataset": "digits", "workers": 0, "mean": [0.5], "std": [0.5]},
+    "optim": {"lr": 0.002, "lr_base_size": 8, "layer_decay": 0.9},
+    "schedule": {"epochs": 2, "warmup_epochs": 1},
+    "train": {"total_batch_size": 8, "device": "cpu", "amp": None, "ema_decay": 0.9, "checkpoint_steps": 2},
+}
+"""Two epochs of six updates, on the 50 digits that the launcher leaves."""
+
+
+def of_type(kind: str, **options) -> dict:
+    """The option `model` of a small model of transformers."""
+    kwargs = {"model_type": kind, **({"vision_config": SMALL} if kind in ("siglip", "clip") else SMALL)}
+    return {"name": "hf:anything", "num_classes": 5, "kwargs": kwargs, **options}
+
+
+def write_run(path: Path, **sections) -> Path:
+    path.write_text(yaml.safe_dump({**RUN, **sections}))
+    return path
+
+
+def images(size=(16, 16), count=2) -> torch.Tensor:
+    return torch.randn(count, 3, *size, generator=torch.Generator().manual_seed(0))
+
+
+def logits(model: dict, attention, size=(16, 16)) -> torch.Tensor:
+    torch.manual_seed(0)
+    return create_model(attention=attention, **model).eval()(images(size))
+
+
+@pytest.mark.parametrize("model", [VIT, of_type("vit"), of_type("dinov2", img_size=[16, 24])], ids=str)
+def test_softmax_and_null_are_the_host_itself(model):
+    size = (16, 24) if model.get("img_size") == [16, 24] else (16, 16)
+    own = logits(model, None, size)
+    assert own.std() > 0
+    assert torch.equal(own, logits(model, "softmax", size))
+    assert not torch.equal(own, logits(model, "mean", size))
+    if model is VIT:
+        torch.manual_seed(0)
+        assert torch.equal(
+            own, timm.create_model(VIT["name"][5:], num_classes=10, img_size=16, **VIT["kwargs"]).eval()(images())
+        )
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_families_of_transformers(kind):
+    """Logits at another size than the weights', costs, contexts, and gradients of every weight that is trained."""
+    model = of_type(kind, img_size=[16, 24])
+    network = create_model(attention=EVA, **model)
+    y = network(images((16, 24)))
+    assert y.shape == (2, 5)
+    y.sum().backward()
+    trained = {name for name, weight in network.named_parameters() if weight.requires_grad}
+    assert {name for name, weight in network.named_parameters() if weight.grad is not None} == trained
+    assert any(".core." in name for name in trained)
+    contexts = layer_contexts("hf:anything", {key: x for key, x in model.items() if key != "name"})
+    assert [context.grid for context in contexts] == [(4, 6)] * 2
+    assert count_costs(model, "softmax").macs > count_costs(model, {"name": "linear"}).macs
+    assert {name for name in network.no_weight_decay() if name.endswith("position_bias.table")}
+    assert torch.equal(pickle.loads(pickle.dumps(network)).eval()(images((16, 24))), network.eval()(images((16, 24))))
+
+
+def test_any_model_of_timm_is_trained_with_its_own_attention(tmp_path):
+    """One without attention too; a mechanism has no place there."""
+    model = {"name": "timm:resnet18", "img_size": 32, "num_classes": 10}
+    run = load_run(write_run(tmp_path / "x.yaml", model=model, attention=None))
+    assert run.attention is None
+    assert create_model(attention=None, **run.model)(images((32, 32))).shape == (2, 10)
+    with pytest.raises(ConfigError, match="no attention among its tokens"):
+        load_run(write_run(tmp_path / "x.yaml", model=model))
+
+
+@pytest.mark.parametrize(
+    ("model", "problem"),
+    [
+        ({"name": "timm:vit_tinny_patch16_224"}, "did you mean 'timm:vit_tiny_patch16_224'"),
+        ({"name": "timm:deit_tiny_p8"}, "leave out 'timm:'"),
+        ({"name": "timm:vit_tiny_patch16_224.nobody"}, "Invalid pretrained tag"),
+        ({"name": "timm:hf-hub:timm/vit_tiny_patch16_224"}, "no architecture of timm"),
+        ({**VIT, "depth": 3}, r"model\.depth: unknown option of timm:.*model\.kwargs"),
+        ({**VIT, "kwargs": {"pretrained": True}}, r"model\.kwargs\.pretrained"),
+        ({**VIT, "kwargs": {"embed_dim": 25}}, "cannot be built"),
+        ({**VIT, "kwargs": {"depth": 10**9}}, "above the largest valid size"),
+        ({**VIT, "kwargs": {"depth": 10**5}}, "parameters, or"),
+        ({**VIT, "kwargs": {"embed_dim": 3 * 2**17}}, "parameters, or"),
+        (of_type("vit", drop_path_rate=0.1), r"model\.drop_path_rate: is timm's"),
+        (of_type("vit_mae"), "type vit"),
+        (of_type("llama3"), "no type of models"),
+        (
+            {**of_type("siglip"), "kwargs": {"model_type": "siglip", "vision_config": {"_attn_implementation": "x/y"}}},
+            "leave it out",
+        ),
+        (
+            {**of_type("vit"), "kwargs": {**SMALL, "model_type": "vit", "auto_map": {"AutoConfig": "x.y"}}},
+            "leave it out",
+        ),
+    ],
+)
+def test_refusals(tmp_path, model, problem):
+    path = write_run(tmp_path / "x.yaml", model=model, attention="softmax")
+    with pytest.raises(ConfigError, match=problem) as caught:
+        load_run(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_our_own_models_need_a_mechanism(tmp_path):
+    with pytest.raises(ConfigError, match="attention = null"):
+        load_run(write_run(tmp_path / "x.yaml", model={"name": "deit"}, attention=None))
+
+
+def test_a_name_that_cannot_be_fetched_is_refused_before_data_is_touched(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    folder = tmp_path / "nothing"
+    path = write_run(tmp_path / "x.yaml", model={"name": f"hf:{folder}"}, data={"dataset": "folder", "root": "/none"})
+    message = refusal(train.main, [path, "--output", tmp_path / "run"], capsys)
+    assert "has no configuration" in message
+    assert message.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_of_transformers_gives_configuration_and_weights(tmp_path):
+    """The run then needs it no more; a classifier of other classes is made anew, and what no file has is no weight."""
+    torch.manual_seed(1)
+    config = transformers.AutoConfig.for_model("dinov2", **SMALL)
+    there = transformers.AutoModel.from_config(config).eval()
+    there.save_pretrained(tmp_path / "dino")
+    run = load_run(write_run(tmp_path / "x.yaml", model={"name": f"hf:{tmp_path / 'dino'}"}, attention="softmax"))
+    assert run.model["kwargs"]["hidden_size"] == 24
+    assert run.model["img_size"] == (16, 16) or run.model["img_size"] == [16, 16]
+    source = read_weights(f"hf:{tmp_path / 'dino'}")
+    assert not any("classifier" in name for name in source.state)
+    there_again = dump_run(run)
+    for path in sorted((tmp_path / "dino").iterdir()):
+        path.unlink()
+    again = parse_run(there_again, "x")
+    model = create_model(attention=again.attention, **again.model).eval()
+    taken, outcome = fit_weights(model, source, "x")
+    assert {entry.name for entry in outcome["fresh"]} == {"classifier.weight", "classifier.bias"}
+    model.load_state_dict(taken, strict=False)
+    tokens = model.dinov2(images()).last_hidden_state
+    assert torch.equal(tokens, there(images()).last_hidden_state)
+
+
+def test_weights_of_timm_are_resampled_and_those_of_another_architecture_refused(tmp_path):
+    """Position embeddings and channels as by timm; projections are the host's, the mechanism's weights fresh."""
+    torch.manual_seed(1)
+    there = timm.create_model(VIT["name"][5:], num_classes=10, img_size=16, **VIT["kwargs"])
+    torch.save(there.state_dict(), tmp_path / "vit.pth")
+    source = read_weights(str(tmp_path / "vit.pth"))
+    model = create_model(attention=EVA, **{**VIT, "img_size": 24, "in_chans": 1})
+    taken, outcome = fit_weights(model, source, "x")
+    assert {entry.name for entry in outcome["adapted"]} == {"pos_embed", "patch_embed.proj.weight"}
+    assert all(".core." in entry.name for entry in outcome["fresh"])
+    assert taken["pos_embed"].shape == (1, 37, 24)
+    assert not outcome["dropped"] + outcome["re-made"]
+    with pytest.raises(UserError, match="another architecture"):
+        fit_weights(create_model(attention=EVA, **{**VIT, "kwargs": {**VIT["kwargs"], "depth": 3}}), source, "x")
+
+
+def test_groups_of_layer_decay_and_the_frozen_backbone():
+    for model, head in ((VIT, "head"), (of_type("vit"), "classifier")):
+        network = create_model(attention=EVA, **model)
+        groups = create_optimizer(network, Optim(layer_decay=0.5), 16).param_groups
+        assert len({group["lr_scale"] for group in groups}) == 4  # stem, two blocks, head
+        kept = {name for name, _ in network.named_parameters()} - {*freeze(network, "backbone")}
+        assert kept == {f"{head}.weight", f"{head}.bias"}
+
+
+@pytest.fixture(scope="module")
+def run_directory(tmp_path_factory) -> Path:
+    """A trained run of a ViT of timm with softmax attention."""
+    place = tmp_path_factory.mktemp("hosted")
+    server = ForkServer()
+    try:
+        config = write_run(place / "x.yaml", attention="softmax")
+        statuses, _ = server.run([str(config), "--output", str(place / "run")], place / "log")
+    finally:
+        server.close()
+    assert statuses == [0]
+    return place / "run"
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.complete)])
+@pytest.mark.parametrize(
+    "model", [VIT, pytest.param(of_type("clip", num_classes=10), marks=pytest.mark.complete)], ids=["timm", "hf"]
+)
+def test_a_killed_run_ends_in_the_same_bits(tmp_path, model, ranks):
+    server = ForkServer()
+    config = str(write_run(tmp_path / "x.yaml", model=model))
+    try:
+        for name, faults in {
+            "whole": {},
+            "killed": {0: [("engine.training.optim.ModelEmaV3.update", 8, "SIGKILL")]},
+        }.items():
+            command = [config, "--output", str(tmp_path / name)]
+            statuses, _ = server.run(command, tmp_path / "log", faults=faults, ranks=ranks)
+            assert (statuses[0] == 0) is not bool(faults)
+        assert server.run(command, tmp_path / "log", ranks=ranks)[0] == [0] * ranks
+    finally:
+        server.close()
+    whole, resumed = (
+        load_checkpoint(sorted((tmp_path / name).glob("step_12*.pt"))[-1]) for name in ("whole", "killed")
+    )
+    for weights in ("model", "model_ema"):
+        assert whole[weights].keys() == resumed[weights].keys()
+        assert all(torch.equal(x, resumed[weights][key]) for key, x in whole[weights].items())
+
+
+def test_validation_prediction_and_exports(run_directory, tmp_path, capsys):
+    validate.main([str(run_directory), "data.dataset=digits"])
+    assert "top-1" in capsys.readouterr().out
+    validate.main([str(run_directory), "data.dataset=digits", "model.img_size=24"])
+    assert "resampled: pos_embed" in "".join(capsys.readouterr())
+    path = sorted(run_directory.glob("step_12*.pt"))[-1]
+    checkpoint = load_checkpoint(path)
+    run = parse_run(checkpoint["config"], "x")
+    export(str(tmp_path / "x.safetensors"), run, checkpoint, "plain")
+    (tmp_path / "image.png").write_bytes((Path(__file__).parents[2] / "reference/bag.png").read_bytes())
+    predict.main([str(tmp_path / "x.safetensors"), str(tmp_path / "image.png")])
+    assert "image.png" in capsys.readouterr().out
+    assert "differs by" in export(str(tmp_path / "x.pt2"), run, checkpoint, "plain")
+    assert (
+        json.loads(
+            torch.export.load(tmp_path / "x.pt2", extra_files=(files := {"config.json": ""})) and files["config.json"]
+        )["architecture"]
+        == VIT["name"]
+    )
+    with pytest.raises(UserError, match="cannot describe timm:"):
+        export(f"{tmp_path}/timm/", run, checkpoint, "plain")
+
+
+def test_alignment_is_that_of_our_own_model_with_the_same_weights(run_directory, tmp_path):
+    """Our DeiT and timm's ViT, with the same weights and mechanism: the same loss and gradients, to the bit."""
+    from engine.objectives.alignment import Alignment
+    from engine.objectives.distillation import Distill, Teacher
+
+    torch.manual_seed(0)
+    deit = {"name": "deit", "img_size": 16, "patch_size": 4, "embed_dim": 24, "depth": 2, "num_heads": 3}
+    deit |= {"num_classes": 10, "class_token": True}
+    found = []
+    teachers = [create_model(attention="softmax", **deit), create_model(attention="softmax", **VIT)]
+    teachers[1].load_state_dict(teachers[0].state_dict())
+    for teacher, model in zip(teachers, (deit, VIT), strict=True):
+        torch.manual_seed(1)
+        student = create_model(attention=EVA, **model)
+        own = {name.replace(".attn.core.", ".attn."): x for name, x in student.named_parameters()}
+        torch.manual_seed(2)
+        for name in sorted(own):
+            torch.nn.init.normal_(own[name], std=0.2)
+        objective = Alignment(
+            torch.nn.Identity(),
+            Distill(teacher="init.weights", type="attention"),
+            student.eval(),
+            Teacher(copy.deepcopy(teacher), (), None, *[((0.0,), (1.0,))] * 2),
+        )
+        loss = objective(objective.fitted, images(), torch.empty(0))
+        loss.backward()
+        found.append((loss, {name: x.grad for name, x in own.items() if x.grad is not None}))
+    (loss, gradients), (other, others) = found
+    assert torch.equal(loss, other)
+    assert gradients.keys() == others.keys()
+    assert any(".position_bias." in name for name in gradients)
+    assert all(torch.equal(x, others[name]) for name, x in gradients.items())
+
+
+def test_alignment_of_a_run(run_directory, tmp_path, capsys):
+    """By train.py, with the teacher of init.weights; the error of the first layers falls."""
+    sections = {
+        "init": {"weights": str(run_directory)},
+        "distill": {"teacher": "init.weights", "type": "attention", "alpha": 1.0},
+    }
+    server = ForkServer()
+    try:
+        config = write_run(tmp_path / "x.yaml", **sections, attention={**EVA, "num_landmarks": 1})
+        assert server.run([str(config), "--output", str(tmp_path / "run")], tmp_path / "log")[0] == [0]
+    finally:
+        server.close()
+    losses = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    losses = [record["loss"] for record in losses if "error_0" in record]
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("question", ["replace", "maps", pytest.param("error", marks=pytest.mark.complete), "search"])
+def test_analyses(run_directory, tmp_path, capsys, question):
+    """Softmax in the place of softmax changes nothing, and another mechanism something."""
+    arguments = {
+        "replace": ["data.dataset=digits", "--images", "20", "--draws", "1", "--align", "2"],
+        "maps": [str(Path(__file__).parents[2] / "reference/bag.png")],
+        "error": ["data.dataset=digits", "--images", "4", "--draws", "1", "--budgets", "16", "--temperatures", "1"],
+        "search": ["data.dataset=digits", "--images", "20", "--align", "2", "--budget", "macs=0.97"],
+    }
+    names = ["linear"] if question == "search" else ["softmax", "linear"]
+    command = [
+        question,
+        str(run_directory),
+        *arguments[question],
+        "--attention",
+        *names,
+        "--output",
+        str(tmp_path / "out"),
+    ]
+    analyze.main(command)
+    out = capsys.readouterr().out
+    assert "linear" in out
+    if question == "replace":
+        softmax, linear = read_rows(tmp_path / "out/replace.csv")
+        assert float(softmax["error"]) == float(softmax["change"]) == 0
+        assert float(linear["error"]) > 0
+        assert float(linear["aligned_output_error"]) != float(linear["output_error"])
