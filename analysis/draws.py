@@ -75,8 +75,8 @@ def to_lines(row: Row) -> list[dict[str, Any]]:
     for seed, found in enumerate(row.draws):
         line: dict[str, Any] = {"attention": row.name, "options": row.options, "mode": row.mode, "seed": seed}
         for prefix, stage in (("", found.replaced), ("aligned_", found.aligned)):
-            top1, loss, attended, output = (None,) * 4 if stage is None else stage
-            line |= {f"{prefix}top1": top1, f"{prefix}loss": loss}
+            top1, loss, changed, attended, output = (None,) * 5 if stage is None else stage
+            line |= {f"{prefix}top1": top1, f"{prefix}loss": loss, f"{prefix}changed": changed}
             line |= {f"{prefix}error": attended, f"{prefix}output_error": output}
         line |= {"aligned_seconds": found.seconds}
         tuned = found.tuned
@@ -112,7 +112,8 @@ def read_rows(path: Path) -> list[Row]:
 def _read_draw(line: Mapping[str, str]) -> Draw:
     def read(prefix: str) -> Stage | None:
         top1, error, output = (line[f"{prefix}{name}"] for name in ("top1", "error", "output_error"))
-        return Stage(float(top1), math.nan, float(error), float(output)) if top1 else None
+        changed = int(count) if (count := line.get(f"{prefix}changed")) else None
+        return Stage(float(top1), math.nan, changed, float(error), float(output)) if top1 else None
 
     replaced = read("")
     if replaced is None:

@@ -134,7 +134,8 @@ class Hybrids:
 
         def compute() -> dict[str, Any]:
             model = self.build(choices, is_aligned=True)
-            return score(model, self.laboratory.trained, self.laboratory.sample)._asdict()
+            laboratory = self.laboratory
+            return score(model, laboratory.trained, laboratory.sample, laboratory.own.predicted)._asdict()
 
         return Score(**self.once(choices, compute, of="score"))
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from analysis.align import RECIPE, align_by_seed, open_training_images
+from analysis.certificate import count_changed
 from analysis.drop_in import attended, drop_in, layer_errors, layer_inputs, outputs, set_mode
 from analysis.measurements import Measurements
 from analysis.trained import Sample, Trained
@@ -46,22 +47,28 @@ MEASUREMENTS_FILE = "measurements.jsonl"
 
 
 class Score(NamedTuple):
-    """Top-1 in percent, and mean cross-entropy in nats, of a sample; see `score` for logits that are not finite."""
+    """Top-1 in percent, and mean cross-entropy in nats, of a sample; see `score` for logits that are not finite.
+
+    changed: number of images whose prediction is not the trained model's.
+    """
 
     top1: float
     loss: float
+    changed: int = 0
 
 
 class Stage(NamedTuple):
     """Measurements of a model with another mechanism.
 
     Attributes:
-        top1, loss: see `Score`. attended, outputs: `relative_error` of attended values, and of outputs, on the inputs
+        top1, loss, changed: see `Score`. attended, outputs: `relative_error` of attended values, and of outputs, on the inputs
             of the trained model's layers; mean over the layers that get another mechanism or other options.
+            changed is None if it is not known, in tables of earlier versions.
     """
 
     top1: float
     loss: float
+    changed: int | None
     attended: float
     outputs: float
 
@@ -85,10 +92,12 @@ class Measured(NamedTuple):
 class Own(NamedTuple):
     """Trained model with its own attention: its score, and tokens, grid, attended values and outputs of every layer.
 
-    images: `NUM_COMPARED` of the sample, evenly spaced, for which the layers are measured.
+    predicted: class of every image of the sample. images: `NUM_COMPARED` of the sample, evenly spaced, for which the
+    layers are measured.
     """
 
     score: Score
+    predicted: Tensor
     images: Tensor
     inputs: Sequence[tuple[Tensor, Grid]]
     attended: Sequence[Tensor]
@@ -171,7 +180,7 @@ class Laboratory:
             parts = (attended, self.own.attended), (outputs, self.own.outputs)
             errors = [layer_errors(model, self.own.inputs, expected, compute) for compute, expected in parts]
             means = [mean(by_layer[layer] for layer in layers) for by_layer in errors]
-            found[mode] = Stage(*score(model, self.trained, self.sample), *means)
+            found[mode] = Stage(*score(model, self.trained, self.sample, self.own.predicted), *means)
         model.eval()
         return found
 
@@ -204,12 +213,17 @@ def to_measured(values: Any, modes: Sequence[str], weights: Path) -> Measured:
         LookupError, TypeError, ValueError and others: they are no measurement in these `modes`.
     """
     stages = {
-        mode: (Stage(*map(float, replaced)), None if aligned is None else Stage(*map(float, aligned)))
+        mode: (to_stage(replaced), None if aligned is None else to_stage(aligned))
         for mode, (replaced, aligned) in ((mode, values["stages"][mode]) for mode in modes)
     }
     seconds = values["seconds"]
     times = None if seconds is None else float(seconds)
     return Measured(stages, times, int(values["untrained"]), int(values["peak"]), weights)
+
+
+def to_stage(values: Sequence[Any]) -> Stage:
+    top1, loss, changed, attended, outputs = values
+    return Stage(float(top1), float(loss), int(changed), float(attended), float(outputs))
 
 
 def measure_own(trained: Trained, sample: Sample) -> Own:
@@ -223,24 +237,39 @@ def measure_own(trained: Trained, sample: Sample) -> Own:
     inputs = layer_inputs(trained, images)
     layers = [(layer, *given) for layer, given in zip(attention_layers(trained.model), inputs, strict=True)]
     found = [[compute(*layer) for layer in layers] for compute in (attended, outputs)]
-    own = score(trained.model, trained, sample)
+    logits = classify(trained.model, trained, sample)
+    own, predicted = rate(logits, sample), rank_classes(logits, 1)[:, 0]
     if not is_score(own.loss):
         raise UserError(f"{trained.path}: its own loss is not finite; choose another checkpoint, or other weights")
-    return Own(own, images, inputs, *found)
+    return Own(own, predicted, images, inputs, *found)
 
 
 @torch.no_grad()
-def score(model: nn.Module, trained: Trained, sample: Sample) -> Score:
-    """Classifies the sample by logits of its classes.
-
-    An image whose logits are not all finite is wrong, and the mean loss with it is infinite.
-    """
+def classify(model: nn.Module, trained: Trained, sample: Sample) -> Tensor:
+    """Returns the logits (n, classes) of the sample for its classes, on the CPU."""
     model = ClassSubset(model, sample.columns).to(trained.device)
     parts = sample.images.split(choose_batch_size(tuple(sample.images.shape[2:])))
-    logits = torch.cat([model(part.to(trained.device)).float().cpu() for part in parts])
-    is_right = rank_classes(logits, 1)[:, 0] == sample.classes
+    return torch.cat([model(part.to(trained.device)).float().cpu() for part in parts])
+
+
+def score(model: nn.Module, trained: Trained, sample: Sample, own: Tensor | None = None) -> Score:
+    """Classifies the sample; see `rate`."""
+    return rate(classify(model, trained, sample), sample, own)
+
+
+def rate(logits: Tensor, sample: Sample, own: Tensor | None = None) -> Score:
+    """Scores the logits of a model.
+
+    An image whose logits are not all finite is wrong and changed, and the mean loss with it is infinite.
+
+    Args:
+        own: predictions of the trained model; None: the logits are its own.
+    """
+    predicted = rank_classes(logits, 1)[:, 0]
+    is_right = predicted == sample.classes
     loss = F.cross_entropy(logits.double(), sample.classes).item()
-    return Score(100 * is_right.double().mean().item(), loss if is_score(loss) else math.inf)
+    changed = count_changed(predicted if own is None else own, predicted)
+    return Score(100 * is_right.double().mean().item(), loss if is_score(loss) else math.inf, changed)
 
 
 def export_model(path: Path, trained: Trained, model: nn.Module, attention: Any, steps: int) -> None:
