@@ -54,23 +54,23 @@ class Score(NamedTuple):
 
     top1: float
     loss: float
-    changed: int = 0
+    changed: int
 
 
 class Stage(NamedTuple):
     """Measurements of a model with another mechanism.
 
     Attributes:
-        top1, loss, changed: see `Score`. attended, outputs: `relative_error` of attended values, and of outputs, on the inputs
+        top1, loss: see `Score`. attended, outputs: `relative_error` of attended values, and of outputs, on the inputs
             of the trained model's layers; mean over the layers that get another mechanism or other options.
-            changed is None if it is not known, in tables of earlier versions.
+        changed: see `Score`; None if it is not known.
     """
 
     top1: float
     loss: float
-    changed: int | None
     attended: float
     outputs: float
+    changed: int | None = None
 
 
 class Measured(NamedTuple):
@@ -180,9 +180,13 @@ class Laboratory:
             parts = (attended, self.own.attended), (outputs, self.own.outputs)
             errors = [layer_errors(model, self.own.inputs, expected, compute) for compute, expected in parts]
             means = [mean(by_layer[layer] for layer in layers) for by_layer in errors]
-            found[mode] = Stage(*score(model, self.trained, self.sample, self.own.predicted), *means)
+            scored = self.score(model)
+            found[mode] = Stage(scored.top1, scored.loss, *means, scored.changed)
         model.eval()
         return found
+
+    def score(self, model: nn.Module) -> Score:
+        return score(classify(model, self.trained, self.sample), self.sample.classes, self.own.predicted)
 
     def build(self, attention: Any, sources: Mapping[int, nn.Module | None], seed: int) -> nn.Module:
         """Builds the trained model with other attention in some layers.
@@ -212,18 +216,17 @@ def to_measured(values: Any, modes: Sequence[str], weights: Path) -> Measured:
     Raises:
         LookupError, TypeError, ValueError and others: they are no measurement in these `modes`.
     """
+
+    def read(stage: Sequence[Any]) -> Stage:
+        return Stage(*map(float, stage[:4]), int(stage[4]))
+
     stages = {
-        mode: (to_stage(replaced), None if aligned is None else to_stage(aligned))
+        mode: (read(replaced), None if aligned is None else read(aligned))
         for mode, (replaced, aligned) in ((mode, values["stages"][mode]) for mode in modes)
     }
     seconds = values["seconds"]
     times = None if seconds is None else float(seconds)
     return Measured(stages, times, int(values["untrained"]), int(values["peak"]), weights)
-
-
-def to_stage(values: Sequence[Any]) -> Stage:
-    top1, loss, changed, attended, outputs = values
-    return Stage(float(top1), float(loss), int(changed), float(attended), float(outputs))
 
 
 def measure_own(trained: Trained, sample: Sample) -> Own:
@@ -238,7 +241,8 @@ def measure_own(trained: Trained, sample: Sample) -> Own:
     layers = [(layer, *given) for layer, given in zip(attention_layers(trained.model), inputs, strict=True)]
     found = [[compute(*layer) for layer in layers] for compute in (attended, outputs)]
     logits = classify(trained.model, trained, sample)
-    own, predicted = rate(logits, sample), rank_classes(logits, 1)[:, 0]
+    predicted = rank_classes(logits, 1)[:, 0]
+    own = score(logits, sample.classes, predicted)
     if not is_score(own.loss):
         raise UserError(f"{trained.path}: its own loss is not finite; choose another checkpoint, or other weights")
     return Own(own, predicted, images, inputs, *found)
@@ -252,24 +256,15 @@ def classify(model: nn.Module, trained: Trained, sample: Sample) -> Tensor:
     return torch.cat([model(part.to(trained.device)).float().cpu() for part in parts])
 
 
-def score(model: nn.Module, trained: Trained, sample: Sample, own: Tensor | None = None) -> Score:
-    """Classifies the sample; see `rate`."""
-    return rate(classify(model, trained, sample), sample, own)
-
-
-def rate(logits: Tensor, sample: Sample, own: Tensor | None = None) -> Score:
-    """Scores the logits of a model.
+def score(logits: Tensor, classes: Tensor, own: Tensor) -> Score:
+    """Scores logits (n, classes) by the classes and the trained model's predictions of the images (n,).
 
     An image whose logits are not all finite is wrong and changed, and the mean loss with it is infinite.
-
-    Args:
-        own: predictions of the trained model; None: the logits are its own.
     """
     predicted = rank_classes(logits, 1)[:, 0]
-    is_right = predicted == sample.classes
-    loss = F.cross_entropy(logits.double(), sample.classes).item()
-    changed = count_changed(predicted if own is None else own, predicted)
-    return Score(100 * is_right.double().mean().item(), loss if is_score(loss) else math.inf, changed)
+    loss = F.cross_entropy(logits.double(), classes).item()
+    top1 = 100 * (predicted == classes).double().mean().item()
+    return Score(top1, loss if is_score(loss) else math.inf, count_changed(own, predicted))
 
 
 def export_model(path: Path, trained: Trained, model: nn.Module, attention: Any, steps: int) -> None:
