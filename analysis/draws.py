@@ -56,7 +56,7 @@ class Row:
     def certificate(self, stage: str, images: int) -> Certificate | None:
         """Returns the certificate of the draw of a stage that changed most of the images; None if there is none."""
         found = [getattr(draw, stage) for draw in self.draws]
-        counts = [values.changed for values in found if values is not None and values.changed is not None]
+        counts = [values.changed for values in found if values and values.changed is not None]
         return Certificate(images, max(counts)) if counts else None
 
     def seconds(self) -> Spread | None:

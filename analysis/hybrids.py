@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from analysis.certificate import Certificate
 from analysis.laboratory import Laboratory, Score, export_model
 from attention import Attention, OptionError
 from models import create_model
@@ -143,6 +144,10 @@ class Hybrids:
             return self.laboratory.score(model)._asdict()
 
         return Score(**self.once(choices, compute, of="score"))
+
+    def certify(self, score: Score) -> Certificate:
+        """Returns the certificate of a hybrid that the same images may have chosen among all hybrids."""
+        return Certificate(len(self.laboratory.sample.images), score.changed, self.number)
 
     def once(self, choices: Choices, compute: Callable[[], dict[str, Any]], **question: Any) -> dict[str, Any]:
         """Returns the values of a measurement of a hybrid, which the directory keeps; computes them if it has none."""

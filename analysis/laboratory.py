@@ -47,9 +47,8 @@ MEASUREMENTS_FILE = "measurements.jsonl"
 
 
 class Score(NamedTuple):
-    """Top-1 in percent, and mean cross-entropy in nats, of a sample; see `score` for logits that are not finite.
-
-    changed: number of images whose prediction is not the trained model's.
+    """Top-1 in percent, mean cross-entropy in nats, and number of predictions that are not the trained model's; see
+    `score`.
     """
 
     top1: float
@@ -61,9 +60,8 @@ class Stage(NamedTuple):
     """Measurements of a model with another mechanism.
 
     Attributes:
-        top1, loss: see `Score`. attended, outputs: `relative_error` of attended values, and of outputs, on the inputs
-            of the trained model's layers; mean over the layers that get another mechanism or other options.
-        changed: see `Score`; None if it is not known.
+        top1, loss, changed: see `Score`. attended, outputs: `relative_error` of attended values, and of outputs, on
+            the inputs of the trained model's layers; mean over the layers that get another mechanism or other options.
     """
 
     top1: float

@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from analysis import assignments, command_line
 from analysis.align import BATCH_SIZE, validates_on_training_images
 from analysis.assignments import Point, choose, is_best
-from analysis.certificate import NOTE, Certificate, columns
+from analysis.certificate import NOTE, columns
 from analysis.costs import COSTS, Cost, Prices
 from analysis.hybrids import OWN, Choices, Hybrids
 from analysis.laboratory import MEASUREMENTS_FILE, Laboratory, Score
@@ -209,7 +209,7 @@ def report(
             point = choose(front, budget)
             file = args.output / f"{names[point]}.yaml"
             print(f"--budget {text}: {file}, {cost.text(point.cost)}, top-1 {point.score.top1:.2f} %")
-            print(f"  {certify(point, hybrids)}")
+            print(f"  {hybrids.certify(point.score)}")
         else:
             print(f"--budget {text}: nothing within it was measured; raise --evaluations")
     print(NOTE)
@@ -250,11 +250,6 @@ def report(
         write_file(args.output / f"{name}.yaml", (head + dump_yaml(dump_run(run))).encode())
 
 
-def certify(point: Point, hybrids: Hybrids) -> Certificate:
-    """Returns the certificate of a point that may have been chosen, by its loss on the sample, among all hybrids."""
-    return Certificate(len(hybrids.laboratory.sample.images), point.score.changed, hybrids.number)
-
-
 def front_files(name: str) -> list[str]:
     """Returns the names of the files of a point of the front."""
     return [f"{name}.yaml", *with_digest(f"{name}.safetensors")]
@@ -285,7 +280,7 @@ def values(point: Point, hybrids: Hybrids, cost: Cost, names: Mapping[Point, str
         "predicted_loss": rounded(candidate.predicted),
         "loss": round(score.loss, 5),
         "top1": round(score.top1, 3),
-        **columns(certify(point, hybrids)),
+        **columns(hybrids.certify(score)),
     }
 
 
