@@ -144,7 +144,7 @@ def certificates() -> str:
     fall = of("fall", stage="aligned")
     columns = {"fall (points)": averages(fall, ".2f"), "changed (%)": averages(of("rate", stage="aligned"), ".2f")}
     for size in (100, 300, 1000):
-        columns[f"bound: {size} images"] = averages(of(f"bound_{size}", stage="aligned"), ".1f")
+        columns[f"bound: {size:,} images"] = averages(of(f"bound_{size}", stage="aligned"), ".1f")
     for stage in ("aligned", "replaced"):
         least = {name: f"{min(values.values()) / 10:.1f}" for name, values in of("covered", stage=stage).items()}
         columns[f"{stage}: covered (%)"] = least
