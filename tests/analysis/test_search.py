@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 import analyze
-from analysis import assignments, costs, hybrids, laboratory, search
+from analysis import assignments, costs, laboratory, search
 from analysis.assignments import Candidate, Point, choose, is_best, predict
 from analysis.costs import Prices
 from analysis.hybrids import OWN
@@ -254,7 +254,12 @@ def diverge(*given: object) -> None:
     [
         (laboratory, "align_by_seed", diverge, "linear: a gradient is not finite in step 2 of --align; leave the m"),
         (assignments, "MOST_CANDIDATES", 3, "--strategy all: 4 assignments are more than 3"),
-        (hybrids, "score", lambda *given: Score(0.0, math.nan, 0), "no measured assignment has a finite loss"),
+        (
+            laboratory.Laboratory,
+            "score",
+            lambda *given: Score(0.0, math.nan, 0),
+            "no measured assignment has a finite loss",
+        ),
     ],
     ids=["diverging", "too many", "without a finite loss"],
 )
