@@ -104,6 +104,7 @@ def to_json(caption: str, settings: Sequence[Setting], left_out: Sequence[str] =
             **({"matched": dataclasses.asdict(setting.matched)} if setting.matched else {}),
             "paper": setting.paper and dataclasses.asdict(setting.paper),
             "runs": setting.results(),
+            "directories": [case.directory.name for case in setting.cases],
         }
         for name, setting in zip(short_names(settings), settings, strict=True)
     ]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from analysis.certificate import Certificate
 from analysis.laboratory import Stage
 from analysis.tune import Tuned
 from engine.reporting.tables import Spread, spread
@@ -52,6 +53,12 @@ class Row:
         found = [getattr(draw, stage) for draw in self.draws]
         return spread(getattr(values, name) for values in found if values is not None)
 
+    def certificate(self, stage: str, images: int) -> Certificate | None:
+        """Returns the certificate of the draw of a stage that changed most of the images; None if there is none."""
+        found = [getattr(draw, stage) for draw in self.draws]
+        counts = [values.changed for values in found if values and values.changed is not None]
+        return Certificate(images, max(counts)) if counts else None
+
     def seconds(self) -> Spread | None:
         return spread(draw.seconds for draw in self.draws if draw.seconds is not None)
 
@@ -75,12 +82,13 @@ def to_lines(row: Row) -> list[dict[str, Any]]:
     for seed, found in enumerate(row.draws):
         line: dict[str, Any] = {"attention": row.name, "options": row.options, "mode": row.mode, "seed": seed}
         for prefix, stage in (("", found.replaced), ("aligned_", found.aligned)):
-            top1, loss, attended, output = (None,) * 4 if stage is None else stage
-            line |= {f"{prefix}top1": top1, f"{prefix}loss": loss}
-            line |= {f"{prefix}error": attended, f"{prefix}output_error": output}
+            top1, loss, attended, output, changed = (None,) * 5 if stage is None else stage
+            line |= {f"{prefix}top1": top1, f"{prefix}loss": loss, f"{prefix}error": attended}
+            line |= {f"{prefix}output_error": output, f"{prefix}changed": changed}
         line |= {"aligned_seconds": found.seconds}
         tuned = found.tuned
         line |= {"tuned_top1": tuned and tuned.top1, "tuned_minutes": tuned and round(tuned.minutes, 2)}
+        line |= {"tuned_changed": tuned and tuned.changed}
         lines.append(line)
     return lines
 

@@ -1,5 +1,6 @@
 """Hybrids of a trained model: another mechanism in some layers, which is aligned once for all of them."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from analysis.laboratory import Laboratory, Score, export_model, score
+from analysis.certificate import Certificate
+from analysis.laboratory import Laboratory, Score, export_model
 from attention import Attention, OptionError
 from models import create_model, depths_of
 from models.assignment import assign, text_of
@@ -75,6 +77,11 @@ class Hybrids:
         return [(layer, name) for name, layers in self.layers.items() for layer in layers]
 
     @property
+    def number(self) -> int:
+        """Number of all hybrids."""
+        return math.prod(1 + sum(layer == own for layer, _ in self.pairs) for own in range(len(self.own)))
+
+    @property
     def own_macs(self) -> int:
         """Multiply-accumulates of the trained model for one image."""
         return self.macs(self.own)
@@ -134,9 +141,13 @@ class Hybrids:
 
         def compute() -> dict[str, Any]:
             model = self.build(choices, is_aligned=True)
-            return score(model, self.laboratory.trained, self.laboratory.sample)._asdict()
+            return self.laboratory.score(model)._asdict()
 
         return Score(**self.once(choices, compute, of="score"))
+
+    def certify(self, score: Score) -> Certificate:
+        """Returns the certificate of a hybrid that the same images may have chosen among all hybrids."""
+        return Certificate(len(self.laboratory.sample.images), score.changed, self.number)
 
     def once(self, choices: Choices, compute: Callable[[], dict[str, Any]], **question: Any) -> dict[str, Any]:
         """Returns the values of a measurement of a hybrid, which the directory keeps; computes them if it has none."""

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from analysis.align import RECIPE, align_by_seed, open_training_images
+from analysis.certificate import count_changed
 from analysis.drop_in import Given, attended, drop_in, layer_errors, layer_inputs, outputs, set_mode
 from analysis.measurements import Measurements
 from analysis.trained import Sample, Trained
@@ -45,24 +46,28 @@ MEASUREMENTS_FILE = "measurements.jsonl"
 
 
 class Score(NamedTuple):
-    """Top-1 in percent, and mean cross-entropy in nats, of a sample; see `score` for logits that are not finite."""
+    """Top-1 in percent, mean cross-entropy in nats, and number of predictions that are not the trained model's; see
+    `score`.
+    """
 
     top1: float
     loss: float
+    changed: int
 
 
 class Stage(NamedTuple):
     """Measurements of a model with another mechanism.
 
     Attributes:
-        top1, loss: see `Score`. attended, outputs: `relative_error` of attended values, and of outputs, on the inputs
-            of the trained model's layers; mean over the layers that get another mechanism or other options.
+        top1, loss, changed: see `Score`. attended, outputs: `relative_error` of attended values, and of outputs, on
+            the inputs of the trained model's layers; mean over the layers that get another mechanism or other options.
     """
 
     top1: float
     loss: float
     attended: float
     outputs: float
+    changed: int | None = None
 
 
 class Measured(NamedTuple):
@@ -84,10 +89,12 @@ class Measured(NamedTuple):
 class Own(NamedTuple):
     """Trained model with its own attention: its score, and tokens, grid, attended values and outputs of every layer.
 
-    images: `NUM_COMPARED` of the sample, evenly spaced, for which the layers are measured.
+    predicted: class of every image of the sample. images: `NUM_COMPARED` of the sample, evenly spaced, for which the
+    layers are measured.
     """
 
     score: Score
+    predicted: Tensor
     images: Tensor
     inputs: Sequence[Given]
     attended: Sequence[Tensor]
@@ -170,9 +177,13 @@ class Laboratory:
             parts = (attended, self.own.attended), (outputs, self.own.outputs)
             errors = [layer_errors(model, self.own.inputs, expected, compute) for compute, expected in parts]
             means = [mean(by_layer[layer] for layer in layers) for by_layer in errors]
-            found[mode] = Stage(*score(model, self.trained, self.sample), *means)
+            scored = self.score(model)
+            found[mode] = Stage(scored.top1, scored.loss, *means, scored.changed)
         model.eval()
         return found
+
+    def score(self, model: nn.Module) -> Score:
+        return score(classify(model, self.trained, self.sample), self.sample.classes, self.own.predicted)
 
     def build(self, attention: Any, sources: Mapping[int, nn.Module | None], seed: int) -> nn.Module:
         """Builds the trained model with other attention in some layers.
@@ -202,8 +213,12 @@ def to_measured(values: Any, modes: Sequence[str], weights: Path) -> Measured:
     Raises:
         LookupError, TypeError, ValueError and others: they are no measurement in these `modes`.
     """
+
+    def read(stage: Sequence[Any]) -> Stage:
+        return Stage(*map(float, stage[:4]), int(stage[4]))
+
     stages = {
-        mode: (Stage(*map(float, replaced)), None if aligned is None else Stage(*map(float, aligned)))
+        mode: (read(replaced), None if aligned is None else read(aligned))
         for mode, (replaced, aligned) in ((mode, values["stages"][mode]) for mode in modes)
     }
     seconds = values["seconds"]
@@ -222,24 +237,31 @@ def measure_own(trained: Trained, sample: Sample) -> Own:
     inputs = layer_inputs(trained, images)
     layers = [(layer, *given) for layer, given in zip(attention_layers(trained.model), inputs, strict=True)]
     found = [[compute(*layer) for layer in layers] for compute in (attended, outputs)]
-    own = score(trained.model, trained, sample)
+    logits = classify(trained.model, trained, sample)
+    predicted = rank_classes(logits, 1)[:, 0]
+    own = score(logits, sample.classes, predicted)
     if not is_score(own.loss):
         raise UserError(f"{trained.path}: its own loss is not finite; choose another checkpoint, or other weights")
-    return Own(own, images, inputs, *found)
+    return Own(own, predicted, images, inputs, *found)
 
 
 @torch.no_grad()
-def score(model: nn.Module, trained: Trained, sample: Sample) -> Score:
-    """Classifies the sample by logits of its classes.
-
-    An image whose logits are not all finite is wrong, and the mean loss with it is infinite.
-    """
+def classify(model: nn.Module, trained: Trained, sample: Sample) -> Tensor:
+    """Returns the logits (n, classes) of the sample for its classes, on the CPU."""
     model = ClassSubset(model, sample.columns).to(trained.device)
     parts = sample.images.split(choose_batch_size(tuple(sample.images.shape[2:])))
-    logits = torch.cat([model(part.to(trained.device)).float().cpu() for part in parts])
-    is_right = rank_classes(logits, 1)[:, 0] == sample.classes
-    loss = F.cross_entropy(logits.double(), sample.classes).item()
-    return Score(100 * is_right.double().mean().item(), loss if is_score(loss) else math.inf)
+    return torch.cat([model(part.to(trained.device)).float().cpu() for part in parts])
+
+
+def score(logits: Tensor, classes: Tensor, own: Tensor) -> Score:
+    """Scores logits (n, classes) by the classes and the trained model's predictions of the images (n,).
+
+    An image whose logits are not all finite is wrong and changed, and the mean loss with it is infinite.
+    """
+    predicted = rank_classes(logits, 1)[:, 0]
+    loss = F.cross_entropy(logits.double(), classes).item()
+    top1 = 100 * (predicted == classes).double().mean().item()
+    return Score(top1, loss if is_score(loss) else math.inf, count_changed(own, predicted))
 
 
 def export_model(path: Path, trained: Trained, model: nn.Module, attention: Any, steps: int) -> None:

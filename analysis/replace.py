@@ -8,19 +8,20 @@ python analyze.py replace runs/softmax --attention eva --blocks 0-8           # 
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from analysis import command_line
 from analysis.align import BATCH_SIZE
 from analysis.budgets import options_text
+from analysis.certificate import NOTE, columns
 from analysis.draws import Draw, Row, is_own, paired, to_lines
 from analysis.drop_in import merge_modes
 from analysis.laboratory import MEASUREMENTS_FILE, Laboratory, Stage
-from analysis.stage_figures import draw
+from analysis.stage_figures import STAGES, draw
 from analysis.trained import Trained, load_trained, read_sample
-from analysis.tune import Start, configure, tune
+from analysis.tune import Start, configure, count_changes, tune
 from attention import OptionError
 from engine.data.splits import open_split
 from engine.reporting.plots import encode
@@ -141,7 +142,7 @@ def finetune(
     """
     trained, own = laboratory.trained, laboratory.own
     if not any(is_own(row) for row in rows):
-        stage, weights = Stage(*own.score, 0.0, 0.0), str(trained.path.resolve())
+        stage, weights = Stage(own.score.top1, own.score.loss, 0.0, 0.0, 0), str(trained.path.resolve())
         same = [Draw(stage, None if args.align is None else stage, None, weights)] * args.draws
         names = ", ".join(dict.fromkeys(options["name"] for options in mechanisms_of(trained.run.attention)))
         macs = count_costs(trained.run.model, trained.run.attention).macs
@@ -150,6 +151,7 @@ def finetune(
     draws = [(name, seed) for seed in range(args.draws) for name in by_name]
     starts = [Start(by_name[name].attention, by_name[name].draws[seed].weights, seed) for name, seed in draws]
     status, found = tune(base, starts, args.output / "finetune", args.jobs)
+    found = [x and x._replace(changed=x.directory and count_changes(x.directory, laboratory)) for x in found]
     tuned = dict(zip(draws, found, strict=True))
     return status, [
         replace(row, draws=tuple(x._replace(tuned=tuned[row.name, seed]) for seed, x in enumerate(row.draws)))
@@ -170,11 +172,20 @@ def report(laboratory: Laboratory, rows: Sequence[Row], where: str, args: argpar
     title += f", {over_draws(args.draws)}"
     differences = {} if control is None else {row: paired(row, control, 100 / validation) for row in rows}
     print(f"{title}\n\n{compact_table([readable(row, own, differences.get(row)) for row in rows])}")
+    print("", *certify(rows, count), NOTE, sep="\n")
     lines = [values(row, own, count, differences.get(row)) for row in rows]
     by_draw = [line for row in rows for line in to_lines(row)] or [{"attention": ""}]
     for name, table in zip(FILES, (lines, by_draw), strict=False):
         write_file(args.output / name, dicts_to_csv(table))
     write_file(args.output / FILES[-1], encode(draw(title, rows, own, differences)))
+
+
+def certify(rows: Sequence[Row], images: int) -> Iterator[str]:
+    """Yields the certificates of the rows in all stages."""
+    for row in rows:
+        for stage in STAGES:
+            if certificate := row.certificate(stage, images):
+                yield f"{row.name}, {row.mode} mode, {stage}: {certificate}"
 
 
 def readable(row: Row, own: float, difference: Spread | None) -> dict[str, str]:
@@ -205,7 +216,7 @@ def values(row: Row, own: float, images: int, difference: Spread | None) -> dict
     """Returns the row of the CSV file, column -> value."""
     line: dict[str, Any] = {"attention": row.name, "options": row.options, "mode": row.mode, "images": images}
     line |= {"draws": len(row.draws)}
-    columns = {
+    spreads = {
         "top1": row.spread("replaced", "top1"),
         "error": row.spread("replaced", "attended"),
         "output_error": row.spread("replaced", "outputs"),
@@ -216,7 +227,9 @@ def values(row: Row, own: float, images: int, difference: Spread | None) -> dict
         "tuned_difference": difference,
         "tuned_minutes": row.spread("tuned", "minutes"),
     }
-    for name, found in columns.items():
+    for stage in STAGES:
+        line |= columns(row.certificate(stage, images), "" if stage == "replaced" else f"{stage}_")
+    for name, found in spreads.items():
         line[name], line[f"{name}_std"] = mean_and_std(found)
         if name == "top1":
             line["change"] = None if found is None else found.mean - own

@@ -21,6 +21,7 @@ from matplotlib.figure import Figure
 from analysis import assignments, command_line
 from analysis.align import BATCH_SIZE, validates_on_training_images
 from analysis.assignments import Point, choose, is_best
+from analysis.certificate import NOTE, columns
 from analysis.costs import COSTS, Cost, Prices
 from analysis.hybrids import OWN, Choices, Hybrids
 from analysis.laboratory import MEASUREMENTS_FILE, Laboratory, Score
@@ -157,7 +158,7 @@ def measure(
 ) -> list[Point]:
     """Measures assignments in the order of the strategy, until `--evaluations` are measured."""
     number = len(hybrids.pairs) + 1
-    count = math.prod(sum(layer == number for layer, _ in prices.layers) for number in range(len(hybrids.own)))
+    count = hybrids.number
     limit = number + PER_BUDGET * len(budgets) if args.evaluations is None else args.evaluations
     limit = count if args.strategy == "all" else min(limit, count)
     if args.strategy == "sensitivity" and limit < number:
@@ -208,8 +209,10 @@ def report(
             point = choose(front, budget)
             file = args.output / f"{names[point]}.yaml"
             print(f"--budget {text}: {file}, {cost.text(point.cost)}, top-1 {point.score.top1:.2f} %")
+            print(f"  {hybrids.certify(point.score)}")
         else:
             print(f"--budget {text}: nothing within it was measured; raise --evaluations")
+    print(NOTE)
     if cost.columns:
         deviation = max(abs(point.candidate.cost / point.cost - 1) for point in points)
         print(f"{cost.name} as predicted from single layers: at most {deviation:.1%} from the measured")
@@ -277,6 +280,7 @@ def values(point: Point, hybrids: Hybrids, cost: Cost, names: Mapping[Point, str
         "predicted_loss": rounded(candidate.predicted),
         "loss": round(score.loss, 5),
         "top1": round(score.top1, 3),
+        **columns(hybrids.certify(score)),
     }
 
 

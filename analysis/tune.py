@@ -1,5 +1,6 @@
 """Runs of train.py that continue training replaced models with labels, as an ablation in the directory of results."""
 
+import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -8,9 +9,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from analysis.align import validates_on_training_images
-from analysis.trained import Trained
+from analysis.laboratory import Laboratory, classify, score
+from analysis.trained import Trained, load_trained, read_sample
 from attention import OptionError
 from attention.plugins import as_arguments
+from engine.checkpoints.files import find_checkpoint
 from engine.config.objective_options import Distill
 from engine.config.yaml_files import dump_yaml
 from engine.data.splits import open_split
@@ -32,10 +35,14 @@ class Start(NamedTuple):
 
 
 class Tuned(NamedTuple):
-    """Result of a run: top-1 in percent of all validation images, and minutes from its start to its end."""
+    """Result of a run: top-1 in percent of all validation images, minutes from its start to its end, its directory,
+    and the number of images of a sample whose prediction is not the trained model's, if known.
+    """
 
     top1: float
     minutes: float
+    directory: Path | None = None
+    changed: int | None = None
 
 
 def configure(trained: Trained, epochs: int, overrides: Sequence[str]) -> dict[str, Any]:
@@ -91,7 +98,23 @@ def read_results(table: Path, number: int) -> list[Tuned | None]:
     if not table.exists():
         return [None] * number
     with parsing(table, "delete it, and give the command again"):
-        runs = [[*row["runs"].values()] for row in json.loads(read_bounded(table, MAX_TEXT))["rows"]]
-        if len(runs) != number:
-            raise ValueError(f"{len(runs)} rows for {number} runs")
-        return [Tuned(float(run[0]["top1"]), float(run[0]["elapsed_seconds"]) / 60) if run else None for run in runs]
+        rows = json.loads(read_bounded(table, MAX_TEXT))["rows"]
+        if len(rows) != number:
+            raise ValueError(f"{len(rows)} rows for {number} runs")
+        runs = [(*row["runs"].values(), None)[0] for row in rows]
+        directories = [table.parent / row["directories"][0] for row in rows]
+        return [
+            run and Tuned(float(run["top1"]), float(run["elapsed_seconds"]) / 60, directory)
+            for run, directory in zip(runs, directories, strict=True)
+        ]
+
+
+def count_changes(directory: Path, laboratory: Laboratory) -> int | None:
+    """Counts the images that the last weights of a run predict otherwise (the best were chosen on them); None: it has
+    no weights.
+    """
+    if not (kept := find_checkpoint(directory, "last", need_digest=False)):
+        return None
+    tuned = load_trained(argparse.Namespace(checkpoint=kept[0], select="last", weights="plain", overrides=[]))
+    sample = read_sample(tuned, len(laboratory.sample.images))
+    return score(classify(tuned.model, tuned, sample), sample.classes, laboratory.own.predicted).changed

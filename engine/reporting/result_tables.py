@@ -138,6 +138,19 @@ def aligned() -> str:
     return table(columns, best_first(transferred("aligned_")))
 
 
+def certificates() -> str:
+    """Fall of top-1 and changed predictions of aligned models, median bounds of samples, and their coverage."""
+    of = partial(series, "certificate.csv", seed="seed", model="fashion_mnist")
+    fall = of("fall", stage="aligned")
+    columns = {"fall (points)": averages(fall, ".2f"), "changed (%)": averages(of("rate", stage="aligned"), ".2f")}
+    for size in (100, 300, 1000):
+        columns[f"bound: {size:,} images"] = averages(of(f"bound_{size}", stage="aligned"), ".1f")
+    for stage in ("aligned", "replaced"):
+        least = {name: f"{min(values.values()) / 10:.1f}" for name, values in of("covered", stage=stage).items()}
+        columns[f"{stage}: covered (%)"] = least
+    return table(columns, reversed(best_first(fall)))
+
+
 def scratch() -> str:
     """Top-1 after an epoch from scratch, and after alignment and an epoch in a trained model."""
     own, tuned = series("scratch_epoch.csv"), transferred("tuned_")
@@ -224,6 +237,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/results_trained.md": {
         "replaced": replaced,
         "aligned": aligned,
+        "certificates": certificates,
         "from scratch for the same time": scratch,
     },
     "docs/results_error.md": {

@@ -16,8 +16,8 @@ def follow_plans(monkeypatch, results: Sequence[float] = ()) -> list[Path]:
         plan, output = Path(command[2]), Path(command[command.index("--output") + 1])
         assert Path(command[1]).name == "ablate.py"
         plans.append(plan)
-        rows = [{"runs": {"0": {"top1": top1, "elapsed_seconds": 90}}} for top1 in results]
-        rows += [{"runs": {}} for _ in read_yaml(plan).values["runs"][len(rows) :]]
+        rows = [{"runs": {"0": {"top1": top1, "elapsed_seconds": 90}}, "directories": ["0"]} for top1 in results]
+        rows += [{"runs": {}, "directories": ["0"]} for _ in read_yaml(plan).values["runs"][len(rows) :]]
         (output / "table.json").write_text(json.dumps({"rows": rows}))
         return 0
 

@@ -140,7 +140,7 @@ def test_the_table_has_both_stages_and_the_aligned_model_is_an_export(checkpoint
     assert run.init.weights == str(checkpoint)
     again = load_model(path)
     sample = read_sample(load_model(checkpoint), 60)
-    assert laboratory.score(again.model, again, sample).top1 == pytest.approx(float(eva["aligned_top1"]))
+    assert laboratory.measure_own(again, sample).score.top1 == pytest.approx(float(eva["aligned_top1"]))
     assert export["classes"] == [str(digit) for digit in range(10)]
 
 

@@ -7,7 +7,7 @@ import torch
 
 from analysis import laboratory
 from analysis.hybrids import OWN, Hybrids
-from analysis.laboratory import Laboratory, score
+from analysis.laboratory import Laboratory
 from analysis.trained import read_sample
 from attention import OptionError
 from models import create_model
@@ -46,7 +46,7 @@ def test_a_hybrid_has_the_layers_that_are_chosen(checkpoint, tmp_path):
     for number, source in enumerate(sources):
         state = attention_layers(source)[number].state_dict()
         assert all(torch.equal(x, state[name]) for name, x in attention_layers(model)[number].state_dict().items())
-    assert hybrids.score(choices) == score(model, lab.trained, lab.sample)
+    assert hybrids.score(choices) == lab.score(model)
     assert hybrids.macs(hybrids.own) == hybrids.own_macs
     assert hybrids.score(hybrids.own) == lab.own.score
 

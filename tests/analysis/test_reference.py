@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from analysis.laboratory import score
+from analysis.laboratory import measure_own
 from analysis.trained import read_sample
 from engine.run.load import dump_run, flatten, load_run
 from engine.training.differences import list_differences
@@ -24,7 +24,7 @@ def test_reference_has_learned(name: str, depth: int, least: float):
     trained = load_model(REFERENCE / f"{name}.safetensors", *IMAGES)
     assert trained.run.model["depth"] == depth
     assert f"({sum(x.numel() for x in trained.model.parameters()):,} parameters)" in README
-    assert score(trained.model, trained, read_sample(trained, 200)).top1 > least
+    assert measure_own(trained, read_sample(trained, 200)).score.top1 > least
 
 
 def test_reference_is_that_of_its_configuration_and_log():

@@ -24,7 +24,7 @@ BY_DEFAULT = 56
 def read() -> dict[Choices, tuple[Score, int]]:
     with (DOCS / "data/search.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    scores = [(Score(float(row["top1"]), float(row["loss"])), int(row["macs"])) for row in rows]
+    scores = [(Score(float(row["top1"]), float(row["loss"]), 0), int(row["macs"])) for row in rows]
     return {tuple(row[f"layer {n}"] for n in range(3)): score for row, score in zip(rows, scores, strict=True)}
 
 
@@ -99,7 +99,7 @@ def deeper() -> dict[tuple[str, int], list[Score]]:
     for key, run in runs.items():
         within = [[row for row in run if float(row["macs_share"]) <= share] for share in DEEPER_SHARES]
         chosen = [min(rows, key=lambda row: float(row["loss"])) for rows in within]
-        best[key] = [Score(float(row["top1"]), float(row["loss"])) for row in chosen]
+        best[key] = [Score(float(row["top1"]), float(row["loss"]), 0) for row in chosen]
     return best
 
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 import analyze
-from analysis import assignments, costs, hybrids, laboratory, search
+from analysis import assignments, costs, laboratory, search
 from analysis.assignments import Candidate, Point, choose, is_best, predict
 from analysis.costs import Prices
 from analysis.hybrids import OWN
@@ -39,7 +39,7 @@ def landscape(interaction: float = 0.0):
     def evaluate(choices: tuple[str, ...]) -> tuple[Score, float]:
         loss = 1 + sum(RISES.get(pair, 0) for pair in enumerate(choices))
         loss += interaction * (OWN not in choices[1:])
-        return Score(100 - loss, loss), macs_of(choices)
+        return Score(100 - loss, loss, 0), macs_of(choices)
 
     return evaluate
 
@@ -109,7 +109,7 @@ def test_the_beam_keeps_the_best_of_every_cost(monkeypatch):
 
 def test_the_front_has_no_point_that_another_beats():
     given = [(1.0, 5), (0.5, 7), (0.5, 7), (0.5, 8), (0.9, 6), (1.0, 4), (2.0, 9), (math.inf, 3)]
-    points = [Point(i, Candidate((), 0.0, macs), Score(0.0, loss), macs) for i, (loss, macs) in enumerate(given)]
+    points = [Point(i, Candidate((), 0.0, macs), Score(0.0, loss, 0), macs) for i, (loss, macs) in enumerate(given)]
     assert [point.number for point in points if is_best(point, points)] == [1, 4, 5]
     assert choose(points, 6).number == 4
     assert choose(points, 99).number == 1
@@ -166,7 +166,7 @@ def test_files_of_the_front_are_runs_of_train(checkpoint, tmp_path, monkeypatch,
         assert {entry["name"] for entry in entries} == {*expected.values()}
         model = load_model(Path(run.init.weights))
         sample = search.read_sample(load_model(checkpoint), 60)
-        assert laboratory.score(model.model, model, sample).top1 == pytest.approx(float(row["top1"]), abs=1e-3)
+        assert laboratory.measure_own(model, sample).score.top1 == pytest.approx(float(row["top1"]), abs=1e-3)
         assert yaml.safe_load(path.read_text())["init"]["weights"] == str(path.with_suffix(".safetensors"))
     out = capsys.readouterr().out
     assert "9 assignments measured, aligned in 3 steps, seed 0; the front:" in out
@@ -175,7 +175,7 @@ def test_files_of_the_front_are_runs_of_train(checkpoint, tmp_path, monkeypatch,
 
 def test_assignments_whose_loss_is_not_finite_are_said_and_not_on_the_front(checkpoint, tmp_path, monkeypatch, capsys):
     """All but the model's own."""
-    scores = lambda hybrids, choices: Score(50.0, math.inf if "linear" in choices else 1.0)  # noqa: E731
+    scores = lambda hybrids, choices: Score(50.0, math.inf if "linear" in choices else 1.0, 0)  # noqa: E731
     monkeypatch.setattr(search.Hybrids, "score", scores)
     searched(checkpoint, tmp_path, *LINEAR)
     assert "warning: the loss of 3 of 4 assignments is not finite; they are not" in capsys.readouterr().out
@@ -254,7 +254,12 @@ def diverge(*given: object) -> None:
     [
         (laboratory, "align_by_seed", diverge, "linear: a gradient is not finite in step 2 of --align; leave the m"),
         (assignments, "MOST_CANDIDATES", 3, "--strategy all: 4 assignments are more than 3"),
-        (hybrids, "score", lambda *given: Score(0.0, math.nan), "no measured assignment has a finite loss"),
+        (
+            laboratory.Laboratory,
+            "score",
+            lambda *given: Score(0.0, math.nan, 0),
+            "no measured assignment has a finite loss",
+        ),
     ],
     ids=["diverging", "too many", "without a finite loss"],
 )

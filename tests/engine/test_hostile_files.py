@@ -213,13 +213,13 @@ def test_any_content_ends_in_one_line(name: str, tmp_path: Path):
     assert not {kind: fault for kind, fault in faults.items() if fault}
 
 
-STAGE = [50.0, 1.5, 0.1, 0.2]
+STAGE = [50.0, 1.5, 0.1, 0.2, 3]
 VALID: dict[str, Any] = {
     "measurements.jsonl": {
         "key": "k",
         "values": {"stages": {"evaluation": [STAGE, STAGE]}, "seconds": 1.5, "untrained": 3, "peak": 4096},
     },
-    "table.json": {"rows": [{"runs": {"0": {"top1": 50.0, "elapsed_seconds": 60.0}}}]},
+    "table.json": {"rows": [{"runs": {"0": {"top1": 50.0, "elapsed_seconds": 60.0}}, "directories": ["0"]}]},
     MARKER: {"kind": "cache", "names": ["a"]},
     "metrics.jsonl": {"kind": "train", "epoch": 1, "step": 3, "loss": 0.5, "time": "2026-01-01 00:00:00"},
 }
