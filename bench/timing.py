@@ -74,6 +74,7 @@ def time_rounds(
     *,
     clock: Callable[[], float] = time.perf_counter,
     before: Callable[[int], object] = lambda number: None,
+    is_warm: bool = False,
 ) -> Times:
     """Times `calls` in turns: A B C, then C B A, and so on, so that drift affects all calls equally.
 
@@ -84,19 +85,20 @@ def time_rounds(
         clock: seconds on a CPU; `time.process_time` does not run while the process waits.
         before: runs, untimed, before every measurement with the number of the round. A GPU may still be busy with its
             kernels when the host begins to make the calls.
+        is_warm: the calls are long and have run before: none is repeated, and no round is dropped.
     """
 
     def measure(name: str, repeats: int, number: int) -> tuple[float, float]:
         before(number)
         return elapsed(calls[name], repeats, device, clock)
 
-    repeats = {name: max(1, math.ceil(sample_seconds / measure(name, 1, 0)[0])) for name in calls}
+    repeats = {name: 1 if is_warm else max(1, math.ceil(sample_seconds / measure(name, 1, 0)[0])) for name in calls}
     seconds = {name: [] for name in calls}
     ran = total = 0.0
     gc.collect()
     gc.disable()
     try:
-        for number in range(rounds + 1):
+        for number in range(is_warm, rounds + 1):
             for name in calls if number % 2 else reversed(calls):
                 measured, of_thread = measure(name, repeats[name], number)
                 if number:

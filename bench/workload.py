@@ -46,13 +46,14 @@ class Subject:
         name: entry of the command line, and the place of a layer of `layers_that_differ`. path: path of
             attention.kernels. build: size -> network.
         example: network, size, batch, device -> random arguments of its call. A size is the (H, W) tokens of a layer,
-            or the pixels of an image.
+            or the pixels of an image. warm_up: number of calls before the first measurement.
     """
 
     name: str
     path: kernels.Path
     build: Callable[[Grid], nn.Module]
     example: Callable[[nn.Module, Grid, int, torch.device | str], tuple[Any, ...]]
+    warm_up: int = WARM_UP
 
     @contextmanager
     def on_path(self) -> Iterator[None]:
@@ -268,7 +269,7 @@ class Workload:
             self.gradient = torch.randn_like(self.forward())
         if mode == "train":
             self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-6, capturable=execution.endswith("cuda-graph"))
-        for _ in range(WARM_UP):
+        for _ in range(subject.warm_up):
             self.call()
 
     def forward(self) -> Tensor:

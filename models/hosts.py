@@ -275,10 +275,11 @@ def replace_calls(model: Host, layers: Sequence[Call], attention: Mechanism | Se
         remedy = "a mechanism can take the place of plain self-attention alone"
         raise OptionError(KEY, f"{refused.name} {refused.problem}; {remedy}")
     entries, shared = assign(type(model).__name__, attention, [len(layers)]), dict[Any, Any]()
-    cores = [
-        _create_core(functools.partial(factory, layer=layer, depth=len(layers), shared=shared), call)
-        for layer, (factory, call) in enumerate(zip(layer_factories(entries), layers, strict=True))
-    ]
+    with torch.device("cpu"):  # the check of projections computes
+        cores = [
+            _create_core(functools.partial(factory, layer=layer, depth=len(layers), shared=shared), call)
+            for layer, (factory, call) in enumerate(zip(layer_factories(entries), layers, strict=True))
+        ]
     grids: dict[str, PassGrid] = {}
     for call, (core, extra) in zip(layers, cores, strict=True):
         module: Any = model.get_submodule(call.name)

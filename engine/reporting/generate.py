@@ -18,7 +18,7 @@ from attention.__main__ import config, markdown, row
 from engine.config.option_pages import index, page, sections
 from engine.config.papers import read_papers
 from engine.reporting.result_tables import TABLES
-from engine.reporting.speed_tables import SPEED_TABLES
+from engine.reporting.speed_tables import OF_HOSTS, SPEED_TABLES
 from engine.runtime.errors import UserError, refuse_bad_input
 from engine.runtime.files import write_file
 
@@ -70,7 +70,7 @@ def fitting() -> str:
 
 
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
-    "docs/integration.md": {"mechanisms without key masks": refusing},
+    "docs/integration.md": {"mechanisms without key masks": refusing, **OF_HOSTS},
     "docs/mechanisms.md": {
         "mechanisms": all_mechanisms,
         "mechanisms that fit small grids": fitting,

@@ -1,6 +1,6 @@
-"""Tables and the figure of speed on the first page and in docs/speed.md, from the files in docs/data/.
+"""Tables and figures of speed on the first page, in docs/speed.md and in docs/integration.md, from docs/data/.
 
-python -m engine.reporting.speed_tables  # draws docs/figures/speed.png
+python -m engine.reporting.speed_tables  # draws docs/figures/speed.png and high_resolution.png
 """
 
 import textwrap
@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from attention.__main__ import row as describe
 from engine.config.papers import read_papers
-from engine.reporting.plots import encode, in_style, label_ends, line_style, new_figure
+from engine.reporting.plots import PAGE, encode, in_style, label_ends, line_style, new_figure
 from engine.reporting.result_tables import DATA, Column, read, table
 from engine.reporting.tables import markdown_table
 from engine.runtime.files import write_file
@@ -41,6 +41,9 @@ TRAINED = {
 
 LINES = {"EVA": "eva", "LARA": "lara", "Performer": "performer", "local windows": "local"}
 """Lines of the figure for a CPU: label -> mechanism."""
+
+HOSTS = {"vit_small_patch16_dinov3": "ViT-S/16", "vit_base_patch14_dinov2": "ViT-B/14"}
+"""Host of `bench.high_resolution` -> its name."""
 
 OURS = {"softmax": "softmax", "EVA": "eva", "LARA": "lara", "local windows": "local"}
 OURS |= {"Performer (64)": "performer:num_samples=64"}
@@ -107,9 +110,9 @@ def trained(model: str) -> dict[str, dict[str, str]]:
     return ({"timm": of_timm["eager"]} if "eager" in of_timm else {}) | best | ours
 
 
-def per_second(row: dict[str, str]) -> str:
+def per_second(row: dict[str, str], form: str = ",.0f") -> str:
     """Formats images a second, with a tilde if they are noisy."""
-    return f"{'~' * (row['seconds_noisy'] == 'True')}{float(row['images_per_second']):,.0f}"
+    return f"{'~' * (row['seconds_noisy'] == 'True')}{float(row['images_per_second']):{form}}"
 
 
 def over(rows: Mapping[str, dict[str, str]], name: str, other: str) -> str:
@@ -211,6 +214,46 @@ def draw(
     label_ends(axes, [*drawn.values()], [*drawn])
 
 
+def by_case(cell: Callable[[dict[str, str]], str]) -> str:
+    """Formats rows of `bench.high_resolution`: a line for each attention, a column for each host, size and mode."""
+    columns: dict[str, dict[str, str]] = {}
+    for row in read("high_resolution.csv"):
+        host, _, attention = row["name"].partition(":")
+        title = f"{HOSTS[host]}, {row['size']}" + ", training" * (row["mode"] != "inference")
+        columns.setdefault(title, {})[attention] = cell(row)
+    return f"{table(columns)}\n\nOne core of an {row['device']}, torch {row['torch']}, timm {row['timm']}."
+
+
+def speed(row: dict[str, str]) -> str:
+    """Formats images a second of a host as it is; for other attention the speed-up, and the ratio of MACs."""
+    if row["name"] == row["baseline"]:
+        return f"{per_second(row, '.3g')} images/s"
+    return f"{'~' * (row['speedup_noisy'] == 'True')}{float(row['speedup']):.2f} ({float(row['macs_ratio']):.2f})"
+
+
+@in_style
+def speed_at_high_resolution() -> Figure:
+    """Draws images a second of ViT-S/16 in inference, with one kind of attention, against the number of tokens."""
+    figure = new_figure("ViT-S/16 on a CPU core, fp32: images/s", 2.6, PAGE / 2)
+    axes, values = figure.subplots(), dict[int, dict[str, float]]()
+    for row in read("high_resolution.csv", mode="inference"):
+        host, _, attention = row["name"].partition(":")
+        if HOSTS[host] == "ViT-S/16" and "+" not in attention:
+            height, _, width = row["size"].partition("x")
+            tokens = int(height) * int(width or height) // 16**2
+            values.setdefault(tokens, {})[attention.partition(":")[0]] = float(row["images_per_second"])
+    axes.set(xlabel="tokens", xscale="log", yscale="log")
+    lines = {"softmax": "softmax", **LINES, "linear": "linear", "agents": "agent"}
+    draw(axes, lines, values, {x: f"{x:g}" for x in (0.05, 0.1, 0.2, 0.5, 1, 2)})
+    return figure
+
+
+OF_HOSTS: dict[str, Callable[[], str]] = {
+    "speed at high resolution": partial(by_case, speed),
+    "memory at high resolution": partial(by_case, lambda row: f"{int(row['peak_bytes']) / 2**20:,.0f}"),
+}
+"""Tables of docs/integration.md."""
+
 SPEED_TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"ten mechanisms": ten_mechanisms},
     "docs/speed.md": {
@@ -224,3 +267,4 @@ SPEED_TABLES: dict[str, dict[str, Callable[[], str]]] = {
 
 if __name__ == "__main__":
     write_file(DATA.parent / "figures/speed.png", encode(speed_against_tokens()))
+    write_file(DATA.parent / "figures/high_resolution.png", encode(speed_at_high_resolution()))

@@ -380,6 +380,13 @@ def test_a_mechanism_is_refused_before_any_change(attention, message):
     assert not any(isinstance(module, Replaced) for module in host.modules())
 
 
+def test_attention_is_replaced_on_the_meta_device():
+    with torch.device("meta"):  # agents have a method of projections, which is checked with numbers
+        host = replace_attention(of_timm("vit_small_patch16_dinov3"), {"name": "agent", "num_landmarks": 4})
+        assert host(torch.empty(2, 3, *SIZE)).is_meta
+    assert all(weight.is_meta for weight in host.parameters())
+
+
 def test_calls_that_say_something_else_are_refused():
     host = replace_attention(of_timm("vit_tiny_patch16_224"), EVA)
     layer, x = host.blocks[0].attn, torch.randn(2, 25, 48)
