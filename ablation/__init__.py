@@ -2,11 +2,11 @@
 
 Each module uses those above it:
 
-- `schema`: the options of the file, and how its keys name options of train.py. `identity`: the file in the output.
+- `schema`: the options of the file, and how its keys name options of train.py.
 - `match`: sizes of mechanisms at equal multiply-accumulates.
 - `cases`: a run, its command and its result. `settings`: a row of the table, which has a run for each seed or fold.
-- `names`: short names of settings. `selection`: settings by the values of their options.
+- `names`: short names of settings.
 - `sweep`: file -> settings, all checked.
-- `estimate`, `progress` and `worker`: train the runs.
+- `worker`: trains the runs.
 - `tables`, `figures` and `report`: settings -> files.
 """

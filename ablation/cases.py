@@ -47,17 +47,9 @@ class Case:
         """Returns whether the directory has a checkpoint or a final record, if only of other options."""
         return bool(list_checkpoints(self.directory) or self.finals())
 
-    def has_diverged(self) -> bool:
-        """Returns whether the run has ended because a loss, gradient or weight was not finite."""
-        records = find_records(self.directory)
-        is_over = bool(records) and records[-1]["kind"] == "fail" and "not finite" in records[-1]["reason"]
-        return is_over and is_same_run(self.config, self.run)
-
-    def outcome(self) -> str:
-        """Returns "finished", "diverged", or "failed" for another end; empty for a run that has not ended."""
-        if self.result():
-            return "finished"
-        return "diverged" if self.has_diverged() else "failed" * failure_mark(self).exists()
+    def has_failed(self) -> bool:
+        """Returns whether the run has ended without a result: it has failed, or diverged."""
+        return failure_mark(self).exists() and not self.result()
 
     def changes(self) -> list[str]:
         """Returns a text for every option that was changed during the run."""

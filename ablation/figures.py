@@ -1,28 +1,23 @@
-"""Figures of a sweep: accuracy, its differences, its cost, and validation loss over time."""
+"""Figures of a sweep: accuracy, its differences, and its cost."""
 
 import itertools
 import math
 from collections.abc import Sequence
-from pathlib import Path
-from statistics import fmean
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import MaxNLocator
 
 from ablation.names import name_change, short_names
 from ablation.settings import Setting, has_replicates, replicate_of, varied_options
-from ablation.tables import MEASURED_COSTS, Measured, means_if_apart, measure, tells_apart
-from engine.reporting.metrics import find_records
+from ablation.tables import MEASURED_COSTS, Measured, means_if_apart, measure
 from engine.reporting.plots import (
     BLUE,
     GREY,
     ORANGE,
     PAGE,
     in_style,
-    label_ends,
     label_points,
-    line_style,
     new_figure,
     write_cell,
 )
@@ -180,68 +175,3 @@ def non_dominated(points: Sequence[tuple[float, float]]) -> list[bool]:
         not any(cost <= own_cost and top1 >= own_top1 and (cost, top1) != (own_cost, own_top1) for cost, top1 in points)
         for own_cost, own_top1 in points
     ]
-
-
-def read_curve(directory: Path) -> list[tuple[int, float, float]]:
-    """Returns epoch, hours and loss of every evaluation of a run.
-
-    Hours are running time without pauses. They count training steps alone if records have no time.
-    """
-    evaluations, seconds, step = [], 0.0, 0
-    for record in find_records(directory):
-        if record["kind"] == "train":
-            seconds += (record.get("step_seconds") or 0) * (record["step"] - step)
-            step = record["step"]
-        if record["kind"] == "eval" and record.get("loss") is not None:
-            hours = record.get("elapsed_seconds", seconds) / 3600
-            evaluations.append((record["epoch"], hours, record["loss"]))
-    return evaluations
-
-
-@in_style
-def draw_curves(caption: str, settings: Sequence[Setting]) -> Figure:
-    """Draws validation loss against epochs with a line for each setting: the mean of its seeds, and a band over them.
-
-    A second panel has hours, unless the time of a step varies as much between seeds as between settings. Runs that have
-    not reached the setting's last epoch so far are left out, so that every point of a line averages the same runs.
-    """
-    results, names = [setting.results() for setting in settings], short_names(settings)
-    curves = [furthest([read_curve(case.directory) for case in setting.cases]) for setting in settings]
-    with_hours = tells_apart(measure(results, "step_seconds"))
-    about = f" Line: mean of {replicate_of(settings)}s; band: lowest to highest of them." * has_replicates(settings)
-    height = max(3.0, 1 + 0.14 * sum(map(bool, curves)))
-    figure = new_figure(f"{caption}\nHow fast does the validation loss fall?{about}", height)
-    panels = figure.subplots(1, 1 + with_hours, sharey=True, squeeze=False)[0]
-    panels[0].set(xlabel="epoch", ylabel="validation loss (nats)", yscale="log")
-    panels[0].xaxis.set_major_locator(MaxNLocator(integer=True))
-    panels[0].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    panels[0].yaxis.set_major_formatter("{x:g}")
-    panels[0].yaxis.set_minor_locator(NullLocator())
-    panels[-1].set_xlabel("hours" if with_hours else "epoch")
-    lines = {}
-    for number, (name, curve) in enumerate(zip(names, curves, strict=True)):
-        style = line_style(number)
-        for axes, along in zip(panels, (0, 1), strict=False):
-            if curve:
-                x = [fmean(point[along] for point in points) for points in curve]
-                losses = [[point[2] for point in points] for points in curve]
-                (lines[axes, name],) = axes.plot(x, list(map(fmean, losses)), **style)
-                if len(losses[0]) > 1:
-                    edges = list(map(min, losses)), list(map(max, losses))
-                    axes.fill_between(x, *edges, color=style["color"], alpha=0.12, linewidth=0)
-    for axes in panels:
-        axes.grid()
-    named = {name: line for (axes, name), line in lines.items() if axes is panels[-1]}
-    label_ends(panels[-1], list(named.values()), list(named))
-    return figure
-
-
-def furthest(curves: Sequence[Sequence[tuple[int, float, float]]]) -> list[list[tuple[int, float, float]]]:
-    """Returns for every epoch the evaluations (epoch, hours, loss) of the runs that have come furthest."""
-    last = max((curve[-1][0] for curve in curves if curve), default=None)
-    by_epoch = [{point[0]: point for point in curve} for curve in curves if curve and curve[-1][0] == last]
-    return (
-        [[run[epoch] for run in by_epoch] for epoch in sorted(set.intersection(*map(set, by_epoch)))]
-        if by_epoch
-        else []
-    )

@@ -1,68 +1,52 @@
 """The report on a sweep: its tables and figures as texts and files."""
 
-import dataclasses
-import json
-import re
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
+from statistics import fmean
 from typing import NamedTuple
 
-import yaml
-
-from ablation.figures import draw_curves, draw_heat_map, draw_pareto, draw_results
-from ablation.names import short_names
-from ablation.settings import Setting, changed_options
+from ablation.cases import Case
+from ablation.figures import draw_heat_map, draw_pareto, draw_results
+from ablation.latex import latex_table
+from ablation.settings import Setting, changed_options, in_order
 from ablation.tables import Table, list_notes, list_runs, tabulate, tabulate_match
 from engine.reporting.plots import encode
 from engine.reporting.tables import markdown_table
 from engine.runtime.files import to_csv, write_file
 from engine.runtime.locks import hold_lock
 from engine.runtime.ownership import remove_owned
+from engine.runtime.reading import read_csv
 
-ESCAPES = {
-    "\\": r"\textbackslash{}",
-    **{character: f"\\{character}" for character in "&%$#_{}"},
-    "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}",
-    "|": r"\textbar{}",
-    "<": r"\textless{}",
-    ">": r"\textgreater{}",
-}
-
-NUMBER = re.compile(r"([+-]?\d[\d.]*(?:e[+-]?\d+)?)(?: ± (\d[\d.]*))?(?= |$)")
-
-TABLES = ("table.md", "table.tex", "table.json", "table.csv", "runs.csv")
+TABLES = ("table.md", "table.tex", "table.csv", "runs.csv")
 """Files that `write_tables` writes."""
 
-FIGURES = ("table.png", "heat_map.png", "pareto.png", "curves.png")
+FIGURES = ("table.png", "heat_map.png", "pareto.png")
 """Files that `write_figures` writes."""
 
 
 class Report(NamedTuple):
-    """A table for readers.
+    """A sweep for readers.
 
     Attributes:
-        table: its columns, without those of given values that all rows share. stated: a text of those values.
-        notes: see `list_notes`.
+        table: title -> texts of a column, without columns of given values that all rows share. stated: a text of those
+            values. notes: see `list_notes`.
     """
 
     table: Table
     stated: str
     notes: list[str]
 
+    @property
+    def rows(self) -> list[tuple[str, ...]]:
+        return list(zip(*self.table.values(), strict=True))
 
-def make_report(settings: Sequence[Setting], table: Table, left_out: Sequence[str] = ()) -> Report:
-    """Returns the report on the `table` for readers; for `left_out` see `report_sweep`."""
-    papers = [title for title in table if title.startswith("paper")]
-    given = (
-        *changed_options(settings),
-        *tabulate_match(settings),
-        "parameters (M)",
-        "MACs (G)",
-        "seeds",
-        "folds",
-        *papers,
-    )
+
+def make_report(settings: Sequence[Setting], left_out: Sequence[str] = ()) -> Report:
+    """Returns the report on a sweep; `left_out` are lines that name the settings without runs."""
+    table = tabulate(settings).readers
+    given = {*changed_options(settings), *tabulate_match(settings), "parameters (M)", "MACs (G)", "seeds", "folds"}
+    given |= {title for title in table if title.startswith("paper")}
     constant = [title for title in table if title in given and len(set(table[title])) == 1]
     same = {title: table[title][0] for title in constant if len(settings) > 1 or not table[title][0]}
     stated = ", ".join(f"{title} = {text}" for title, text in same.items() if text)
@@ -71,64 +55,36 @@ def make_report(settings: Sequence[Setting], table: Table, left_out: Sequence[st
 
 
 def report_sweep(caption: str, settings: Sequence[Setting], left_out: Sequence[str] = ()) -> str:
-    """Formats a sweep for readers, see `to_markdown`.
-
-    Args:
-        left_out: lines that name the settings without runs.
-    """
-    return to_markdown(caption, make_report(settings, tabulate(settings).readers, left_out))
-
-
-def to_markdown(caption: str, report: Report) -> str:
-    """Formats a report in Markdown: caption, values that all rows share, the table, and its notes."""
-    table, stated, notes = report
-    rows = markdown_table(list(table), zip(*table.values(), strict=True)) + "\n"
-    return f"{caption}\n\n" + f"All rows: {stated}.\n\n" * bool(stated) + rows + "".join(f"\n{n}\n" for n in notes)
+    """Formats a sweep in Markdown: caption, given values that all rows share, the table without them, and its notes."""
+    report = make_report(settings, left_out)
+    stated = f"All rows: {report.stated}.\n\n" * bool(report.stated)
+    table = markdown_table(list(report.table), report.rows)
+    return f"{caption}\n\n{stated}{table}\n" + "".join(f"\n{note}\n" for note in report.notes)
 
 
-def to_latex(caption: str, report: Report) -> str:
-    """Formats a report as `to_markdown` does, as a LaTeX table with booktabs; notes are comments below it."""
-    table, stated, notes = report
-    caption = " ".join(filter(None, [f"{caption}." * bool(caption), f"All rows: {stated}." * bool(stated)]))
-    text = latex_table(caption, list(table), list(zip(*table.values(), strict=True)))
-    return text + "".join(f"% {note}\n" for note in notes)
-
-
-def to_json(caption: str, settings: Sequence[Setting], left_out: Sequence[str] = ()) -> bytes:
-    """Encodes the settings and their finished runs: the final records of train.py by seed or fold."""
-    rows = [
-        {
-            "name": name,
-            "changes": {option: yaml.safe_load(text) for option, text in setting.changes.items()},
-            **setting.costs._asdict(),
-            **({"matched": dataclasses.asdict(setting.matched)} if setting.matched else {}),
-            "paper": setting.paper and dataclasses.asdict(setting.paper),
-            "runs": setting.results(),
-            "directories": [case.directory.name for case in setting.cases],
-        }
-        for name, setting in zip(short_names(settings), settings, strict=True)
-    ]
-    return json.dumps({"caption": caption, "rows": rows, "left_out": [*left_out]}, indent=1).encode()
+def to_latex(caption: str, settings: Sequence[Setting], left_out: Sequence[str] = ()) -> str:
+    """Formats a sweep in LaTeX, with the contents of `report_sweep`; notes are comments below the table."""
+    report = make_report(settings, left_out)
+    parts = f"{caption}." * bool(caption), f"All rows: {report.stated}." * bool(report.stated)
+    text = latex_table(" ".join(filter(None, parts)), list(report.table), report.rows)
+    return text + "".join(f"% {note}\n" for note in report.notes)
 
 
 def write_tables(caption: str, settings: Sequence[Setting], output: Path, left_out: Sequence[str] = ()) -> None:
-    """Writes `TABLES` into `output`; for `left_out` see `report_sweep`."""
-    readers, programs = tabulate(settings)
-    report = make_report(settings, readers, left_out)
+    """Writes `TABLES` into `output`; for `left_out` see `make_report`."""
     with hold_lock(output / "lock", wait=True):
-        write_file(output / "table.md", to_markdown(caption, report).encode())
-        write_file(output / "table.tex", to_latex(caption, report).encode())
-        write_file(output / "table.json", to_json(caption, settings, left_out))
-        for name, table in ("table.csv", programs), ("runs.csv", list_runs(settings)):
+        write_file(output / "table.md", report_sweep(caption, settings, left_out).encode())
+        write_file(output / "table.tex", to_latex(caption, settings, left_out).encode())
+        for name, table in ("table.csv", tabulate(settings).programs), ("runs.csv", list_runs(settings)):
             write_file(output / name, to_csv(list(table), zip(*table.values(), strict=True)))
 
 
 def write_figures(caption: str, settings: Sequence[Setting], output: Path) -> None:
-    """Writes table.png, pareto.png, curves.png and, for two options of numbers, heat_map.png into `output`.
+    """Writes table.png, pareto.png and, for two options of numbers, heat_map.png into `output`.
 
     Removes an earlier figure that the sweep has no longer.
     """
-    drawings = [draw(caption, settings) for draw in (draw_results, draw_heat_map, draw_pareto, draw_curves)]
+    drawings = [draw(caption, settings) for draw in (draw_results, draw_heat_map, draw_pareto)]
     with hold_lock(output / "lock", wait=True):
         for name, figure in zip(FIGURES, drawings, strict=True):
             if figure is not None:
@@ -137,30 +93,26 @@ def write_figures(caption: str, settings: Sequence[Setting], output: Path) -> No
                 remove_owned(output, [name])
 
 
-def latex_table(caption: str, titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Formats a table; columns of numbers are aligned to the right."""
-    is_number = [all(NUMBER.match(cell) or not cell for cell in column) for column in zip(*rows, strict=True)]
-    head = [
-        "% needs \\usepackage{booktabs}",
-        "\\begin{table}",
-        "  \\centering",
-        f"  \\caption{{{escape(caption)}}}",
-        f"  \\begin{{tabular}}{{{''.join('r' if right else 'l' for right in is_number)}}}",
-        "    \\toprule",
-    ]
-    lines = [" & ".join(map(to_cell, line)) for line in (titles, *rows)]
-    lines = [f"    {lines[0]} \\\\", "    \\midrule", *(f"    {line} \\\\" for line in lines[1:])]
-    return "\n".join([*head, *lines, "    \\bottomrule", "  \\end{tabular}", "\\end{table}", ""])
+def lost_runs(cases: Sequence[Case], output: Path) -> list[str]:
+    """Returns the runs in the tables of `output` that are none of `cases`, and would have no row any more."""
+    path, names = output / TABLES[-1], {case.directory.name for case in cases}
+    lines = read_csv(path) if path.exists() else []
+    return [line["directory"] for line in lines if line.get("directory", "") not in {"", *names}]
 
 
-def to_cell(text: str) -> str:
-    """Formats a cell: a number, or mean and deviation, in mathematics, so that signs are; the rest is escaped."""
-    if not (found := NUMBER.match(text)):
-        return escape(text)
-    mean, deviation = found.groups()
-    return f"${mean}" + (f" \\pm {deviation}" if deviation else "") + "$" + escape(text[found.end() :])
+def count_finished(settings: Sequence[Setting], jobs: int) -> str:
+    """Returns "3 of 18 runs finished, about 0:12:00 left", by the finished runs and with so many runs at a time."""
+    runs = [(case.run.schedule.epochs, case.result()) for case in in_order(settings)]
+    finals = [(epochs, final) for epochs, final in runs if final]
+    speeds = [final["elapsed_seconds"] / epochs for epochs, final in finals if "elapsed_seconds" in final]
+    text = f"{len(finals)} of {len(runs)} runs finished"
+    if not speeds or len(finals) == len(runs):
+        return text
+    seconds = fmean(speeds) * sum(epochs for epochs, final in runs if not final) / jobs
+    return f"{text}, about {timedelta(seconds=round(seconds))} left"
 
 
-def escape(text: str) -> str:
-    """Returns `text` as LaTeX that prints it."""
-    return "".join(ESCAPES.get(character, character) for character in text).replace("±", "$\\pm$")
+def describe_sweep(settings: Sequence[Setting], jobs: int) -> str:
+    """Returns the line of a dry run: how many rows, their seeds or folds, and the runs that are finished."""
+    option, values = settings[0].replicates
+    return f"{len(settings)} rows, {option} {', '.join(map(str, values))}; {count_finished(settings, jobs)}"

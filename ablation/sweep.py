@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 from ablation.cases import Case
 from ablation.match import Matched, OutOfReach, parse_match, solve
 from ablation.schema import LIMIT, OF_ROWS, Ablation, list_replicates, to_overrides, to_text
-from ablation.selection import put_first
-from ablation.settings import Setting
+from ablation.settings import Setting, put_first
 from attention.options import OptionError, nearest, parse_options, to_yaml
 from attention.plugins import as_arguments, load_plugin
 from engine.config.papers import PaperRow, read_papers

@@ -1,7 +1,6 @@
 """Tables of a sweep's finished runs: a row for each setting, a row for each run, and the notes below them."""
 
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, pstdev
@@ -137,21 +136,17 @@ def measure(results: Sequence[Mapping[int, Mapping[str, Any]]], name: str) -> li
     return [Measured(own, spread(own.values()), d) for own, d in zip(values, differences, strict=True)]
 
 
-def tells_apart(measured: Sequence[Measured]) -> bool:
-    """Returns whether a measurement varies more between settings than between their seeds, by `TIMES_SEEDS`.
+def means_if_apart(measured: Sequence[Measured]) -> list[float | None]:
+    """Returns the mean of every setting, None without a finished run; empty if settings do not vary more than seeds.
 
-    Variation is the standard deviation: of the settings' means, and of a setting's seeds (root of the mean square).
-    That of a single seed is not known, and taken for none. False without two settings.
+    Variation is the standard deviation: of the settings' means, which must be more than `TIMES_SEEDS` that of a
+    setting's seeds (root of the mean square; that of a single seed is not known, and taken for none).
     """
     means = [own.spread.mean for own in measured if own.spread]
     squares = [own.spread.std**2 for own in measured if own.spread and own.spread.std is not None]
     between_seeds = math.sqrt(fmean(squares)) if squares else 0.0
-    return len(means) > 1 and pstdev(means) > TIMES_SEEDS * between_seeds
-
-
-def means_if_apart(measured: Sequence[Measured]) -> list[float | None]:
-    """Returns the mean of every setting, None without a finished run; empty if `tells_apart` is false."""
-    return [own.spread and own.spread.mean for own in measured] if tells_apart(measured) else []
+    is_apart = len(means) > 1 and pstdev(means) > TIMES_SEEDS * between_seeds
+    return [own.spread and own.spread.mean for own in measured] if is_apart else []
 
 
 def tabulate_match(settings: Sequence[Setting]) -> Table:
@@ -216,23 +211,15 @@ def list_notes(settings: Sequence[Setting], table: Table, left_out: Sequence[str
     replicate, num_runs = replicate_of(settings), settings[0].num_runs
     notes = [REPLICATES.format(replicate) if has_replicates(settings) else ONE_RUN] + [FOLDS] * (replicate == "fold")
     counts = set(map(int, table.get(f"{replicate}s", [])))
-    if len(counts) == 1 and 0 < max(counts) < num_runs and not all(map(Case.outcome, in_order(settings))):
+    ended = [[bool(case.result() or case.has_failed()) for case in setting.cases] for setting in settings]
+    if len(counts) == 1 and 0 < max(counts) < num_runs and not all(map(all, ended)):
         notes.append(f"Not finished: every row has {max(counts)} of its {num_runs} runs.")
     for name, setting in zip(short_names(settings), settings, strict=True):
-        notes += [f"{name}: {line}." for line in describe_lost(setting)]
+        if count := sum(map(Case.has_failed, setting.cases)):
+            notes.append(f"{name}: {count} of {num_runs} runs failed or diverged, and take no part.")
         if setting.paper and setting.paper.note:
             notes.append(f"{name}, not as the paper prints it: {setting.paper.note}.")
     for case in in_order(settings):
         if changes := case.changes():
             notes.append(f"{case.directory.name} changed options during training: {'; '.join(changes)}.")
     return notes + [f"Left out: {line}." for line in left_out]
-
-
-def describe_lost(setting: Setting) -> list[str]:
-    """Returns a text for the runs of a setting that have diverged, and one for those that have failed otherwise."""
-    outcomes, lines = Counter(map(Case.outcome, setting.cases)), []
-    for outcome in ("diverged", "failed"):
-        if count := outcomes[outcome]:
-            has, takes = ("has", "takes") if count == 1 else ("have", "take")
-            lines.append(f"{count} of {setting.num_runs} runs {has} {outcome} and {takes} no part")
-    return lines

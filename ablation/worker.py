@@ -1,4 +1,4 @@
-"""Workers: each trains the runs of a sweep one after the other, except runs that another process trains."""
+"""Training of the runs of a sweep, several at a time, except those that another process trains."""
 
 import os
 import re
@@ -8,23 +8,24 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Self
+from types import FrameType
 
 import torch
 
 from ablation.cases import Case, failure_mark, last_failure
-from ablation.progress import Progress
 from engine.runtime.locks import hold_lock, is_locked
 from engine.runtime.ownership import claim_results
-from engine.runtime.processes import run_to_end, wait_for
-from engine.runtime.signals import STOPPED
+from engine.runtime.signals import STOPPED, handle_signals
 from engine.runtime.text import one_line
 
 POLL_SECONDS = 2
-"""Interval at which a worker without a run checks whether one has become free."""
+"""Interval at which a process without a run checks whether one has become free."""
+
+TICK_SECONDS = 0.05
+"""Interval at which running processes are looked at."""
 
 ERROR = re.compile(r"(\[rank\d+\]: )?(error: |(?!.*ChildFailedError)[\w.]*(Error|Exception)\b)")
 """Beginning of a line that names an error: one of the scripts here, or an exception of Python; not torchrun's own."""
@@ -36,97 +37,141 @@ PIPE_SECONDS = 5
 """Longest wait for the remaining output of a run that has ended."""
 
 
-def train_all(
-    cases: Sequence[Case], failures: Mapping[Path, int | None], wait: bool, progress: Progress
-) -> Iterator[Case]:
-    """Trains the runs that are neither finished nor running elsewhere, and yields each after it.
+class Training:
+    """A run that this process trains: its process, and the end of its stderr.
 
     Args:
-        failures: directory -> `last_failure` before the sweep began; a run that has failed since is left alone.
-        wait: wait until the runs elsewhere end, and train those whose process was killed.
-    Raises:
-        SystemExit: stopped by a signal, after the run has saved.
-    """
-    names = {case.directory: f"run {number}/{len(cases)}" for number, case in enumerate(cases, start=1)}
-    todo = list(cases)
-    while todo:
-        elsewhere = []
-        for case in todo:
-            name = names[case.directory]
-            progress.write(f"{name}: {case.directory}" + " (finished)" * bool(case.result()))
-            if case.result():
-                continue
-            claim_results(case.directory, [failure_mark(case).name])
-            # A separate lock, because train.py locks the directory some time after it begins.
-            with hold_lock(case.directory / "ablate.lock", wait=False) as is_held:
-                is_free = is_held and not is_locked(case.directory)
-                if is_free and not case.result() and last_failure(case) == failures[case.directory]:
-                    is_free = train(case, name, progress)
-                    yield case
-                    progress.end_run()
-            if not is_free:
-                elsewhere.append(case)
-                progress.write(f"{name} is running elsewhere")
-        if elsewhere and wait:
-            progress.write(f"waiting for {len(elsewhere)} runs elsewhere; with --no-wait this would end")
-            while all(map(is_busy, elsewhere)):
-                progress.tick()
-                time.sleep(POLL_SECONDS)
-        todo = elsewhere if wait else []
-
-
-def train(case: Case, name: str, progress: Progress) -> bool:
-    """Trains a run to its end; returns False if another process has begun it first.
-
-    Its lines pass through, except in a terminal, which `progress` has: they are in the run's console log.
-    """
-    with ErrorLines(passes_on=not progress.is_live) as errors:
-        stdout = subprocess.DEVNULL if progress.is_live else None
-        status = run_to_end(case.command, progress.tick, stdout=stdout, stderr=errors.pipe)
-    if status == STOPPED:
-        progress.write(f"{name} is stopped; the same command goes on")
-        sys.exit(STOPPED)
-    if status or not case.result():
-        if is_locked(case.directory):
-            return False
-        text = f"{name} failed, {describe_status(status)}: {errors.last() or 'it has printed no error'}"
-        text += f"\n  {shlex.join(case.command)}"
-        failure_mark(case).write_text(text)
-        progress.write(text, error=True)
-    return True
-
-
-class ErrorLines:
-    """Context of a pipe for the standard error of a process: keeps its end, and prints it if it `passes_on`.
-
-    Attributes:
-        pipe: descriptor that the process writes to.
+        lock: holds the lock of the run. environment: None: that of this process. passes_on: print what the run prints.
     """
 
-    def __init__(self, passes_on: bool):
-        self.passes_on, self.tail = passes_on, b""
-
-    def __enter__(self) -> Self:
-        self.source, self.pipe = os.pipe()
+    def __init__(self, case: Case, lock: ExitStack, environment: Mapping[str, str] | None, passes_on: bool):
+        self.case, self.lock, self.environment, self.passes_on, self.tail = case, lock, environment, passes_on, b""
+        stdout = None if passes_on else subprocess.DEVNULL  # the run's console log has it
+        self.process = subprocess.Popen(case.command, env=environment, stdout=stdout, stderr=subprocess.PIPE, bufsize=0)
         self.reader = threading.Thread(target=self._read, daemon=True)
         self.reader.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        os.close(self.pipe)
-        self.reader.join(PIPE_SECONDS)  # a process that the run has left behind may hold the pipe
 
     def _read(self) -> None:
-        with open(self.source, "rb", buffering=0) as source:
+        assert self.process.stderr is not None
+        with self.process.stderr as source:
             while chunk := source.read(2**16):
                 self.tail = (self.tail + chunk)[-MOST_ERRORS:]
                 if self.passes_on:
                     print(chunk.decode(errors="replace"), end="", file=sys.stderr, flush=True)
 
-    def last(self) -> str:
+    def wait(self) -> int:
+        """Waits for the end of the process and of its output, and returns its status."""
+        status = self.process.wait()
+        self.reader.join(PIPE_SECONDS)  # a process that the run has left behind may hold the pipe
+        return status
+
+    def last_error(self) -> str:
         """Returns the last line that names an error, or else the last line with a word; empty without one."""
         lines = [line.strip() for line in self.tail.decode(errors="replace").splitlines() if re.search(r"\w", line)]
         return one_line(([line for line in lines if ERROR.match(line)] or lines or [""])[-1], 300)
+
+
+def train_all(
+    cases: Sequence[Case], failures: Mapping[Path, int | None], jobs: int, wait: bool, done: Callable[[], object]
+) -> None:
+    """Trains the runs that are neither finished nor running elsewhere, `jobs` at a time, and calls `done` after each.
+
+    Args:
+        failures: directory -> `last_failure` before the sweep began; a run that has failed since is left alone.
+        wait: wait until the runs elsewhere end, and train those whose process was killed.
+    Raises:
+        SystemExit: stopped by a signal, after the runs have saved.
+    """
+    names = {case.directory: f"run {number}/{len(cases)}" for number, case in enumerate(cases, start=1)}
+    todo, elsewhere, running = list(cases), list[Case](), list[Training]()
+    free = share_devices(jobs)
+    stopped = False
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        nonlocal stopped
+        stopped = True
+        if number != signal.SIGINT:  # a terminal sends SIGINT to all processes
+            for training in running:
+                training.process.send_signal(number)
+
+    with handle_signals(pass_on):
+        try:
+            while running or (not stopped and (todo or (elsewhere and wait))):
+                if free and todo and not stopped:
+                    case = todo.pop(0)
+                    print(f"{names[case.directory]}: {case.directory}{' (finished)' * bool(case.result())}", flush=True)
+                    if case.result():
+                        continue
+                    if (training := begin(case, failures[case.directory], free[0], jobs == 1)) == "elsewhere":
+                        elsewhere.append(case)
+                        print(f"{names[case.directory]} is running elsewhere", flush=True)
+                    elif isinstance(training, Training):
+                        running.append(training)
+                        free.pop(0)
+                        if stopped:  # while it was started
+                            training.process.terminate()
+                    if wait and elsewhere and not todo:
+                        print(f"waiting for {len(elsewhere)} runs elsewhere; with --no-wait this would end", flush=True)
+                elif ended := [training for training in running if training.process.poll() is not None]:
+                    for training in ended:
+                        running.remove(training)
+                        free.append(training.environment)
+                        stopped |= training.process.returncode == STOPPED
+                        if not end(training, names[training.case.directory], stopped):
+                            elsewhere.append(training.case)
+                        if not stopped:
+                            done()
+                elif running:
+                    time.sleep(TICK_SECONDS)
+                else:
+                    todo = [case for case in elsewhere if not is_busy(case)]
+                    elsewhere = [case for case in elsewhere if case not in todo]
+                    time.sleep(0 if todo else POLL_SECONDS)
+        finally:
+            for training in running:
+                training.process.terminate()
+                end(training, names[training.case.directory], True)
+    if stopped:
+        sys.exit(STOPPED)
+
+
+def begin(
+    case: Case, failure: int | None, environment: Mapping[str, str] | None, passes_on: bool
+) -> Training | str | None:
+    """Starts a run; returns "elsewhere" if another process trains it, None if it has ended there since.
+
+    Args:
+        failure: see `train_all`.
+    """
+    claim_results(case.directory, [failure_mark(case).name])
+    with ExitStack() as stack:
+        # A separate lock, because train.py locks the directory some time after it begins.
+        if not stack.enter_context(hold_lock(case.directory / "ablate.lock", wait=False)) or is_locked(case.directory):
+            return "elsewhere"
+        if case.result() or last_failure(case) != failure:
+            return None
+        return Training(case, stack.pop_all(), environment, passes_on)
+
+
+def end(training: Training, name: str, stopped: bool) -> bool:
+    """Ends a run whose process ends, and prints a failure; returns False if another process has begun it first.
+
+    Args:
+        stopped: a signal has stopped it, whatever its status: torchrun ends with 1 when its ranks are stopped.
+    """
+    case, status = training.case, training.wait()
+    with training.lock:
+        if stopped:
+            print(f"{name} is stopped; the same command goes on", flush=True)
+        elif status or not case.result():
+            if is_locked(case.directory):
+                print(f"{name} is running elsewhere", flush=True)
+                return False
+            text = f"{name} failed, {describe_status(status)}: {training.last_error() or 'it has printed no error'}"
+            text += f"\n  {shlex.join(case.command)}"
+            failure_mark(case).write_text(text)
+            print(text, file=sys.stderr, flush=True)
+    return True
 
 
 def describe_status(status: int) -> str:
@@ -137,34 +182,6 @@ def describe_status(status: int) -> str:
     return f"status {status}" if status else "status 0 without a result"
 
 
-def run_jobs(command: Sequence[str], jobs: int, output: Path, progress: Progress) -> None:
-    """Runs `command`, which trains runs one after the other, in `jobs` processes that share the devices.
-
-    Raises:
-        SystemExit: stopped by a signal, after the runs have saved.
-    """
-    claim_results(output, [worker_log(output, number).name for number in range(1, 1 + jobs)])
-    with ExitStack() as stack:
-        processes = {}
-        for number, environment in enumerate(share_devices(jobs), start=1):
-            path = worker_log(output, number)
-            log = stack.enter_context(path.open("wb"))
-            process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
-            processes[path] = stack.enter_context(process)
-            progress.write(f"worker {number}: {path}")
-        statuses = wait_for(list(processes.values()), progress.tick)
-    if STOPPED in statuses:
-        progress.write("the workers are stopped; the same command goes on")
-        sys.exit(STOPPED)
-    for path, status in zip(processes, statuses, strict=True):
-        if status not in (0, 1):  # 1: a run failed
-            progress.write(f"a worker ended with {describe_status(status)}: {path}", error=True)
-
-
-def worker_log(output: Path, number: int) -> Path:
-    return output / f"worker_{number}.log"
-
-
 def is_busy(case: Case) -> bool:
     """Returns whether another process trains the run."""
     if not case.directory.exists():
@@ -173,8 +190,12 @@ def is_busy(case: Case) -> bool:
         return not is_held or is_locked(case.directory)
 
 
-def share_devices(jobs: int) -> list[dict[str, str]]:
-    """Returns the environment of each of `jobs` workers: its own GPUs, if there are enough, and its share of CPUs."""
+def share_devices(jobs: int) -> list[dict[str, str] | None]:
+    """Returns the environment of each of `jobs` runs at a time: its own GPUs, if there are enough, and its share of
+    CPUs; that of this process (None) for a single one.
+    """
+    if jobs == 1:
+        return [None]
     number = torch.cuda.device_count()
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(number)))).split(",")[:number]
     threads = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // jobs))} | os.environ

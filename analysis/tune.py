@@ -1,7 +1,6 @@
 """Runs of train.py that continue training replaced models with labels, as an ablation in the directory of results."""
 
 import argparse
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -21,7 +20,7 @@ from engine.run.load import dump_run, parse_run
 from engine.runtime.files import write_file
 from engine.runtime.ownership import claim_results, remove_owned
 from engine.runtime.processes import run_to_end
-from engine.runtime.reading import MAX_TEXT, parsing, read_bounded
+from engine.runtime.reading import parsing, read_csv
 
 ABLATE = Path(__file__).parents[1] / "ablate.py"
 
@@ -81,16 +80,16 @@ def tune(
     rows = [{"attention": start.attention, "init.weights": start.weights, "train.seed": start.seed} for start in starts]
     for name, content in (("base", base), ("plan", {"caption": caption, "base": "base.yaml", "runs": rows})):
         write_file(directory / f"{name}.yaml", dump_yaml(content).encode())
-    remove_owned(directory, ["sweep.yaml"])  # the plan of an earlier command may have had other rows
+    remove_owned(directory, ["runs.csv"])  # the plan of an earlier command may have had other rows
     command = [str(ABLATE), str(directory / "plan.yaml"), "--output", str(directory), *as_arguments()]
     command += ["--jobs", str(jobs)]
     print(f"fine-tuning: python {' '.join(command)}", flush=True)
     status = run_to_end([sys.executable, *command])
-    return status, read_results(directory / "table.json", len(starts))
+    return status, read_results(directory / "runs.csv", len(starts))
 
 
 def read_results(table: Path, number: int) -> list[Tuned | None]:
-    """Reads the result of each of so many runs from the table of their ablation; None: it is not finished.
+    """Reads the result of each of so many runs from the runs of their ablation; None: it is not finished.
 
     Raises:
         UserError: it is no such table.
@@ -98,15 +97,11 @@ def read_results(table: Path, number: int) -> list[Tuned | None]:
     if not table.exists():
         return [None] * number
     with parsing(table, "delete it, and give the command again"):
-        rows = json.loads(read_bounded(table, MAX_TEXT))["rows"]
-        if len(rows) != number:
-            raise ValueError(f"{len(rows)} rows for {number} runs")
-        runs = [(*row["runs"].values(), None)[0] for row in rows]
-        directories = [table.parent / row["directories"][0] for row in rows]
-        return [
-            run and Tuned(float(run["top1"]), float(run["elapsed_seconds"]) / 60, directory)
-            for run, directory in zip(runs, directories, strict=True)
-        ]
+        names = [(row["top-1 (%)"], row.get("hours", ""), Path(row["directory"]).name) for row in read_csv(table)]
+        runs = [(top1, hours, table.parent / name) for top1, hours, name in names]
+        if len(runs) != number:
+            raise ValueError(f"{len(runs)} rows for {number} runs")
+        return [Tuned(float(top1), 60 * float(hours), where) if top1 else None for top1, hours, where in runs]
 
 
 def count_changes(directory: Path, laboratory: Laboratory) -> int | None:

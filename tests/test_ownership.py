@@ -51,7 +51,7 @@ REMOVERS = {
 """Module that removes, renames or shortens files -> how it knows that they are ours."""
 
 WRITERS = {
-    "ablation/worker.py": "logs and marks of failures, which it has claimed",
+    "ablation/worker.py": "marks of failures, which it has claimed",
     "bench/runtimes.py": "temporary directory",
     "engine/data/cache.py": "new files of `prepare`, in a directory that it has made",
     "engine/data/mds.py": "new files of `prepare`, in a directory that it has made",
@@ -153,7 +153,7 @@ TABLE: dict[str, tuple[tuple[str, ...], Callable[[Path], object], str | None]] =
     "a sweep, its plan": (("table.md",), plan_sweep, "is there already"),
     "a sweep, a failure": (("train.seed=1/ablate.failed",), run_sweep, "is there already"),
     "a sweep, the failure of a plan": (("train.seed=1/ablate.failed",), plan_sweep, "is there already"),
-    "a sweep, its file": (("sweep.yaml",), run_sweep, "move it away to go on"),
+    "a sweep, its file": (("sweep.yaml",), run_sweep, "is there already"),
     **{f"results, {name}": ((name,), lambda d: make_output(d, FIGURES), "is there already") for name in FIGURES},
     "figures of a benchmark": (FIGURES, lambda d: draw_figures([], d), None),
     "an export, DIR": (("README.md", "model.safetensors.tmp"), lambda d: write_together(d, {"config.json": b""}), None),

@@ -22,7 +22,6 @@ OF_READER = "engine.data.splits.refusing, in which every split is opened, refuse
 OF_CHECKPOINT = "engine.checkpoints.files.load_checkpoint refuses whatever a file raises"
 MAY_PARSE = {
     "ablation/names.py": "texts of options that the sweep has formatted itself",
-    "ablation/report.py": "texts of options that the sweep has formatted itself",
     "engine/checkpoints/files.py": OF_CHECKPOINT,
     "engine/checkpoints/format.py": OF_CHECKPOINT,
     "engine/checkpoints/local_dir.py": OF_CHECKPOINT,
@@ -39,7 +38,6 @@ MAY_PARSE = {
 """Module that parses outside of `parsing` -> the reason."""
 
 MAY_OPEN = {
-    "ablation/worker.py": "a pipe of its own",
     "attention/plugins.py": "code of the user, which is run",
     "bench/runtimes.py": "a file that it has written",
     "engine/checkpoints/local_dir.py": "a license, which is shown",

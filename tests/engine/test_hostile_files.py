@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
+from ablation.report import lost_runs
 from ablation.sweep import read_ablation
-from analysis.draws import read_rows
 from analysis.laboratory import to_measured
 from analysis.measurements import Measurements
 from analysis.tune import read_results
@@ -110,8 +110,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "metrics.jsonl": read_run,
     "epochs.csv": read_epochs,
     "measurements.jsonl": read_measurement,
-    "table.json": lambda path: read_results(path, 1),
-    "replace_draws.csv": read_rows,
+    "runs.csv": lambda path: (lost_runs([], path.parent), read_results(path, 1)),
     "quality.csv": read_quality,
     "real.json": lambda path: read_real_labels(str(path), Images(OneImage()), [0]),
     "run.yaml": load_run,
@@ -219,7 +218,6 @@ VALID: dict[str, Any] = {
         "key": "k",
         "values": {"stages": {"evaluation": [STAGE, STAGE]}, "seconds": 1.5, "untrained": 3, "peak": 4096},
     },
-    "table.json": {"rows": [{"runs": {"0": {"top1": 50.0, "elapsed_seconds": 60.0}}, "directories": ["0"]}]},
     MARKER: {"kind": "cache", "names": ["a"]},
     "metrics.jsonl": {"kind": "train", "epoch": 1, "step": 3, "loss": 0.5, "time": "2026-01-01 00:00:00"},
 }

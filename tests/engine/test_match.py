@@ -1,12 +1,10 @@
 """Equal budgets: sizes are solved for a cost, runs are ordinary configurations, and what cannot reach it is named."""
 
-import json
 from pathlib import Path
 
 import pytest
 
-import ablate
-from ablation.report import report_sweep, to_json
+from ablation.report import report_sweep
 from ablation.tables import tabulate
 from attention import ATTENTION
 from engine.run.load import load_run
@@ -35,28 +33,21 @@ def config(tmp_path) -> Path:
 
 def test_the_solved_size_is_an_override_of_an_ordinary_run(config):
     """64 tokens of 12 channels: by hand, s features cost 64 * s * 48 of 64 * 16 * 24 that are asked for."""
-    _, settings, left_out = read(config)
+    ablation, settings, left_out = read(config)
     performer, abc, softmax = settings
     assert [setting.matched and setting.matched.value for setting in settings] == [8, 5, None]
-    command = performer.cases[0].command
-    assert command[3:5] == ["attention={name: performer}", "attention.num_samples=8"]
+    assert performer.cases[0].command[3:5] == ["attention={name: performer}", "attention.num_samples=8"]
     for setting in (performer, abc):
-        run = setting.cases[0].run
+        run = setting.run
         assert load_run(config.parent / "base.yaml", setting.cases[0].command[3:5]) == run
         contexts = layer_contexts("deit", {name: run.model[name] for name in run.model if name != "name"})
-        mechanism, options = ATTENTION[run.attention["name"]], dict(run.attention)
-        parsed = mechanism.Config(**{name: value for name, value in options.items() if name != "name"})
-        costs = [mechanism.layer_cost(context, parsed).macs for context in contexts]
-        assert setting.matched.reached == sum(costs) / 2
+        mechanism = ATTENTION[run.attention["name"]]
+        parsed = mechanism.Config(**{name: value for name, value in run.attention.items() if name != "name"})
+        assert setting.matched.reached == sum(mechanism.layer_cost(each, parsed).macs for each in contexts) / 2
         assert setting.cases[0].directory.name.endswith(f",{setting.matched.override}")
     assert left_out == ["attention=softmax: attention(softmax): declares no option that sets its size"]
     assert softmax.cases[0].directory.name == "attention=softmax"
-
-
-def test_the_table_shows_target_reached_cost_and_deviation(config):
-    ablation, settings, left_out = read(config)
-    table = tabulate(settings).programs
-    reached = [setting.matched.reached for setting in settings[:2]]
+    table, reached = tabulate(settings).programs, [performer.matched.reached, abc.matched.reached]
     assert table["size"] == ["num_samples=8", "num_landmarks=5", ""]
     assert table["layer_macs: target"] == ["24000", "24000", ""]
     assert table["layer_macs: reached"] == [f"{x:.0f}" for x in reached] + [""]
@@ -64,18 +55,13 @@ def test_the_table_shows_target_reached_cost_and_deviation(config):
     assert table["within 2 %"] == ["no" if abs(x / 24e3 - 1) > 0.02 else "yes" for x in reached] + [""]
     assert "no" in table["within 2 %"]
     assert f"\nLeft out: {left_out[0]}.\n" in report_sweep(ablation.caption, settings, left_out)
-    stored = json.loads(to_json("", settings, left_out))
-    assert stored["left_out"] == left_out
-    assert stored["rows"][0]["matched"]["value"] == 8
-    assert "matched" not in stored["rows"][2]
 
 
 @pytest.mark.complete
 def test_a_target_of_the_model_is_the_counted_cost(config):
-    config.write_text(SWEEP.replace("layer_macs: 24.0e3", "model_macs: 500.0e3"))
-    _, settings, _ = read(config)
+    _, settings, _ = read(config, SWEEP.replace("layer_macs: 24.0e3", "model_macs: 500.0e3"))
     for setting in settings[:2]:
-        run = setting.cases[0].run
+        run = setting.run
         assert setting.matched.reached == count_costs(run.model, run.attention).macs
         others = [{**run.attention, setting.matched.option: setting.matched.value + step} for step in (-1, 1)]
         others = [count_costs(run.model, attention).macs for attention in others]
@@ -83,16 +69,11 @@ def test_a_target_of_the_model_is_the_counted_cost(config):
 
 
 def test_a_target_of_a_token_is_the_same_on_every_grid(config):
-    config.write_text(
-        "base: base.yaml\nmatch: {token_macs: 960}\ngrid:\n  attention: [{name: abc}]\n  model.img_size: [32, 64]\n"
-    )
-    _, settings, _ = read(config)
-    for setting, tokens in zip(settings, (64, 256), strict=True):
-        config.write_text(
-            f"base: base.yaml\nmatch: {{layer_macs: {960 * tokens}}}\nruns:\n  - {{attention: {{name: abc}},"
-            f" model.img_size: {4 * tokens**0.5:.0f}}}\n"
-        )
-        _, [other], _ = read(config)
+    sizes = "grid: {attention: [{name: abc}], model.img_size: [32, 64]}\n"
+    _, settings, _ = read(config, f"match: {{token_macs: 960}}\n{sizes}")
+    for setting, tokens, size in zip(settings, (64, 256), (32, 64), strict=True):
+        grid = f"grid: {{attention: [{{name: abc}}], model.img_size: [{size}]}}\n"
+        _, [other], _ = read(config, f"match: {{layer_macs: {960 * tokens}}}\n{grid}")
         assert setting.matched.value == other.matched.value > 1
         assert setting.matched.reached == other.matched.reached / tokens == pytest.approx(960, rel=0.1)
 
@@ -104,19 +85,15 @@ def test_a_target_of_a_token_is_the_same_on_every_grid(config):
 def test_layers_that_differ_count_each_for_itself(config, mechanism, per_layer):
     """TransNormer's first layer has windows of 4 x 4 tokens, its second linear attention of heads of 6 channels."""
     target = sum(per_layer) / 2
-    config.write_text(
-        f"base: base.yaml\nmatch: {{layer_macs: {target}}}\nruns: [{{attention: {{name: {mechanism}}}}}]\n"
-    )
-    _, [setting], _ = read(config)
+    _, [setting], _ = read(config, f"match: {{layer_macs: {target}}}\nruns: [{{attention: {{name: {mechanism}}}}}]\n")
     assert (setting.matched.override, setting.matched.reached) == ("attention.window_size=4", target)
 
 
 def test_a_size_that_the_grid_refuses_is_replaced_before_the_model_is_built(config):
     """Linformer has 64 landmarks by default, more than the 16 tokens here."""
-    config.write_text("base: base.yaml\nmatch: {token_macs: 100}\nruns:\n  - {attention: {name: linformer}}\n")
     (config.parent / "base.yaml").write_text(BASE.replace("patch_size: 4", "patch_size: 8"))
-    _, [setting], _ = read(config)
-    assert setting.cases[0].run.attention["num_landmarks"] == setting.matched.value <= 16
+    _, [setting], _ = read(config, "match: {token_macs: 100}\nruns:\n  - {attention: {name: linformer}}\n")
+    assert setting.run.attention["num_landmarks"] == setting.matched.value <= 16
 
 
 @pytest.mark.parametrize(
@@ -128,74 +105,48 @@ def test_a_size_that_the_grid_refuses_is_replaced_before_the_model_is_built(conf
 )
 def test_a_mechanism_whose_costs_are_all_off_is_left_out(config, target, nearest):
     """Windows of 1 token cost 64 * 24; windows of 7 x 7, which are padded, cost more than the one of 8 x 8."""
-    config.write_text(f"base: base.yaml\nmatch: {{layer_macs: {target}}}\nruns: [{{}}, {{match: false}}]\n")
-    _, [kept], (line,) = read(config)
-    assert kept.cases[0].run.attention["window_size"] == 7
+    _, [kept], (line,) = read(config, f"match: {{layer_macs: {target}}}\nruns: [{{}}, {{match: false}}]\n")
+    assert kept.run.attention["window_size"] == 7
     assert line == f"base: attention(local): every size is {nearest}"
+
+
+KINDS = "layer_macs, token_macs, model_macs"
+
+
+@pytest.mark.parametrize(
+    ("match", "expected"),
+    [
+        ("{macs: 1.0e6}", ".macs: unknown option; known: layer_macs, mod"),
+        ("{time: 5.0}", ".time: unknown option; known: layer_macs, model_"),
+        ("{layer_macs: -1}", ".layer_macs: expected a number above 0, got -1"),
+        ("{layer_macs: 24e3x}", ".layer_macs: expected a number above 0, got"),
+        ("{layer_macs: .inf}", ".layer_macs: expected a number above 0, got"),
+        ("{}", f": expected one of {KINDS}, got {{}}"),
+        ("{layer_macs: 1.0, model_macs: 2.0}", f": expected one of {KINDS}, got {{"),
+    ],
+)
+def test_a_target_of_another_form_is_one_line(config, match, expected):
+    config.write_text(SWEEP.replace("{layer_macs: 24.0e3}", match))
+    assert refusal(config).startswith(f"equal.yaml:2: match{expected}")
+
+
+LISTED = "[{blocks: 0, name: abc}, {blocks: 1, name: abc}]"
 
 
 @pytest.mark.parametrize(
     ("old", "new", "expected"),
     [
-        ("{layer_macs: 24.0e3}", "{macs: 1.0e6}", "equal.yaml:2: match.macs: unknown option; known: layer_macs, mod"),
+        ("{name: abc}", "{name: abc, num_landmarks: 3}", "5: runs.1: attention.num_landmarks is given, and match sol"),
+        ("{name: abc}", LISTED, "5: runs.1: attention: match sets the size of one mechanism, and this is a list; wr"),
+        ("match: false", "match: true", "7: runs.3: match: expected false, or no match, got True; leave it"),
+        ("match: {layer_macs: 24.0e3}\n", "", "6: runs.3: match: acts in a sweep with match only, got False; leave it"),
+        ("{name: abc}", "{name: abd}", "5: runs.1: attention.name"),
         (
-            "{layer_macs: 24.0e3}",
-            "{layer_macs: -1}",
-            "equal.yaml:2: match.layer_macs: expected a number above 0, got -1",
-        ),
-        (
-            "{layer_macs: 24.0e3}",
-            "{}",
-            "equal.yaml:2: match: expected one of layer_macs, token_macs, model_macs, got {}",
-        ),
-        (
-            "{layer_macs: 24.0e3}",
-            "{layer_macs: 1.0, model_macs: 2.0}",
-            "equal.yaml:2: match: expected one of layer_macs, token_macs, model_macs, got {",
-        ),
-        (
-            "{layer_macs: 24.0e3}",
-            "{layer_macs: 24e3x}",
-            "equal.yaml:2: match.layer_macs: expected a number above 0, got",
-        ),
-        (
-            "{layer_macs: 24.0e3}",
-            "{layer_macs: .inf}",
-            "equal.yaml:2: match.layer_macs: expected a number above 0, got",
-        ),
-        ("{layer_macs: 24.0e3}", "{time: 5.0}", "equal.yaml:2: match.time: unknown option; known: layer_macs, model_"),
-        (
-            "{name: abc}",
-            "{name: abc, num_landmarks: 3}",
-            "equal.yaml:5: runs.1: attention.num_landmarks is given, and match solves it; leave it out, or write match",
-        ),
-        (
-            "{name: abc}",
-            "[{blocks: 0, name: abc}, {blocks: 1, name: abc}]",
-            "equal.yaml:5: runs.1: attention: match sets the size of one mechanism, and this is a list; write match:",
-        ),
-        ("match: false", "match: true", "equal.yaml:7: runs.3: match: expected false, or no match, got True; leave it"),
-        (
-            "match: {layer_macs: 24.0e3}\n",
-            "",
-            "equal.yaml:6: runs.3: match: acts in a sweep with match only, got False; leave it out",
-        ),
-        ("{name: abc}", "{name: abd}", "equal.yaml:5: runs.1: attention.name"),
-        (
-            SWEEP[SWEEP.index("runs:") :],
-            "runs: [{attention: softmax}]",
-            "equal.yaml:2: match: no setting can be trained; the last: attention=softmax",
+            *(SWEEP[SWEEP.index("runs:") :], "runs: [{attention: softmax}]"),
+            "2: match: no setting can be trained; the last: attention=softmax",
         ),
     ],
 )
-def test_what_cannot_be_honoured_is_one_line(config, old, new, expected):
+def test_a_row_that_cannot_be_solved_is_one_line(config, old, new, expected):
     config.write_text(SWEEP.replace(old, new))
-    assert refusal(config).startswith(expected)
-
-
-@pytest.mark.complete
-def test_a_dry_run_names_what_is_left_out(config, capsys):
-    ablate.main([str(config), "--output", str(config.parent / "out"), "--dry-run"])
-    out = capsys.readouterr().out
-    assert "Left out: attention=softmax: attention(softmax): declares no option that sets its size.\n" in out
-    assert "attention.num_samples=8 --output" in out
+    assert refusal(config).startswith(f"equal.yaml:{expected}")

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from ablation.cases import Case
-from ablation.figures import read_curve
 from ablation.worker import is_busy
 from engine.checkpoints.progress import Progress
 from engine.reporting import metrics
@@ -107,7 +106,6 @@ def test_a_record_that_no_run_makes_stops_nothing(tmp_path: Path, record: dict):
     run = make_run(tmp_path / "run", START, {**EVAL, "loss": 1.0}, {**TRAIN, "step_seconds": 0.1}, record)
     summarise(run)
     epochs_csv(EpochTable(read_records(run)).rows())
-    read_curve(run)
     Recorder(run, RUN, Progress(epoch=3, step=30), total_steps=40, world=WORLD).close()
 
 

@@ -1,5 +1,6 @@
 """Sweeps of tests, read beside their file, and runs that stand for finished ones."""
 
+import csv
 import json
 from pathlib import Path
 
@@ -23,8 +24,10 @@ train: {total_batch_size: 64, amp: null, device: cpu}
 """
 
 
-def read(config: Path) -> tuple[Ablation, list[Setting], list[str]]:
-    """Reads a sweep whose runs go to the directory `out` beside it."""
+def read(config: Path, text: str = "") -> tuple[Ablation, list[Setting], list[str]]:
+    """Reads a sweep, of this text if there is one, whose runs go to the directory `out` beside it."""
+    if text:
+        config.write_text(text if text.startswith(("base", "caption", "bases")) else f"base: base.yaml\n{text}")
     return read_ablation(config, [], config.parent / "out", ["python"])
 
 
@@ -37,8 +40,19 @@ def refusal(config: Path) -> str:
     return text
 
 
+def read_table(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
 def write_records(case: Case, *records: dict[str, object]) -> None:
     """Writes the files of a run of train.py with these records."""
     case.directory.mkdir(parents=True, exist_ok=True)
     (case.directory / "config.yaml").write_text(yaml.safe_dump(dump_run(case.run)))
     (case.directory / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def finish(case: Case, **values: float) -> None:
+    """Writes the files of a finished run of train.py."""
+    final = {"kind": "final", "epoch": 1, "step": 9, "top1": 90.0, "step_seconds": 0.0123, "memory_mb": 321.4}
+    write_records(case, final | values)
