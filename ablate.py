@@ -16,10 +16,10 @@ import functools
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from ablation.cases import Case, check_data, check_options, failure_mark, last_failure
+from ablation.cases import Case, check_data, check_options, failure_mark
 from ablation.report import (
     FIGURES,
     TABLES,
@@ -38,7 +38,7 @@ from engine.runtime.arguments import PROCESSES, ArgumentParser
 from engine.runtime.errors import ConfigError, refuse_bad_input
 from engine.runtime.files import check_directory, write_file
 from engine.runtime.locks import hold_lock
-from engine.runtime.ownership import RESULTS, check_claim, make_output
+from engine.runtime.ownership import RESULTS, check_claim, make_output, remove_owned
 from engine.runtime.reading import read_bounded
 from engine.runtime.terminal import warn_once
 from engine.runtime.text import one_line
@@ -67,7 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             return print(*(shlex.join(case.command) for case in cases), sep="\n")
         make_output(output, OUTPUT_FILES)
         store_sweep(args.config, args.overrides, output)
-        failures = {case.directory: last_failure(case) for case in cases}
+        for case in cases:  # this command tries failed runs again
+            remove_owned(case.directory, [failure_mark(case).name])
 
         def write(is_last: bool = False) -> None:
             """Writes tables, and at last figures, unless a later command has added to the sweep."""
@@ -80,10 +81,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 write_figures(ablation.caption, settings, output)
 
         try:
-            train_all(cases, failures, args.jobs, not args.no_wait, write)
+            train_all(cases, args.jobs, not args.no_wait, write)
         finally:
             write(is_last=True)
-    exit_unless_finished(cases, failures)
+    exit_unless_finished(cases)
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -123,13 +124,13 @@ def store_sweep(path: Path, overrides: Sequence[str], output: Path) -> None:
         write_file(output / SWEEP_FILE, f"# {one_line(command)}\n".encode() + read_bounded(path, 2**20))
 
 
-def exit_unless_finished(cases: Sequence[Case], failures: Mapping[Path, int | None]) -> None:
-    """Names the runs that have failed since `failures`, or are unfinished, and exits unless others train the rest.
+def exit_unless_finished(cases: Sequence[Case]) -> None:
+    """Names the runs that have failed, or are unfinished, and exits unless others train the rest.
 
     Raises:
         SystemExit: a run has failed, or no process trains one that is unfinished.
     """
-    failed = [case for case in cases if last_failure(case) != failures[case.directory]]
+    failed = [case for case in cases if case.has_failed()]
     unfinished = [case for case in cases if not case.result() and case not in failed]
     are_elsewhere = any(map(is_busy, unfinished))
     if are_elsewhere:

@@ -61,12 +61,6 @@ def failure_mark(case: Case) -> Path:
     return case.directory / "ablate.failed"
 
 
-def last_failure(case: Case) -> int | None:
-    """Returns the time of the run's failure in nanoseconds of its file system; None if it has not failed."""
-    mark = failure_mark(case)
-    return mark.stat().st_mtime_ns if mark.exists() else None
-
-
 def is_same_run(config: Path, run: Run) -> bool:
     """Returns whether the file `config`, of any version, describes a run with the results of `run`."""
     try:

@@ -10,12 +10,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from types import FrameType
 
 import torch
 
-from ablation.cases import Case, failure_mark, last_failure
+from ablation.cases import Case, failure_mark
 from engine.runtime.locks import hold_lock, is_locked
 from engine.runtime.ownership import claim_results
 from engine.runtime.signals import STOPPED, handle_signals
@@ -71,13 +70,12 @@ class Training:
         return one_line(([line for line in lines if ERROR.match(line)] or lines or [""])[-1], 300)
 
 
-def train_all(
-    cases: Sequence[Case], failures: Mapping[Path, int | None], jobs: int, wait: bool, done: Callable[[], object]
-) -> None:
+def train_all(cases: Sequence[Case], jobs: int, wait: bool, done: Callable[[], object]) -> None:
     """Trains the runs that are neither finished nor running elsewhere, `jobs` at a time, and calls `done` after each.
 
+    A run that has failed in another process is left alone.
+
     Args:
-        failures: directory -> `last_failure` before the sweep began; a run that has failed since is left alone.
         wait: wait until the runs elsewhere end, and train those whose process was killed.
     Raises:
         SystemExit: stopped by a signal, after the runs have saved.
@@ -102,7 +100,7 @@ def train_all(
                     print(f"{names[case.directory]}: {case.directory}{' (finished)' * bool(case.result())}", flush=True)
                     if case.result():
                         continue
-                    if (training := begin(case, failures[case.directory], free[0], jobs == 1)) == "elsewhere":
+                    if (training := begin(case, free[0], jobs == 1)) == "elsewhere":
                         elsewhere.append(case)
                         print(f"{names[case.directory]} is running elsewhere", flush=True)
                     elif isinstance(training, Training):
@@ -135,20 +133,14 @@ def train_all(
         sys.exit(STOPPED)
 
 
-def begin(
-    case: Case, failure: int | None, environment: Mapping[str, str] | None, passes_on: bool
-) -> Training | str | None:
-    """Starts a run; returns "elsewhere" if another process trains it, None if it has ended there since.
-
-    Args:
-        failure: see `train_all`.
-    """
+def begin(case: Case, environment: Mapping[str, str] | None, passes_on: bool) -> Training | str | None:
+    """Starts a run; returns "elsewhere" if another process trains it, None if it has ended there since."""
     claim_results(case.directory, [failure_mark(case).name])
     with ExitStack() as stack:
         # A separate lock, because train.py locks the directory some time after it begins.
         if not stack.enter_context(hold_lock(case.directory / "ablate.lock", wait=False)) or is_locked(case.directory):
             return "elsewhere"
-        if case.result() or last_failure(case) != failure:
+        if case.result() or case.has_failed():
             return None
         return Training(case, stack.pop_all(), environment, passes_on)
 

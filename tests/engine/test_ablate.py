@@ -296,14 +296,14 @@ def test_a_run_that_failed_in_another_process_is_tried_again_by_the_next_command
     announce(config, text=ONE)
     _, [setting], _ = read_ablation(config, [], config.parent / "out", shlex.split(launcher))
     (case,) = setting.cases
-    before = {case.directory: worker.last_failure(case)}
     assert not worker.is_busy(case)
     claim(case.directory, RESULTS, [worker.failure_mark(case).name])
     worker.failure_mark(case).touch()
-    worker.train_all([case], before, 1, True, lambda: None)
+    worker.train_all([case], 1, True, lambda: None)
     assert not case.result()
-    worker.train_all([case], {case.directory: worker.last_failure(case)}, 1, True, lambda: None)
+    sweep(config, launcher)
     assert case.result()
+    assert not case.has_failed()
 
 
 @pytest.mark.parametrize(
