@@ -100,14 +100,14 @@ def train_all(cases: Sequence[Case], jobs: int, wait: bool, done: Callable[[], o
                     print(f"{names[case.directory]}: {case.directory}{' (finished)' * bool(case.result())}", flush=True)
                     if case.result():
                         continue
-                    if (training := begin(case, free[0], jobs == 1)) == "elsewhere":
-                        elsewhere.append(case)
-                        print(f"{names[case.directory]} is running elsewhere", flush=True)
-                    elif isinstance(training, Training):
+                    if training := begin(case, free[0], jobs == 1):
                         running.append(training)
                         free.pop(0)
                         if stopped:  # while it was started
                             training.process.terminate()
+                    elif not case.result() and not case.has_failed():
+                        elsewhere.append(case)
+                        print(f"{names[case.directory]} is running elsewhere", flush=True)
                     if wait and elsewhere and not todo:
                         print(f"waiting for {len(elsewhere)} runs elsewhere; with --no-wait this would end", flush=True)
                 elif ended := [training for training in running if training.process.poll() is not None]:
@@ -133,13 +133,13 @@ def train_all(cases: Sequence[Case], jobs: int, wait: bool, done: Callable[[], o
         sys.exit(STOPPED)
 
 
-def begin(case: Case, environment: Mapping[str, str] | None, passes_on: bool) -> Training | str | None:
-    """Starts a run; returns "elsewhere" if another process trains it, None if it has ended there since."""
+def begin(case: Case, environment: Mapping[str, str] | None, passes_on: bool) -> Training | None:
+    """Starts a run, unless another process trains it, or has done so."""
     claim_results(case.directory, [failure_mark(case).name])
     with ExitStack() as stack:
         # A separate lock, because train.py locks the directory some time after it begins.
         if not stack.enter_context(hold_lock(case.directory / "ablate.lock", wait=False)) or is_locked(case.directory):
-            return "elsewhere"
+            return None
         if case.result() or case.has_failed():
             return None
         return Training(case, stack.pop_all(), environment, passes_on)
@@ -153,7 +153,7 @@ def end(training: Training, name: str, stopped: bool) -> bool:
     """
     case, status = training.case, training.wait()
     with training.lock:
-        if stopped:
+        if stopped and not case.result():
             print(f"{name} is stopped; the same command goes on", flush=True)
         elif status or not case.result():
             if is_locked(case.directory):

@@ -1,26 +1,18 @@
-"""Child processes, to which stop signals are passed on."""
+"""A child process, to which stop signals are passed on."""
 
 import signal
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from types import FrameType
-from typing import Any
 
 from engine.runtime.signals import STOPPED, handle_signals
 
 
-def run_to_end(command: Sequence[str], each_second: Callable[[], object] = lambda: None, **streams: Any) -> int:
-    """Runs `command` and returns its exit status, see `wait_for`; `streams` are stdout and stderr of `Popen`."""
-    with subprocess.Popen(command, **streams) as process:
-        return wait_for([process], each_second)[0]
+def run_to_end(command: Sequence[str]) -> int:
+    """Runs `command` and returns its exit status. Stop signals are passed on to its runs, which then save.
 
-
-def wait_for(processes: Sequence[subprocess.Popen], each_second: Callable[[], object] = lambda: None) -> list[int]:
-    """Passes stop signals on to `processes`, whose runs then save, and returns their exit statuses.
-
-    Calls `each_second` about once a second.
-    After a signal every status counts as `STOPPED`, because torchrun ends with 1 when its ranks are stopped.
+    After a signal the status counts as `STOPPED`, because torchrun ends with 1 when its ranks are stopped.
     """
     stopped = False
 
@@ -28,14 +20,11 @@ def wait_for(processes: Sequence[subprocess.Popen], each_second: Callable[[], ob
         nonlocal stopped
         stopped = True
         if number != signal.SIGINT:  # a terminal sends SIGINT to all processes
-            for process in processes:
-                process.send_signal(number)
+            process.send_signal(number)
 
-    with handle_signals(pass_on):
-        for process in processes:
-            while process.poll() is None:
-                # A signal may interrupt another thread; an endless wait would not notice it.
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(timeout=1)
-                each_second()
-    return [STOPPED if stopped else process.returncode for process in processes]
+    with subprocess.Popen(command) as process, handle_signals(pass_on):
+        while process.poll() is None:
+            # A signal may interrupt another thread; an endless wait would not notice it.
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=1)
+    return STOPPED if stopped else process.returncode
