@@ -448,7 +448,7 @@ OPTIONAL_TEXTS = [
 
 
 def test_options_that_name_a_file_or_a_model_are_texts_or_null():
-    assert {"init.weights", "distill.teacher", "data.root", "data.classes", "data.cache_dir"} <= {*OPTIONAL_TEXTS}
+    assert {"init.weights", "distill.teacher", "data.root", "data.classes"} <= {*OPTIONAL_TEXTS}
 
 
 @pytest.mark.parametrize("text", ["''", "None"])

@@ -25,7 +25,7 @@ from attention.options import OptionError
 from engine.config.schema import Augment, Data, Run, Train
 from engine.data import datasets, idx, prepare, verify, webdataset
 from engine.data.identity import identify_split
-from engine.data.images import BrokenImage, DataError
+from engine.data.images import BrokenImage
 from engine.data.loaders import create_loaders
 from engine.data.splits import classes_of, open_split
 from engine.runtime.distributed import World
@@ -408,24 +408,29 @@ def test_an_index_opens_the_same_data_set_without_reading_a_shard(tmp_path, caps
 
 
 OUTSIDE = r"damaged \(ValueError: places outside of the shards\)"
-BEYOND = r"damaged \(ValueError: images or labels that end after their shard\)"
-NESTED = (10**5).to_bytes(8, "little") + b"[" * 10**5
-"""A file of the format safetensors, whose header no parser can hold."""
+BEYOND = r"damaged \(ValueError: images that end after their shard\)"
 
 
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        (lambda root: write_shard(root / "train-3.tar", [sample(1)]), "'train-3.tar' differs; make it anew"),
-        (lambda root: (root / "train-3.tar").unlink(), "'train-3.tar' differs; make it anew"),
-        (lambda root: write_shard(root / "train-11.tar", [sample(1)]), "'train-11.tar' differs; make it anew"),
+        (lambda root: write_shard(root / "train-3.tar", [sample(1)]), "'train-3.tar' differs; remove it"),
+        (lambda root: (root / "train-3.tar").unlink(), "'train-3.tar' differs; remove it"),
+        (lambda root: (root / "train-3.tar").touch(), "'train-3.tar' differs; remove it"),
+        (lambda root: write_shard(root / "train-11.tar", [sample(1)]), "'train-11.tar' differs; remove it"),
         (lambda root: rewrite(root, sizes=1 << 40), BEYOND),
         (lambda root: rewrite(root, begins=1 << 62, sizes=1 << 62), BEYOND),
         (lambda root: rewrite(root, begins=-1), OUTSIDE),
         (lambda root: rewrite(root, shards=11), OUTSIDE),
         (lambda root: rewrite(root, shards=-1), OUTSIDE),
         (lambda root: rewrite(root, {"shards": "7"}), r"damaged \(TypeError"),
-        (lambda root: rewrite(root, {"ignored": "[7]"}), r"damaged \(ValueError: files that have no names\)"),
+        (
+            lambda root: rewrite(root, {"ignored": "[7]"}),
+            "damaged .*files or classes that have no names",
+        ),
+        (lambda root: rewrite(root, {"classes": '["0", "0", "1", "2"]'}), r"damaged \(ValueError: labels of no class"),
+        (lambda root: rewrite(root, labels=4), r"damaged \(ValueError: labels of no class"),
+        (lambda root: rewrite(root, labels=-1), r"damaged \(ValueError: labels of no class"),
     ],
 )
 def test_an_index_of_other_shards_is_refused(tmp_path, change, problem):
@@ -433,18 +438,9 @@ def test_an_index_of_other_shards_is_refused(tmp_path, change, problem):
     write_index(tmp_path)
     change(tmp_path)
     assert_shards_refused(tmp_path, rf"^data.train_split: '.*train-\*.tar': train.index.safetensors.*{problem}")
+    (tmp_path / "train.index.safetensors").unlink()
     write_index(tmp_path)
     open_wds(tmp_path)
-
-
-@pytest.mark.parametrize(("content", "problem"), [(b"no index", "damaged"), (NESTED, r"damaged \(RecursionError")])
-def test_a_file_in_the_place_of_an_index_is_refused_and_stays(tmp_path, content, problem):
-    write_wds(tmp_path)
-    (path := tmp_path / "train.index.safetensors").write_bytes(content)
-    assert_shards_refused(tmp_path, rf"^data.train_split: '.*train-\*.tar': train.index.safetensors.*{problem}")
-    with pytest.raises(SystemExit):
-        write_index(tmp_path)
-    assert path.read_bytes() == content
 
 
 def rewrite(root, texts: dict[str, str] | None = None, **values: int) -> None:
@@ -458,12 +454,10 @@ def rewrite(root, texts: dict[str, str] | None = None, **values: int) -> None:
     save_file(arrays, path, notes | (texts or {}))
 
 
-@pytest.mark.parametrize(
-    "arguments", [["out", "--index", "--dataset", "wds"], ["--index", "--dataset", "csv"], [], ["--dataset", "wds"]]
-)
-def test_an_index_needs_folders_or_shards_and_no_output(tmp_path, capsys, arguments):
+@pytest.mark.parametrize("arguments", [["out", "--index", "--dataset", "wds"], ["--index"], []])
+def test_an_index_needs_shards_and_no_output(tmp_path, capsys, arguments):
     error = refusal(prepare.main, [tmp_path, *arguments], capsys)
-    assert "give an output directory, or --index without one for --dataset folder or wds" in error
+    assert "give an output directory, or --index without one for --dataset wds" in error
 
 
 def test_shards_that_cannot_be_listed_get_no_index(tmp_path, capsys):
@@ -518,8 +512,7 @@ def exchange(values: np.ndarray) -> np.ndarray:
     return values
 
 
-def swap_labels_of_table(path) -> None:
-    """Exchanges the labels of two images in a file of `write_table`, in place."""
+def swap_labels_of_index(path) -> None:
     before = load_file(path)["labels"]
     edit(path, lambda content: content.replace(before.tobytes(), exchange(before).tobytes()))
 
@@ -580,9 +573,7 @@ def prepared(write: Callable, *options: str) -> Callable:
 
 
 write_cache_of = prepared(write_wds, "--dataset", "wds", "--short-side", "0")
-write_shards_of = prepared(write_wds, "--dataset", "wds", "--format", "mds", "--original")
 write_indexed_wds = prepared(write_wds, "--dataset", "wds", "--index")
-write_indexed_folder = prepared(write_folder, "--index")
 
 
 def write_idx_files(root) -> None:
@@ -600,14 +591,11 @@ def write_names(root) -> None:
     ("dataset", "write", "file", "change"),
     [
         ("folder", write_folder, "train/0/0.png", lambda path: path.rename(path.parents[1] / "1" / path.name)),
-        ("folder", write_indexed_folder, "train.folders.safetensors", swap_labels_of_table),
         ("folder", write_names, "names.txt", swap_names_of_classes),
         ("csv", write_csv, "train.csv", swap_labels_of_csv),
         ("wds", write_wds, "train-0.tar", swap_labels_of_shard),
-        ("wds", write_indexed_wds, "train-0.tar", swap_labels_of_shard),
-        ("wds", write_indexed_wds, "train.index.safetensors", swap_labels_of_table),
+        ("wds", write_indexed_wds, "train.index.safetensors", swap_labels_of_index),
         ("cache", write_cache_of, "train.npz", swap_labels_of_cache),
-        ("mds", write_shards_of, "train/images.safetensors", swap_labels_of_table),
         ("idx", write_idx_files, f"train{idx.LABELS}", swap_labels_of_idx),
         ("torch/cifar10", write_cifar10, "cifar-10-batches-py/data_batch_1", swap_labels_of_cifar10),
     ],
@@ -624,10 +612,7 @@ def test_no_image_comes_with_another_label_than_before(dataset, write, file, cha
     assert identify_split("train", open_split(data, "train_split")) == before
     change(tmp_path / file)
     with suppress(OptionError):
-        images = open_split(data, "train_split")
-        if identify_split("train", images) == before:
-            with pytest.raises(DataError, match=r"the .cls of 'train-0/00000.png' is 3, and was 0 when listed"):
-                images[0]
+        assert identify_split("train", open_split(data, "train_split")) != before
 
 
 @contextmanager
@@ -653,8 +638,6 @@ def ends_within(seconds: int):
         ("wds", write_wds, "train-3.tar"),
         ("cache", write_cache_of, "train.npz"),
         ("cache", write_cache_of, "train.pixels"),
-        ("mds", write_shards_of, "train/images.safetensors"),
-        ("mds", write_shards_of, "train/index.json"),
         ("idx", write_idx_files, f"train{idx.LABELS}"),
         ("idx", write_idx_files, f"train{idx.IMAGES}"),
     ],

@@ -14,13 +14,11 @@ import torch
 from PIL import Image
 
 import train
-from attention.options import OptionError
 from engine.config.schema import Augment, Data, Run, Train
 from engine.data import verify
 from engine.data.images import BrokenImage, DataError, decode
 from engine.data.loaders import count_broken, create_loaders, create_val_loader
 from engine.data.splits import classes_of, open_split
-from engine.run.checks import check_run
 from engine.runtime.distributed import World, seed_everything
 from engine.runtime.reading import open_regular
 from tests.support.image_files import IMAGE_FILES, WHITE
@@ -63,58 +61,11 @@ def test_refused(name, mode):
     assert len(str(caught.value)) < 250
 
 
-def read_levels(values, dtype, levels=None, kind="TIFF", mode="L") -> list[int]:
-    """A row of grey levels, as it is decoded."""
-    file = io.BytesIO()
-    Image.fromarray(np.array([values], dtype)).save(file, kind)
-    return np.asarray(decode(file, mode, levels)).ravel().tolist()
-
-
 @pytest.mark.parametrize("kind", ["TIFF", "PNG", "PPM"])
-def test_16_bits_have_the_range_of_their_format_or_the_given_one(kind):
-    every = np.arange(65536)
-    rounded = (every + 128) // 257
-    assert read_levels(every, np.uint16, None, kind) == rounded.tolist()
-    assert read_levels(every, np.uint16, (0, 65535), kind) == rounded.tolist()
-    assert read_levels(every, np.uint16, (65535, 0), kind) == (255 - rounded).tolist()
-    assert read_levels([0, 819, 4095, 5000], np.uint16, (0, 4095), kind) == [0, 51, 255, 255]
-
-
-@pytest.mark.parametrize(
-    ("values", "dtype", "levels", "expected"),
-    [
-        ([-1.0, 0.0, 0.25, 1.0, 7.0], np.float32, (0, 1), [0, 0, 64, 255, 255]),
-        ([-1000, -160, 40, 240, 3000], np.int32, (-160, 240), [0, 0, 128, 255, 255]),  # Hounsfield units
-        ([-1000, -160, 40, 240, 3000], np.int16, (-160, 240), [0, 0, 128, 255, 255]),
-        ([0, 90, 255], np.uint8, (0, 4095), [0, 90, 255]),
-    ],
-)
-def test_levels_of_other_types_are_those_given(values, dtype, levels, expected):
-    assert read_levels(values, dtype, levels) == expected
-    assert read_levels(values, dtype, levels, mode="RGB") == [level for level in expected for _ in range(3)]
-    if dtype == np.uint8:
-        return
-    with pytest.raises(BrokenImage, match=r"no defined look; give the levels of black and white, data.levels="):
-        read_levels(values, dtype)
-
-
-def test_levels_that_are_not_finite_are_broken():
-    for value in (math.nan, math.inf):
-        with pytest.raises(BrokenImage, match="grey levels that are not finite"):
-            read_levels([0.5, value], np.float32, (0, 1))
-
-
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        ({"levels": (1, 1)}, "black and white are the same level; give two"),
-        ({"levels": (0, 1), "dataset": "cache"}, "images of .*=cache have 8 bits; give --levels to engine.data.pre"),
-        ({"levels": (0, 1), "dataset": "digits"}, "images of data.dataset=digits have 8 bits; set it to null"),
-    ],
-)
-def test_levels_without_a_meaning_are_refused(options, problem):
-    with pytest.raises(OptionError, match=rf"^data\.levels.*{problem}"):
-        check_run(Run(model={"in_chans": 3}, attention="softmax", data=Data(**options)))
+def test_16_bits_have_the_range_of_their_format(kind):
+    every, file = np.arange(65536), io.BytesIO()
+    Image.fromarray(every[None].astype(np.uint16)).save(file, kind)
+    assert np.asarray(decode(file, "L")).ravel().tolist() == ((every + 128) // 257).tolist()
 
 
 @pytest.fixture(scope="module")
