@@ -201,8 +201,7 @@ def is_image(path: str) -> bool:
 
 def suffix_of(path: str) -> str:
     """Returns the suffix of a file's name in lower case, with its dot; "" if it has none."""
-    name = path[path.rfind("/") + 1 :].lstrip(".")  # as posixpath.splitext, in a third of the time
-    return name[name.rfind(".") :].lower() if "." in name else ""
+    return posixpath.splitext(path)[1].lower()
 
 
 def describe_files(ignored: Iterable[str]) -> str:

@@ -27,7 +27,7 @@ from attention.options import OptionError
 from engine.config.schema import Data
 from engine.data import webdataset
 from engine.data.cache import INDEX, encode, pixels_of, write_cache
-from engine.data.images import BrokenImage, DataError
+from engine.data.images import BrokenImage
 from engine.data.splits import Images, describe_ignored, find_split
 from engine.data.verify import add_source, open_splits, read_all
 from engine.runtime.arguments import ArgumentParser, Count
@@ -75,8 +75,6 @@ def index_splits(args: argparse.Namespace) -> None:
             layout = webdataset.write_index(path, args.workers)
         except OSError as error:
             raise UserError(f"{index}: {error.strerror or error}") from error
-        except DataError:
-            raise
         except Exception as error:  # of a damaged shard
             raise OptionError("--splits", f"{path!r}: {one_line(str(error))}") from error
         print(f"{index}: {len(layout.samples):,} images of {len(layout.class_to_idx):,} classes")

@@ -27,7 +27,7 @@ def _options(section: str, names: str) -> set[str]:
 DESCRIBED = {
     *("model", "attention", "plugins", "simmim", "augment", "optim", "schedule"),
     *_options("init", "weights strict"),
-    *_options("distill", "teacher type alpha beside tau"),
+    *_options("distill", "teacher type alpha tau"),
     *_options("data", "subset val_fraction folds fold subset_seed num_sequences"),
     *_options("data", "crop_mode crop_pct interpolation mean std"),
     *_options(

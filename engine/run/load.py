@@ -79,6 +79,7 @@ def load_unbuilt(path: str | Path, overrides: Sequence[str] = ()) -> Run:
 REMOVED: dict[str, list[Any] | None] = {
     "distill.layers": [None],
     "distill.distance": ["squared"],
+    "distill.beside": ["labels"],
     "data.order": ["list"],
     "data.levels": [None],
     "data.shuffle_shards": None,

@@ -3,7 +3,6 @@
 import hashlib
 import io
 import os
-import posixpath
 import random
 import re
 import tarfile
@@ -19,7 +18,7 @@ from engine.config.schema import Data
 from engine.data.folders import open_class_folders
 from engine.data.identity import identify_split
 from engine.data.images import FORMATS, SUFFIXES, BrokenImage
-from engine.data.layout import classify, suffix_of
+from engine.data.layout import classify
 from engine.data.splits import classes_of, describe_ignored, open_split
 from engine.data.tar import TarReader
 from tests.support.refusals import assert_split_refused
@@ -191,12 +190,6 @@ def test_a_folder_that_cannot_be_read_is_refused(tmp_path, monkeypatch):
     write_folder(tmp_path, ["a/1.png", "b/2.png"])
     monkeypatch.setattr(os, "scandir", scandir)
     assert_split_refused("Permission denied", root=str(tmp_path))
-
-
-def test_a_suffix_is_what_it_is_in_the_standard_library():
-    parts = ["", ".", "..", "a", ".a", "A.JPG", "a.b.jpg", "..jpg", "a..png", "a.", "é.Tiff"]
-    for path in [*parts, *(f"{folder}/{name}" for folder in parts for name in parts)]:
-        assert suffix_of(path) == posixpath.splitext(path)[1].lower(), path
 
 
 def test_suffixes_are_those_of_the_formats_that_are_decoded():

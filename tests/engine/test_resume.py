@@ -380,11 +380,11 @@ def test_a_distilled_run_resumes_with_its_teacher_only(ranks: int, overrides, fo
     assert sum(re.fullmatch(difference, line) is not None for line in lines) == ranks
 
 
-MIXED = ["distill.alpha=0.7", "distill.beside=soft", "train.grad_accum_steps=2", "train.amp=bf16"]
+MIXED = ["distill.alpha=0.7", "train.grad_accum_steps=2", "train.amp=bf16"]
 
 
 @pytest.mark.parametrize(("ranks", "overrides"), [(1, []), (2, []), (2, MIXED)])
-def test_a_run_without_labels_resumes(ranks: int, overrides, fork_server: ForkServer, runs: Runs, tmp_path: Path):
+def test_a_run_that_aligns_resumes(ranks: int, overrides, fork_server: ForkServer, runs: Runs, tmp_path: Path):
     """Averaged weights, too. They, and the weights, are the teacher's where nothing trains them."""
     teacher = shutil.copytree(runs.directory / "run1", tmp_path / "teacher")
     students = [f"init.weights={teacher}", "distill.teacher=init.weights", "distill.type=attention", LARA, *overrides]
