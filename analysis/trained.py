@@ -102,7 +102,6 @@ def read_images(images: Images, indices: Iterable[int], run: Run) -> tuple[Tenso
     Raises:
         BrokenImage: an image cannot be read.
     """
-    images.levels = run.data.levels
     images.mode = "L" if num_channels(run) == 1 else "RGB"
     images.transform = create_transform(run, to_2tuple(run.model["img_size"]), is_training=False, as_bytes=False)
     found = []

@@ -20,7 +20,6 @@ LIBRARIES = {
     "engine": {
         *("torch", "torchvision", "timm", "yaml", "numpy", "PIL", "matplotlib", "tqdm", "safetensors", "tensorboard"),
         "textalloc",
-        "fsspec",
         *EXPORT,
         "wandb",
     },

@@ -42,8 +42,7 @@ from engine.runtime.ownership import (
 ROOT = Path(__file__).parents[1]
 
 REMOVERS = {
-    "engine/data/prepare.py": "moves what this call has written, and removes the directory that it has made",
-    "engine/data/shard_cache.py": "removes and replaces shards in a cache that its marker file proves to be ours",
+    "engine/data/cache.py": "removes what this call has written",
     "engine/runtime/files.py": "replaces what a caller has claimed or the user has named, by a new file",
     "engine/runtime/locks.py": "shortens a lock whose text is that of a lock of ours",
     "engine/runtime/ownership.py": "removes and replaces what the marker file names",
@@ -53,8 +52,7 @@ REMOVERS = {
 WRITERS = {
     "ablation/worker.py": "marks of failures, which it has claimed",
     "bench/runtimes.py": "temporary directory",
-    "engine/data/cache.py": "new files of `prepare`, in a directory that it has made",
-    "engine/data/mds.py": "new files of `prepare`, in a directory that it has made",
+    "engine/data/cache.py": "new files of `prepare`",
     "engine/runtime/files.py": "a new unfinished file",
 }
 """Module that opens files for writing by itself -> why it may."""
@@ -112,18 +110,16 @@ def run_sweep(directory: Path, *more: str) -> None:
     ablate.main([str(sweep), "--output", str(directory), "--no-wait", *more])
 
 
-def run_preparation(directory: Path, *more: str) -> None:
+def run_preparation(directory: Path) -> None:
     source = directory.parent / "images/train/a"
     source.mkdir(parents=True)
     Image.fromarray(np.zeros((8, 8, 3), np.uint8)).save(source / "0.png")
-    prepare.main([str(source.parents[1]), str(directory), "--splits", "train", "--workers", "0", *more])
+    prepare.main([str(source.parents[1]), str(directory), "--splits", "train", "--workers", "0"])
 
 
 def run_index(directory: Path) -> None:
-    source = directory / "train/a"
-    source.mkdir(parents=True)
-    Image.fromarray(np.zeros((8, 8, 3), np.uint8)).save(source / "0.png")
-    prepare.main([str(directory), "--splits", "train", "--index"])
+    (directory / "train-0.tar").write_bytes(bytes(10240))
+    prepare.main([str(directory), "--splits", "train", "--dataset", "wds", "--index"])
 
 
 def run_refused_training(directory: Path) -> None:
@@ -164,17 +160,9 @@ TABLE: dict[str, tuple[tuple[str, ...], Callable[[Path], object], str | None]] =
     "an export, FILE": (("x.safetensors.sha256",), lambda d: check_target(f"{d}/x.safetensors"), "is there already"),
     **{
         f"a prepared split, {name}": ((name,), run_preparation, "is there already")
-        for name in ("train.npz", "train.pixels", "train.unchecked/x")
+        for name in ("train.npz", "train.pixels")
     },
-    **{
-        f"a split in shards, {name}": (
-            (name,),
-            lambda d: run_preparation(d, "--format", "mds"),
-            "is there already",
-        )
-        for name in ("train/x", "train.unchecked/x")
-    },
-    "an index": (("train.folders.safetensors",), run_index, "is there already"),
+    "an index": (("train.index.safetensors",), run_index, "is there already"),
     "a file": (("x.csv.tmp", ".x.csv.unfinished"), lambda d: write_atomically(d / "x.csv", b"1"), None),
     "a file with its digest": (("x.tmp", "x.sha256.tmp"), lambda d: write_verified(d / "x", b"1"), None),
     "removal of what was claimed by others": (("a", "b"), lambda d: remove_owned(d, ["a", "b"]), None),

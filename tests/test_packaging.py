@@ -25,7 +25,7 @@ PROJECT = PYPROJECT["project"]
 NOT_INSTALLED = ("wandb",)
 """Extras that the tests do not install; their packages are tested where they are present."""
 
-EXTRAS = ("triton", "export", "stream", "hf", *NOT_INSTALLED)
+EXTRAS = ("triton", "export", "hf", *NOT_INSTALLED)
 REQUIREMENTS = {
     canonicalize_name(requirement.name): requirement
     for extra in (PROJECT["dependencies"], *(PROJECT["optional-dependencies"][name] for name in EXTRAS))

@@ -32,10 +32,6 @@ class Distill:
         low=0,
         high=1,
     )
-    beside: Literal["labels", "soft"] = option(
-        "labels",
-        "attention: the rest of the loss, cross-entropy with the labels or soft predictions of the teacher",
-    )
     tau: float = option(1.0, "temperature of soft predictions", above=0, high=1000)
 
     def __post_init__(self) -> None:
@@ -45,11 +41,6 @@ class Distill:
     def weight(self) -> float:
         """`alpha`, or its default for the type."""
         return self.alpha if self.alpha is not None else float(self.type == "attention") or 0.5
-
-    @property
-    def rest(self) -> Literal["labels", "soft", ""]:
-        """Target of the other term of the loss, weighted by 1 - alpha: `beside`, or "" with alpha = 1."""
-        return self.beside if self.weight < 1 else ""
 
 
 @dataclass(frozen=True, kw_only=True)

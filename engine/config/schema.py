@@ -26,7 +26,7 @@ class Init:
 
 SPLIT = "folder (csv: NAME.csv, tar: NAME.tar, wds: NAME-*.tar, cache: NAME.npz, idx: NAME-images-idx3-ubyte)"
 
-Other = Literal["wds", "mds", "hfds"]
+Other = Literal["wds", "hfds"]
 Torchvision = Literal["torch/cifar10", "torch/cifar100", "torch/mnist", "torch/fashion_mnist", "torch/kmnist"]
 
 
@@ -37,13 +37,12 @@ class Data:
     dataset: Literal["folder", "csv", "tar", "cache", "idx", "digits", "copy", Other, Torchvision] = option(
         "folder",
         "class folders, CSV files of file and label, tar files of class folders, what engine.data.prepare made, IDX"
-        " files, the embedded digits, sequences of the copy task, WebDataset shards, Mosaic data shards in a folder or"
-        " a store, a Hugging Face data set (columns image and label), or one of torchvision's",
+        " files, the embedded digits, sequences of the copy task, WebDataset shards, a Hugging Face data set (columns"
+        " image and label), or one of torchvision's",
     )
     root: str | None = option(
         None,
-        "directory that holds the two splits (mds: or its URL, as https://, s3://; hfds: or the name on the hub);"
-        " digits need none",
+        "directory that holds the two splits (hfds: or the name on the hub); digits need none",
     )
     train_split: str = option("train", f"{SPLIT} of training images")
     val_split: str = option("val", f"{SPLIT} of validation images")
@@ -79,16 +78,6 @@ class Data:
     num_sequences: tuple[int, int] = option(
         (20_000, 1_000), "copy: sequences that are drawn to train and to validate", low=1, high=10**6
     )
-    shuffle_shards: int = option(
-        16,
-        "mds: shards of a block, whose images are shuffled together; a node fetches a block at a time",
-        low=1,
-        high=2**20,
-    )
-    cache_dir: str | None = option(
-        None, "mds at a URL: folder on a disk of the node, where its processes share the shards that were fetched"
-    )
-    cache_gb: float = option(64.0, "mds at a URL: largest size (GB) of the shards in cache_dir", above=0, high=1e6)
     workers: int = option(8, "loader processes per rank", low=0, high=256)
     timeout_minutes: float = option(
         5.0, "minutes for which a rank waits for a batch of its loader processes before it fails", above=0, high=10_080
@@ -96,13 +85,6 @@ class Data:
     max_broken: int = option(10, "broken training images that an epoch may leave out, over all ranks", low=0)
     broken_val: Literal["refuse", "skip"] = option(
         "refuse", "broken validation images: end the evaluation, or be left out, named and counted in its metrics"
-    )
-    levels: tuple[float, float] | None = option(
-        None,
-        "grey levels of black and of white in images of 16 or 32 bits, or floating point; 8-bit images are not changed;"
-        " null: 0 and 65535 in 16 bits, and others are broken",
-        low=-1e12,
-        high=1e12,
     )
     crop_mode: Literal["center", "squash", "border"] = option(
         "center",
@@ -151,11 +133,6 @@ class Augment:
         "rand-m9-mstd0.5-inc1", "timm's RandAugment / AutoAugment policy string; null: none"
     )
     interpolation: Literal["bicubic", "bilinear", "random"] = option("bicubic", "training resize")
-    batched: bool = option(
-        False,
-        "auto_augment, color_jitter and erasing run on train.device, a batch at a time, which is faster: the policy"
-        " draws the same, and pixels differ slightly; false: loader workers run them on each image, by Pillow",
-    )
     reprob: float = option(0.25, "probability of random erasing", low=0, high=1)
     remode: Literal["pixel", "const", "rand"] = option("pixel", "filling of erased areas")
     mixup: float = option(0.8, "mixup alpha; 0: off", low=0, high=100)

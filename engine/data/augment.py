@@ -13,7 +13,6 @@ from torch import Tensor
 from torchvision.transforms.functional import pil_to_tensor
 
 from engine.config.schema import Augment, Run, num_channels, per_channel
-from engine.data.batch_policy import DrawingTransform
 from engine.data.images import BrokenImage
 from engine.objectives import choose_objective
 
@@ -73,15 +72,13 @@ def create_transform(run: Run, img_size: Size, is_training: bool, as_bytes: bool
     """timm's transform of an image with the channels that the model takes; tokens stay as they are, bytes (1, H, W).
 
     Args:
-        as_bytes: yields a uint8 tensor (C, H, W), neither normalised nor erased; else fp32, normalised and erased. In
-            training with `augment.batched` the transform yields a `Drawn` in either case.
+        as_bytes: yields a uint8 tensor (C, H, W), neither normalised nor erased; else fp32, normalised and erased.
     """
     data, augment = run.data, run.augment
     if choose_objective(run).inputs == "tokens":
         return ReadTokens(to_2tuple(img_size), run.model["vocab_size"])
     mean, std = (per_channel(values, num_channels(run)) for values in (data.mean, data.std))
-    is_drawn = is_training and augment.batched
-    transform = timm.data.create_transform(
+    return timm.data.create_transform(
         img_size,
         is_training=is_training,
         scale=augment.scale,
@@ -97,9 +94,8 @@ def create_transform(run: Run, img_size: Size, is_training: bool, as_bytes: bool
         std=std,
         crop_mode=data.crop_mode,
         crop_pct=data.crop_pct,
-        use_prefetcher=as_bytes or is_drawn,
+        use_prefetcher=as_bytes,
     )
-    return DrawingTransform(transform, posterize) if is_drawn else transform
 
 
 def create_mixup(augment: Augment, num_classes: int) -> Mixup | None:

@@ -18,6 +18,7 @@ from torchvision.transforms.functional import resize
 
 from engine.data.images import BrokenImage
 from engine.data.layout import SplitReader
+from engine.runtime.files import write_atomically
 from engine.runtime.reading import open_regular
 from engine.runtime.text import describe_error
 
@@ -80,17 +81,11 @@ class CacheReader(SplitReader):
 
 
 def _read_index(path: str) -> dict[str, np.ndarray]:
-    """Reads the arrays of the index `path`, which need not be trusted, and checks that they belong together.
-
-    An index of an earlier version has no short side, which is then 0. An older one has no fingerprints: the checksums
-    stand for them. Its broken images have the class -1, which becomes that of the folder in their name.
-    """
+    """Reads the arrays of the index `path`, which need not be trusted, and checks that they belong together."""
     with open_regular(path) as file, np.load(file) as arrays:
         if any(member.compress_type for member in arrays.zip.infolist()):
             raise ValueError("its arrays are compressed, and may be of any size")
-        index = {name: arrays[name] for name in KINDS if name in arrays}
-    index.setdefault("fingerprints", index["checksums"].astype(np.int64))
-    index.setdefault("short_side", np.zeros(1, np.int64))
+        index = {name: arrays[name] for name in KINDS}
     number, num_classes = len(index["labels"]), len(index["classes"])
     lengths = {"begins": number + 1, "classes": num_classes, "short_side": 1}
     for name, kind in KINDS.items():
@@ -101,11 +96,8 @@ def _read_index(path: str) -> dict[str, np.ndarray]:
     sizes = np.diff(begins)
     if not number or begins[0] or begins.min() < 0 or sizes.min() < 0 or sizes.max() > MOST_BYTES:
         raise ValueError(f"begins: no offsets in order of at least one image of at most {MOST_BYTES:,} bytes")
-    classes = {name: label for label, name in enumerate(index["classes"].tolist())}
-    if len(classes) < num_classes:
+    if len({*index["classes"].tolist()}) < num_classes:
         raise ValueError("classes: names that are equal")
-    for image in np.flatnonzero((labels == -1) & (sizes == 0)):
-        labels[image] = classes.get(index["names"][image].partition(b"/")[0], -1)
     if outside := labels[(labels < 0) | (labels >= num_classes)].tolist():
         raise ValueError(f"labels: {outside[0]} is none of {num_classes:,} classes")
     return index | {"begins": begins, "labels": labels}
@@ -116,55 +108,54 @@ def pixels_of(path: Path) -> Path:
     return path.with_suffix(".pixels")
 
 
-def encode(image: Image.Image, short_side: int | None, is_mapped: bool = False) -> tuple[bytes, bool]:
-    """Encodes an RGB image as a PPM file, and returns whether it is another than that of the file.
+def encode(image: Image.Image, short_side: int | None) -> tuple[bytes, bool]:
+    """Encodes an RGB image as a PPM file, and returns whether it was made smaller.
 
     A short side above `short_side` pixels is reduced to it, bicubic as in validation by default; None keeps the size.
-    `is_mapped`: its levels were mapped by `--levels`.
     """
     is_reduced = short_side is not None and min(image.size) > short_side
     if is_reduced:
         image = resize(image, short_side, InterpolationMode.BICUBIC)
-    return b"P6 %d %d 255\n" % image.size + image.tobytes(), is_reduced or is_mapped
+    return b"P6 %d %d 255\n" % image.size + image.tobytes(), is_reduced
 
 
-def write_cache(path: Path, contents: Iterable[tuple[bytes, bool]], source: SplitReader, short_side: int | None) -> int:
-    """Writes the index `path` and the pixels beside it, and flushes them to disk; returns the number without bytes.
+def write_cache(
+    path: Path, contents: Iterable[tuple[bytes, bool]], source: SplitReader, short_side: int | None
+) -> tuple[int, int]:
+    """Writes new files, the pixels and then the index `path`; returns their bytes, and the number of images without.
 
     Args:
         contents: what `encode` returns of every image of `source` in order; no bytes of a broken one.
         short_side: that `encode` was given.
     Raises:
-        OSError: no space, or no permission.
+        OSError: no space, no permission, or the pixels are there. What was written is then removed.
     """
     begins, checksums, fingerprints = [0], [], source.fingerprints().tolist()
-    with pixels_of(path).open("wb") as file:
-        for number, (content, is_changed) in enumerate(contents):
-            file.write(content)
-            begins.append(begins[-1] + len(content))
-            checksums.append(zlib.crc32(content))
-            if is_changed:
-                fingerprints[number] = checksums[-1]
-        _flush(file)
     classes = source.class_to_idx
-    with path.open("wb") as file:
-        np.savez(
-            file,
-            begins=np.array(begins, np.int64),
-            labels=np.asarray(source.labels, np.int32),
-            checksums=np.array(checksums, np.uint32),
-            fingerprints=np.array(fingerprints, np.int64),
-            names=np.array([os.fsencode(name) for name in source.filenames()]),
-            classes=np.array([os.fsencode(name) for name in sorted(classes, key=classes.__getitem__)]),
-            short_side=np.array([short_side or 0], np.int64),
-        )
-        _flush(file)
-    return int((np.diff(begins) == 0).sum())
-
-
-def _flush(file: io.BufferedWriter) -> None:
-    """Flushes `file` to disk and, where the system can, drops it from the page cache, so that checks read the disk."""
-    file.flush()
-    os.fsync(file.fileno())
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    with pixels_of(path).open("xb") as file:
+        try:
+            for number, (content, is_changed) in enumerate(contents):
+                file.write(content)
+                begins.append(begins[-1] + len(content))
+                checksums.append(zlib.crc32(content))
+                if is_changed:
+                    fingerprints[number] = checksums[-1]
+            file.flush()
+            os.fsync(file.fileno())
+            index = io.BytesIO()
+            np.savez(
+                index,
+                begins=np.array(begins, np.int64),
+                labels=np.asarray(source.labels, np.int32),
+                checksums=np.array(checksums, np.uint32),
+                fingerprints=np.array(fingerprints, np.int64),
+                names=np.array([os.fsencode(name) for name in source.filenames()]),
+                classes=np.array([os.fsencode(name) for name in sorted(classes, key=classes.__getitem__)]),
+                short_side=np.array([short_side or 0], np.int64),
+            )
+            write_atomically(path, index.getvalue())
+        except BaseException:
+            if not path.exists():  # writing the index can fail after its rename
+                pixels_of(path).unlink()
+            raise
+    return begins[-1], int((np.diff(begins) == 0).sum())

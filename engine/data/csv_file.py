@@ -7,7 +7,6 @@ the natural order of their names, whatever the order of the lines.
 import csv
 import os
 import posixpath
-import unicodedata
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import partial
@@ -42,21 +41,12 @@ def open_csv(path: str) -> FolderReader:
     if not lines:
         raise LayoutError("lists no image; write a line for each, with its file and its label")
     sizes, listed = measure_files(os.path.join(root, file) for file in lines), [*lines]
-    absent = [listed[index] for index in np.flatnonzero(sizes < 0)]
-    there = {file: other for file in absent if (other := _find_normalised(root, file)) and other not in lines}
-    if missing := [file for file in absent if file not in there]:
+    if missing := [listed[index] for index in np.flatnonzero(sizes < 0)]:
         where = f"line {lines[missing[0]]}: no file {_shown(missing[0])} in {_shown(root)}"
         raise LayoutError(f"{where} ({len(missing):,} of {len(lines):,} are missing); correct the paths")
     class_to_idx = {label: index for index, label in enumerate(sort_naturally(classes))}
-    files = {label: [there.get(file, file) for file in classes[label]] for label in class_to_idx}
-    samples = Samples((index, sort_naturally(files[label])) for label, index in class_to_idx.items())
+    samples = Samples((index, sort_naturally(classes[label])) for label, index in class_to_idx.items())
     return FolderReader(Layout(samples, class_to_idx, []), root)
-
-
-def _find_normalised(root: str, file: str) -> str | None:
-    """Returns the name in another Unicode normalisation under which a file is there; None: under none."""
-    names = (unicodedata.normalize(form, file) for form in ("NFC", "NFD"))
-    return next((name for name in names if measure_files([os.path.join(root, name)])[0] >= 0), None)
 
 
 def _read_rows(path: str) -> Iterator[tuple[int, str, str]]:

@@ -10,7 +10,6 @@ import numpy as np
 
 from engine.config.schema import Data, Run
 from engine.data.splits import Images, classes_of
-from engine.data.subset import SubsetReader
 from engine.runtime.distributed import World
 from engine.runtime.errors import UserError
 from engine.runtime.text import to_nfc
@@ -36,14 +35,10 @@ def warn_of_one_split(identity: Mapping[str, Any], run: Run, world: World) -> No
 def identify_split(name: Literal["train", "val"], images: Images) -> dict[str, str]:
     """Returns the digest of the files of a split, see `digest_files`, and that of their content.
 
-    The content is `SplitReader.digest`, which of a whole split covers names and labels too, or else the SHA-256 of
-    `SplitReader.fingerprints`: images of one name and one size in bytes are then the same.
+    The content is the SHA-256 of `SplitReader.fingerprints`: images of one name and one size in bytes are the same.
     """
-    reader = images.reader
-    if (content := reader.digest) is None:
-        content = hashlib.sha256(np.ascontiguousarray(reader.fingerprints(), "<i8").data).hexdigest()
-    is_whole = reader.digest is not None and not isinstance(reader, SubsetReader)
-    return {f"{name}_files": content if is_whole else digest_files(images), f"{name}_content": content}
+    content = hashlib.sha256(np.ascontiguousarray(images.reader.fingerprints(), "<i8").data).hexdigest()
+    return {f"{name}_files": digest_files(images), f"{name}_content": content}
 
 
 def check_held_out(data: Data, checkpoint: Mapping[str, Any], identity: Mapping[str, str]) -> str:

@@ -4,11 +4,10 @@ Files are not trusted: pixels, frames and formats are bounded. Colour profiles a
 """
 
 import errno
-import math
 import os
 import warnings
 from contextlib import suppress
-from typing import Any, BinaryIO, Literal, cast
+from typing import BinaryIO, Literal
 
 import numpy as np
 from PIL import Image, ImageOps
@@ -26,23 +25,14 @@ SUFFIXES = (
 )
 """Suffixes of files of these formats."""
 
-Levels = tuple[float, float]
-"""Grey levels that are shown as black and as white."""
-
 MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr")
 """Pillow's pixel formats with a defined appearance; grey levels of more than 8 bits are handled apart."""
-
-GIVE_LEVELS = "give the levels of black and white, data.levels=[BLACK, WHITE]"
-"""Remedy for grey levels whose range no file states."""
 
 PHOTOMETRIC = 262
 """TIFF tag whose value is 0 where white is zero; Pillow inverts such images for 8 bits only."""
 
 MAX_BYTES = 2**30
 """Size of a file that is decoded: 12 bytes for each of the largest number of pixels."""
-
-MAX_HEADER_READS = 100_000
-"""Number of reads that may find the pixels of a file. Pillow looks for them byte by byte in a comment, or in a hole."""
 
 
 class BrokenImage(UserError):
@@ -70,15 +60,14 @@ def pass_on(error: Exception) -> None:
         raise DataError(f"{error.filename or 'data'}: {error.strerror}: {of_machine}") from error
 
 
-def decode(file: BinaryIO, mode: Literal["RGB", "L"] = "RGB", levels: Levels | None = None) -> Image.Image:
+def decode(file: BinaryIO, mode: Literal["RGB", "L"] = "RGB") -> Image.Image:
     """Decodes the picture in an open file to 8-bit RGB or grey levels (L), upright, over white where it is transparent.
 
-    Grey levels of 16 or 32 bits and floating-point ones are mapped linearly from `levels` to 0 and 255, clipped and
-    rounded; without `levels`, 16 bits are from 0 to 65535, as their formats define them. CMYK and palettes are
-    converted; colours become grey by their luma (ITU-R 601-2), as in timm; a JPEG with further pictures after it (MPO)
-    gives the first. The function refuses animations and multiple pages, 32-bit integer and floating-point levels
-    without `levels` (no file states their range), more than `Image.MAX_IMAGE_PIXELS` (89 million) pixels, more than
-    `MAX_BYTES`, a header of more than `MAX_HEADER_READS`, and anything that Pillow cannot decode completely.
+    Grey levels of 16 bits are mapped linearly from 0 and 65535, as their formats define them, to 0 and 255. CMYK and
+    palettes are converted; colours become grey by their luma (ITU-R 601-2), as in timm; a JPEG with further pictures
+    after it (MPO) gives the first. The function refuses animations and multiple pages, 32-bit integer and
+    floating-point levels (no file states their range), more than `Image.MAX_IMAGE_PIXELS` (89 million) pixels, more
+    than `MAX_BYTES`, and anything that Pillow cannot decode completely.
 
     Raises:
         BrokenImage: the image is refused; the message says why. DataError: the machine failed.
@@ -90,12 +79,10 @@ def decode(file: BinaryIO, mode: Literal["RGB", "L"] = "RGB", levels: Levels | N
             if size > MAX_BYTES:
                 raise BrokenImage(f"{size:,} bytes, more than {MAX_BYTES:,}")
             file.seek(0)
-            header = CountedReads(file)
-            image = Image.open(cast(BinaryIO, header), formats=FORMATS)
-            header.left = math.inf
+            image = Image.open(file, formats=FORMATS)
             if getattr(image, "is_animated", False) and image.format != "MPO":  # counting frames may take minutes
                 raise BrokenImage(f"{image.format} with several frames; an image has one")
-            return convert(image, mode, levels)
+            return convert(image, mode)
     except BrokenImage:
         raise
     except Image.UnidentifiedImageError:
@@ -107,23 +94,7 @@ def decode(file: BinaryIO, mode: Literal["RGB", "L"] = "RGB", levels: Levels | N
         raise BrokenImage(describe_error(error)) from error
 
 
-class CountedReads:
-    """An open `file` that raises `BrokenImage` after `MAX_HEADER_READS` reads."""
-
-    def __init__(self, file: BinaryIO):
-        self.file, self.left = file, float(MAX_HEADER_READS)
-
-    def read(self, size: int = -1) -> bytes:
-        self.left -= 1
-        if self.left < 0:
-            raise BrokenImage(f"no pixels within {MAX_HEADER_READS:,} reads of the file; its header is too long")
-        return self.file.read(size)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.file, name)
-
-
-def convert(image: Image.Image, mode: Literal["RGB", "L"] = "RGB", levels: Levels | None = None) -> Image.Image:
+def convert(image: Image.Image, mode: Literal["RGB", "L"] = "RGB") -> Image.Image:
     """Converts `image` as `decode` does; `image` itself is turned upright in place.
 
     Raises:
@@ -133,8 +104,8 @@ def convert(image: Image.Image, mode: Literal["RGB", "L"] = "RGB", levels: Level
     image.load()
     with suppress(Exception):  # a damaged orientation tag is ignored
         ImageOps.exif_transpose(image, in_place=True)
-    if image.mode in ("I", "F") or image.mode.startswith("I;16"):
-        image = _map_levels(image, levels)
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):
+        image = _to_8_bits(image)
     if image.mode not in MODES:
         raise BrokenImage(f"{image.format} of mode {image.mode}, whose levels have no defined look")
     if image.has_transparency_data:
@@ -144,25 +115,11 @@ def convert(image: Image.Image, mode: Literal["RGB", "L"] = "RGB", levels: Level
     return image if mode == "RGB" else image.convert(mode)  # exact where the picture is grey
 
 
-def _map_levels(image: Image.Image, levels: Levels | None) -> Image.Image:
-    """Maps grey levels of more than 8 bits to 8 bits, see `decode`.
-
-    Raises:
-        BrokenImage: their range is not known, one of them is transparent, or one is not finite.
-    """
+def _to_8_bits(image: Image.Image) -> Image.Image:
+    """Maps grey levels of 16 bits to 8 bits. BrokenImage: one of them is transparent, or white is zero."""
     if "transparency" in image.info:
         raise BrokenImage("16-bit grey levels with a transparent one")
-    if levels is None:
-        if image.mode == "F" or (image.mode == "I" and image.format not in ("PNG", "PPM")):
-            raise BrokenImage(f"{image.format} of mode {image.mode}, whose levels have no defined look; {GIVE_LEVELS}")
-        if isinstance(image, TiffImageFile) and image.tag_v2.get(PHOTOMETRIC) == 0:
-            raise BrokenImage(f"16-bit grey levels with white as zero; {GIVE_LEVELS}")
-        levels = 0, 65535
-    black, white = levels
-    values = np.asarray(image).astype(np.float64)
-    if not np.isfinite(values).all():
-        raise BrokenImage("grey levels that are not finite")
-    values -= black
-    values *= 255
-    values /= white - black
+    if isinstance(image, TiffImageFile) and image.tag_v2.get(PHOTOMETRIC) == 0:
+        raise BrokenImage("16-bit grey levels with white as zero")
+    values = np.asarray(image).astype(np.float64) * 255 / 65535
     return Image.fromarray((values.clip(0, 255) + 0.5).astype(np.uint8))

@@ -45,17 +45,12 @@ class SplitReader(Reader):
     Attributes:
         labels: class indices (number,), in the order of the images. class_to_idx: class name -> index.
         ignored: paths of the files that are not images.
-        blocks: number of the first image of every shard that is fetched as a whole, and the number of images; None:
-            images are read one by one.
-        digest: of the content of all images, where an index states it; of a whole split, also of names and labels.
         short_side: that of images which were made smaller when the split was prepared, pixels; 0: none was, or unknown.
     """
 
     labels: np.ndarray
     class_to_idx: Mapping[str, int]
     ignored: Sequence[str] = ()
-    blocks: np.ndarray | None = None
-    digest: str | None = None
     short_side: int = 0
 
     def __len__(self) -> int:
@@ -206,8 +201,7 @@ def is_image(path: str) -> bool:
 
 def suffix_of(path: str) -> str:
     """Returns the suffix of a file's name in lower case, with its dot; "" if it has none."""
-    name = path[path.rfind("/") + 1 :].lstrip(".")  # as posixpath.splitext, in a third of the time
-    return name[name.rfind(".") :].lower() if "." in name else ""
+    return posixpath.splitext(path)[1].lower()
 
 
 def describe_files(ignored: Iterable[str]) -> str:

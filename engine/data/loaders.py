@@ -19,9 +19,7 @@ from tqdm import tqdm
 from attention.options import OptionError
 from engine.config.schema import Run, num_channels, per_channel
 from engine.data.augment import BatchAugment, Size, create_mixup, create_transform
-from engine.data.batch_policy import stack_drawn
 from engine.data.images import BrokenImage
-from engine.data.order import BlockOrder, ListOrder
 from engine.data.sampler import EpochSampler, SeededDataset
 from engine.data.splits import Images, classes_of, count_classes, open_images, report_split
 from engine.data.workers import RestartingLoader, WorkersLost
@@ -195,10 +193,7 @@ def create_loaders(run: Run, world: World, *, img_size: Size, num_classes: int) 
     if run.train.balanced_sampling:
         count_classes(train, "train.balanced_sampling")
         labels = train.reader.labels
-    blocks = train.reader.blocks
-    order = ListOrder(len(train)) if blocks is None else BlockOrder(blocks, run.data.shuffle_shards)
-    options = (run.train.seed, run.augment.repeats, labels, order)
-    sampler = EpochSampler(len(train), run.train.total_batch_size, world, *options)
+    sampler = EpochSampler(len(train), run.train.total_batch_size, world, run.train.seed, run.augment.repeats, labels)
     return (
         _create_loader(train, sampler, batch_size, run, world, run.data.max_broken),
         _create_loader(val, _share(val, world), batch_size, run, world, val_limit),
@@ -252,13 +247,11 @@ def _create_loader(
     """timm's `create_loader`, but with a sampler of our own, which it does not accept.
 
     On CUDA, timm's prefetcher copies images as uint8 while the device computes, and normalises and erases them there,
-    but not tokens. With `augment.batched` it does so on a CPU too, after the drawn steps, see `Planned.to`.
+    but not tokens.
     """
     data, channels = run.data, num_channels(run)
     is_training = isinstance(sampler, EpochSampler)
-    is_drawn = is_training and run.augment.batched
-    prefetch = is_drawn or _sends_bytes(run, world)
-    stack = stack_drawn if is_drawn else fast_collate if prefetch else default_collate
+    prefetch = _sends_bytes(run, world)
     if is_training:
         remedy = f"too many broken images (data.max_broken = {limit} of an epoch, or a whole batch); {VERIFY}"
     else:
@@ -267,7 +260,7 @@ def _create_loader(
     loader = ImageLoader(
         SeededDataset(dataset, run.train.seed) if is_training else dataset,
         batch_size,
-        stack=stack,
+        stack=fast_collate if prefetch else default_collate,
         limit=limit,
         remedy=remedy,
         sampler=sampler,

@@ -1,7 +1,7 @@
 """The order of the training images and their random numbers: functions of a position, so that a run can start anywhere.
 
 A run has no random state to save. The random numbers of an image depend only on (seed, epoch, position in the order of
-the epoch). A batch that is erased ahead, on a GPU or with `augment.batched`, uses the numbers of its first image. Those
+the epoch). A batch that is erased ahead, on a GPU, uses the numbers of its first image. Those
 of an optimiser step, in the main process, depend on (seed, step, micro-batch, rank).
 """
 
@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
-from engine.data.order import CHUNK, ListOrder, Order
 from engine.data.splits import Images
 from engine.runtime.distributed import World, mix_seeds, seed_everything
+
+CHUNK = 2**16
+"""Number of positions whose images a sampler lists at a time."""
 
 Place = tuple[int, int, int]
 """A training image: its index in the dataset, the epoch, and its position in the epoch's order."""
@@ -28,11 +30,10 @@ class EpochSampler(Sampler[Place]):
     Rank r of R takes every R-th index, so that at any R the ranks' batches of a step make up the batch of a single
     process. An epoch consists of whole total batches; images that do not fill one are left out. With `repeats` every
     image comes that many times in a row, and so on different ranks, in an epoch of the same length (repeated
-    augmentation, Hoffer et al. 2020). `ListOrder` is the order of DeiT's and timm's samplers, which round down to
+    augmentation, Hoffer et al. 2020). The order is that of DeiT's and timm's samplers, which round down to
     256 images instead.
 
     Args:
-        base: order of the images; None: `ListOrder`.
         labels: class index of every image, (num_images,): an epoch, as long as before, has equally many images of every
             class, see `draw_balanced`. None: it has every image once.
     """
@@ -45,11 +46,9 @@ class EpochSampler(Sampler[Place]):
         seed: int,
         repeats: int = 0,
         labels: np.ndarray | None = None,
-        base: Order | None = None,
     ):
         self.num_images, self.total_batch_size = num_images, total_batch_size
         self.repeats, self.world, self.seed, self.labels = max(1, repeats), world, seed, labels
-        self.base = base or ListOrder(num_images)
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int, start: int = 0) -> None:
@@ -65,25 +64,23 @@ class EpochSampler(Sampler[Place]):
     def order(self, positions: range | None = None) -> Tensor:
         """Returns the image indices at `positions` of the epoch, for all ranks, (n,) int64; None: at all of them."""
         positions = range(self.num_images) if positions is None else positions
-        places = np.arange(positions.start, positions.stop, positions.step) // self.repeats
+        places = torch.arange(positions.start, positions.stop, positions.step) // self.repeats
+        generator = torch.Generator().manual_seed(self.order_seed)
         if self.labels is None:
-            return torch.from_numpy(self.base(self.order_seed, places))
-        distinct, generator = math.ceil(self.num_images / self.repeats), torch.Generator().manual_seed(self.order_seed)
-        return draw_balanced(torch.as_tensor(self.labels), distinct, generator)[torch.from_numpy(places)]
+            return torch.randperm(self.num_images, generator=generator)[places]
+        distinct = math.ceil(self.num_images / self.repeats)
+        return draw_balanced(torch.as_tensor(self.labels), distinct, generator)[places]
 
     def __len__(self) -> int:
         return (self.stop - self.start) // self.world.size
 
     def __iter__(self) -> Iterator[Place]:
         positions, epoch = range(self.start + self.world.rank, self.stop, self.world.size), self.epoch
-        size = len(positions) if self.labels is not None or isinstance(self.base, ListOrder) else CHUNK
-        for first in range(0, len(positions), max(1, size)):
-            chunk = positions[first : first + size]
-            indices = self.order(chunk)
-            for begin in range(0, len(chunk), CHUNK):  # a list of a whole epoch would take 40 bytes an image
-                part = slice(begin, begin + CHUNK)
-                pairs = zip(indices[part].tolist(), chunk[part], strict=True)
-                yield from ((index, epoch, position) for index, position in pairs)
+        indices = self.order(positions)
+        for begin in range(0, len(positions), CHUNK):  # a list of a whole epoch would take 40 bytes an image
+            part = slice(begin, begin + CHUNK)
+            pairs = zip(indices[part].tolist(), positions[part], strict=True)
+            yield from ((index, epoch, position) for index, position in pairs)
 
 
 def draw_balanced(labels: Tensor, number: int, generator: torch.Generator) -> Tensor:

@@ -25,10 +25,8 @@ from engine.data.csv_file import open_csv
 from engine.data.datasets import TORCH, HfdsReader, TorchReader
 from engine.data.folders import open_class_folders
 from engine.data.idx import ENDINGS, IdxReader
-from engine.data.images import BrokenImage, Levels, decode, pass_on
+from engine.data.images import BrokenImage, decode, pass_on
 from engine.data.layout import LOOSE, LayoutError, SplitReader, describe_files, is_hidden, is_image, name_classes
-from engine.data.mds import MdsReader, is_split
-from engine.data.store import is_url
 from engine.data.subset import SubsetReader, choose_classes, choose_images, hold_out
 from engine.data.tar import TarReader
 from engine.data.webdataset import WdsReader
@@ -43,11 +41,10 @@ READERS: dict[str, tuple[Callable[[str], SplitReader], Sequence[str]]] = {
     "cache": (CacheReader, (INDEX,)),
     "idx": (IdxReader, ENDINGS),
     "wds": (WdsReader, ("-*.tar", ".tar")),
-    "mds": (MdsReader, ("",)),
 }
 """data.dataset -> reader of a split, and the endings of its file after the split's name ("": it is a folder)."""
 
-IS_THERE = {"folder": Path.is_dir, "mds": is_split, "wds": lambda path: any(path.parent.glob(path.name))}
+IS_THERE = {"folder": Path.is_dir, "wds": lambda path: any(path.parent.glob(path.name))}
 """data.dataset -> function that tells whether a split is there, for data sets whose splits are not single files."""
 
 
@@ -57,7 +54,6 @@ class Images(Dataset):
 
     Args:
         transform: function of a PIL image; None leaves images as they are. mode: "RGB", or "L" for grey levels.
-        levels: see `decode`.
         create_target: function of an image's index that returns its target; None: the target is the class index.
     """
 
@@ -65,7 +61,6 @@ class Images(Dataset):
     transform: Callable[[Image.Image], Any] | None = None
     mode: Literal["RGB", "L"] = "RGB"
     create_target: Callable[[int], Tensor] | None = None
-    levels: Levels | None = None
 
     def __len__(self) -> int:
         return len(self.reader)
@@ -97,7 +92,7 @@ class Images(Dataset):
 
     def parse(self, file: BinaryIO) -> Any:
         """Returns what `transform` takes of an open file: its decoded image."""
-        return decode(file, self.mode, self.levels)
+        return decode(file, self.mode)
 
 
 def open_images(run: Run, option: Literal["train_split", "val_split"], img_size: Size, as_bytes: bool) -> Images:
@@ -113,7 +108,6 @@ def open_images(run: Run, option: Literal["train_split", "val_split"], img_size:
         create_transform(run, img_size, is_training, as_bytes),
         "L" if num_channels(run) == 1 else "RGB",
         objective.create_targets(run, is_training),
-        run.data.levels,
     )
 
 
@@ -138,7 +132,7 @@ def open_split(data: Data, option: str, key: str | None = None) -> Images:
         reader = choose_images(reader, data.subset, data.subset_seed)
     if data.held_out_by:
         reader = hold_out(reader, data)[is_validation]
-    return Images(reader, levels=data.levels)
+    return Images(reader)
 
 
 @contextmanager
@@ -168,10 +162,6 @@ def find_split(data: Data, split: str, key: str) -> tuple[Callable[[str], SplitR
         raise OptionError("data.root", f"required for data.dataset={data.dataset}: the directory that holds the splits")
     if data.dataset == "hfds":
         return partial(HfdsReader, split=split), data.root
-    if is_url(data.root):
-        if data.dataset != "mds":
-            raise OptionError("data.root", f" = {data.root!r}: only data.dataset=mds is read from a store")
-        return partial(MdsReader, data=data), f"{data.root.rstrip('/')}/{split}"
     root = Path(data.root)
     if not root.is_dir():
         raise OptionError("data.root", f"no directory {data.root!r}")

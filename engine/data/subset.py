@@ -1,7 +1,6 @@
 """A part of a split: images of every class (`data.subset`), images held out for validation (`data.val_fraction`,
 `data.folds`), or the classes named by `data.classes`."""
 
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -43,10 +42,6 @@ class SubsetReader(SplitReader):
         self.ignored, self.short_side = reader.ignored, reader.short_side
         self.num_available: int = reader.num_available if isinstance(reader, SubsetReader) else len(reader)
         self.labels = np.asarray(reader.labels)[self.indices] if labels is None else labels
-        if reader.digest is not None:
-            self.digest = hashlib.sha256(reader.digest.encode() + self.indices.astype("<i8").tobytes()).hexdigest()
-        if reader.blocks is not None and (np.diff(self.indices) > 0).all():
-            self.blocks = np.searchsorted(self.indices, reader.blocks)
         self.class_to_idx = reader.class_to_idx if class_to_idx is None else class_to_idx
 
     def __getitem__(self, index: int) -> tuple[BinaryIO, int]:

@@ -17,14 +17,13 @@ from array import array
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Any, BinaryIO, NamedTuple, TextIO, cast, get_args
+from typing import Any, BinaryIO, cast, get_args
 
 import numpy as np
 import torch
 from PIL import Image
 from tqdm import tqdm
 
-from attention.options import OptionError
 from engine.config.schema import Data, Run
 from engine.data.images import BrokenImage
 from engine.data.loaders import create_loaders, images_of
@@ -112,9 +111,6 @@ def add_source(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("root", help="directory that holds the splits, as data.root of a run")
     parser.add_argument("--dataset", choices=KINDS, default="folder", help="kind of the data set (folder)")
     parser.add_argument("--splits", nargs="+", default=["train", "val"], help="splits (train val)", metavar="NAME")
-    of_levels = "grey levels of black and white in images of more than 8 bits, as data.levels of a run"
-    parser.add_argument("--levels", nargs=2, type=float, help=of_levels, metavar=("BLACK", "WHITE"))
-    parser.add_argument("--cache-dir", help="folder for the shards of a URL, as data.cache_dir of a run")
     parser.add_argument(
         "--workers", type=Count(0, PROCESSES.high), default=os.cpu_count(), help="processes that read (one per core)"
     )
@@ -126,11 +122,10 @@ def open_splits(args: argparse.Namespace) -> dict[str, Images]:
     Raises:
         OptionError: a split is missing or holds no image.
     """
-    options = {"dataset": args.dataset, "root": args.root, "levels": args.levels and tuple(args.levels)}
-    options["cache_dir"] = args.cache_dir
-    if args.levels and args.levels[0] == args.levels[1]:
-        raise OptionError("--levels", f" {args.levels}: black and white are the same level; give two")
-    return {name: open_split(Data(**options, train_split=name), "train_split", "--splits") for name in args.splits}
+    return {
+        name: open_split(Data(dataset=args.dataset, root=args.root, train_split=name), "train_split", "--splits")
+        for name in args.splits
+    }
 
 
 def read_all(images: Images, workers: int, title: str) -> Generator[tuple[Any, int] | BrokenImage, None, None]:
@@ -157,43 +152,16 @@ def measure(image: Image.Image) -> tuple[int, ...]:
 class Checked(Images):
     """Images that are read to be checked: the digest of each file, and what `measure` makes of its image.
 
-    Equal digests, the first 8 bytes of the SHA-256, are copies. `measure` None: the image is not decoded.
+    Equal digests, the first 8 bytes of the SHA-256, are copies.
     """
 
-    measure: Measure | None = discard
+    measure: Measure = discard
 
     def parse(self, file: BinaryIO) -> tuple[int, ...]:
-        measured = self.measure(super().parse(file)) if self.measure else ()
+        measured = self.measure(super().parse(file))
         file.seek(0)
         digest = hashlib.file_digest(cast(Any, file), "sha256").digest()
         return int.from_bytes(digest[:8], "little", signed=True), *measured
-
-
-class Reading(NamedTuple):
-    """Outcome of reading every image of a split.
-
-    Attributes:
-        broken: index -> broken image. digests: of the files of the others, see `Checked`.
-        rows: what was measured of each of the others, and its class index, (number, columns); else empty.
-    """
-
-    broken: dict[int, BrokenImage]
-    digests: array
-    rows: np.ndarray
-
-
-def read_split(images: Images, workers: int, title: str, measure: Measure | None = discard) -> Reading:
-    """Reads every image of a split by `workers` processes, under a progress bar with this title; see `Checked`."""
-    broken, digests, rows = {}, array("q"), array("q")
-    checked = Checked(images.reader, mode=images.mode, levels=images.levels, measure=measure)
-    for index, sample in enumerate(read_all(checked, workers, title)):
-        if isinstance(sample, BrokenImage):
-            broken[index] = sample
-        else:
-            (digest, *measured), label = sample
-            digests.append(digest)
-            rows.extend([*measured, label] if measured else [])
-    return Reading(broken, digests, np.array(rows).reshape(max(1, len(digests)), -1))
 
 
 def read_splits(
@@ -205,28 +173,34 @@ def read_splits(
     """Reads every image of `splits` once; prints their numbers, the broken ones and copies in two splits.
 
     Args:
-        describe: function of a split and `Reading.rows` that returns further lines about it.
+        describe: function of a split, and of what was measured of each intact image, with its class index, (number,
+            columns), that returns further lines.
     Returns:
         Split -> index -> broken image.
     """
-    readings = {}
+    broken: dict[str, dict[int, BrokenImage]] = {}
+    digests: dict[str, array] = {}
     for name, images in splits.items():
-        readings[name] = reading = read_split(images, workers, name, measure)
-        print(f"{name}: {len(images):,} images of {len(classes_of(images)):,} classes, {len(reading.broken):,} broken")
-        print("".join(f"  {line}\n" for line in [*reading.broken.values(), *describe(images, reading.rows)]), end="")
+        broken[name], digests[name], rows = {}, array("q"), array("q")
+        checked = Checked(images.reader, mode=images.mode, measure=measure)
+        for index, sample in enumerate(read_all(checked, workers, name)):
+            if isinstance(sample, BrokenImage):
+                broken[name][index] = sample
+                continue
+            (digest, *measured), label = sample
+            digests[name].append(digest)
+            rows.extend([*measured, label] if measured else [])
+        print(f"{name}: {len(images):,} images of {len(classes_of(images)):,} classes, {len(broken[name]):,} broken")
+        further = describe(images, np.array(rows).reshape(max(1, len(digests[name])), -1))
+        print("".join(f"  {line}\n" for line in [*broken[name].values(), *further]), end="")
     names = [classes_of(images) for images in splits.values()]
     if len(names) == 2 and names[0] != names[1]:
         print(f"classes differ: {describe_difference(*names)}")
-    print_copies({name: reading.digests for name, reading in readings.items()})
-    return {name: reading.broken for name, reading in readings.items()}
-
-
-def print_copies(digests: Mapping[str, Sequence[int]], file: TextIO | None = None) -> None:
-    """Prints a line for each two splits with exact copies of images: name -> digests of its images."""
     for first, second in combinations(digests, 2):
         if count := np.isin(np.array(digests[second]), np.array(digests[first])).sum():
             number = f"{count:,} of {len(digests[second]):,}"
-            print(f"warning: {second}: {number} images are exact copies of images of {first}", file=file)
+            print(f"warning: {second}: {number} images are exact copies of images of {first}")
+    return broken
 
 
 def summarise(images: Images, rows: np.ndarray) -> list[str]:

@@ -5,6 +5,7 @@ The places of the samples come from the headers of all shards, which are read at
 """
 
 import json
+import os
 import posixpath
 import tarfile
 from collections import defaultdict
@@ -12,15 +13,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
+from safetensors import safe_open
+from safetensors.numpy import save
 from tqdm import tqdm
 
-from engine.data.images import BrokenImage, DataError
 from engine.data.layout import Layout, LayoutError, LayoutReader, Samples, is_hidden, is_image, sort_naturally
-from engine.data.table import map_table, refuse_others, write_table
 from engine.data.tar import find_members, read_member
+from engine.runtime.files import write_atomically
 from engine.runtime.reading import open_regular, parsing
 from engine.runtime.text import one_line
 
@@ -30,16 +32,16 @@ LABEL_BYTES = 18
 INDEX = ".index.safetensors"
 """Ending of an index, after the name of the split."""
 
-REMEDY = "make it anew (python -m engine.data.prepare ROOT --dataset wds --index)"
+REMEDY = "remove it, and make it anew (python -m engine.data.prepare ROOT --dataset wds --index)"
 """Remedy of an index that is damaged or of other shards."""
 
-TYPES = {"shards": "I32", "begins": "I64", "sizes": "I64", "label_begins": "I64", "label_sizes": "U8"}
-"""Array of an index, with a value for each image -> its type: number of the shard; first byte and size of the image in
-it, and of the label."""
+TYPES = {"names": np.uint8, "ends": np.int64, "labels": np.int32}
+TYPES |= {"shards": np.int32, "begins": np.int64, "sizes": np.int64}
+"""Array of an index -> its type: see `Samples` and `Places`."""
 
 
 class Places(NamedTuple):
-    """Where the images of a split lie: a value for each image, see `TYPES`.
+    """Where the images of a split lie, a value for each image: number of the shard, first byte and size in it.
 
     The names of the layout are "SHARD/SAMPLE.jpg". The names of the classes are the labels that occur.
     """
@@ -48,23 +50,19 @@ class Places(NamedTuple):
     shards: np.ndarray
     begins: np.ndarray
     sizes: np.ndarray
-    label_begins: np.ndarray
-    label_sizes: np.ndarray
 
 
 class Listed(NamedTuple):
-    """Samples of a shard: names of images, first byte and size of each and of its label, labels, and other files."""
+    """Samples of a shard: names of images, first byte and size of each, labels, and other files."""
 
     names: list[str]
-    places: list[tuple[int, int, int, int]]
+    places: list[tuple[int, int]]
     labels: list[int]
     ignored: list[str]
 
 
 class WdsReader(LayoutReader):
     """Reads the shards that match the path `pattern`, in natural order. They are not streamed.
-
-    The label of an image is read again with it. One that has changed since the shards were listed raises `DataError`.
 
     Raises:
         LayoutError: a sample has two images, the same member twice, or a label that is no number; or the index is
@@ -77,20 +75,10 @@ class WdsReader(LayoutReader):
             read_index(index, self.paths) if index.is_file() else join(self.paths, map(list_shard, self.paths))
         )
         super().__init__(self.places.layout)
-        self.names = sorted(self.class_to_idx, key=self.class_to_idx.__getitem__)
 
     def __getitem__(self, index: int) -> tuple[BinaryIO, int]:
-        shard, begin, size, *place = (int(values[index]) for values in self.places[1:])
-        path, label = self.paths[shard], int(self.labels[index])
-        with read_member(path, *place) as file:
-            text = file.read().strip()
-        if not text.isdigit():
-            raise BrokenImage(f"its .cls holds {text!r}, no number of a class")
-        if int(text) != int(self.names[label]):
-            changed = f"the .cls of {self.filename(index)!r} is {int(text)}, and was {self.names[label]} when listed"
-            remedy = "restore the shard; if it is right, remove the index, and begin a new run"
-            raise DataError(f"{path}: {changed}; {remedy}")
-        return read_member(path, begin, size), label
+        shard, begin, size = (int(values[index]) for values in self.places[1:])
+        return read_member(self.paths[shard], begin, size), int(self.labels[index])
 
     def fingerprints(self) -> np.ndarray:
         return self.places.sizes
@@ -122,7 +110,7 @@ def list_shard(shard: str) -> Listed:
             raise LayoutError(f"sample {key!r} of {stem!r} {problem}")
         labels.append(_read_label(shard, *members["cls"], f"sample {key!r} of {stem!r}"))
         names.append(f"{stem}/{key}.{images[0]}")
-        places.append((*members[images[0]], *members["cls"]))
+        places.append(members[images[0]])
     return listed
 
 
@@ -136,10 +124,10 @@ def join(shards: Sequence[str], lists: Iterable[Listed]) -> Places:
     flat = (name for part in names for name in part)
     samples = Samples((label, [name]) for label, name in zip(classes.tolist(), flat, strict=True))
     class_to_idx = {str(value): label for label, value in enumerate(values.tolist())}
-    begins, sizes, label_begins, label_sizes = np.concatenate([np.array(x, np.int64).reshape(-1, 4) for x in places]).T
+    begins, sizes = np.concatenate([np.array(x, np.int64).reshape(-1, 2) for x in places]).T
     layout = Layout(samples, class_to_idx, [path for part in ignored for path in part])
     numbers = np.repeat(np.arange(len(shards), dtype=np.int32), counts)
-    return Places(layout, numbers, begins, sizes, label_begins, label_sizes.astype(np.uint8))
+    return Places(layout, numbers, begins, sizes)
 
 
 def write_index(pattern: str, workers: int) -> Layout:
@@ -149,46 +137,56 @@ def write_index(pattern: str, workers: int) -> Layout:
         LayoutError, TarError: as in `WdsReader`. OSError: no space, or no permission.
     """
     shards, path = find_shards(pattern), index_of(pattern)
-    refuse_others(path)
+    if os.path.lexists(path):
+        raise LayoutError(f"{path.name} is there already; {REMEDY}")
+    described = _describe(shards)
     with ProcessPoolExecutor(max(1, workers), get_context("spawn")) as pool:  # starts processes when there is work
         listed = pool.map(list_shard, shards, chunksize=4) if workers > 1 else map(list_shard, shards)
         places = join(shards, tqdm(listed, path.name, len(shards), unit=" shards", dynamic_ncols=True, disable=None))
-    arrays = {name: getattr(places, name) for name in TYPES}
-    notes = {"shards": json.dumps(_describe(shards)), "ignored": json.dumps(places.layout.ignored)}
-    write_table(path, places.layout.samples, places.layout.class_to_idx, notes, **arrays)
-    return places.layout
+    layout = places.layout
+    samples = {"names": np.frombuffer(layout.samples.text, np.uint8), "ends": layout.samples.ends}
+    values = samples | {"labels": layout.samples.labels, **{name: getattr(places, name) for name in [*TYPES][3:]}}
+    arrays = {name: np.ascontiguousarray(values[name], kind) for name, kind in TYPES.items()}  # save ignores strides
+    classes = sorted(layout.class_to_idx, key=layout.class_to_idx.__getitem__)
+    notes = {"shards": described, "ignored": layout.ignored, "classes": classes}
+    write_atomically(path, save(arrays, {name: json.dumps(value) for name, value in notes.items()}))
+    return layout
 
 
 def read_index(path: Path, shards: Sequence[str]) -> Places:
-    """Maps an index, which need not be trusted, into memory; all processes of a node share it.
+    """Reads an index, which need not be trusted.
 
     Raises:
-        LayoutError: it is damaged, or its shards have other names or sizes than `shards`. OSError: it cannot be read.
+        LayoutError: it is damaged, or its shards have other names, sizes or times than `shards`.
     """
-    samples, class_to_idx, arrays, notes = map_table(path, **TYPES)
-    numbers, *places = (arrays[name] for name in TYPES)
     with parsing(path.name, REMEDY, LayoutError):
-        known, ignored, found = dict(json.loads(notes["shards"])), json.loads(notes["ignored"]), dict(_describe(shards))
-        if not all(isinstance(name, str) for name in ignored):
-            raise ValueError("files that have no names")
+        with safe_open(path, "numpy") as file:
+            notes = {name: json.loads(text) for name, text in file.metadata().items()}
+            names, ends, labels, numbers, begins, sizes = arrays = [file.get_tensor(name) for name in TYPES]
+        known, found = ({name: facts for name, *facts in each} for each in (notes["shards"], _describe(shards)))
         if differing := [name for name in {**found, **known} if found.get(name) != known.get(name)]:
             problem = f"is not of the shards beside it, of which {one_line(str(differing[0]), 100)!r} differs"
             raise LayoutError(f"{path.name} {problem}; {REMEDY}")
-        if numbers.min() < 0 or numbers.max() >= len(shards) or min(values.min() for values in places) < 0:
+        kinds = [array.dtype for array in arrays]
+        if kinds != [*TYPES.values()] or {array.shape for array in arrays[2:]} | {(len(ends) - 1,)} != {labels.shape}:
+            raise ValueError("arrays of other types, or for other numbers of images")
+        lengths = np.array([size for size, _ in found.values()])
+        if numbers.min() < 0 or numbers.max() >= len(shards) or min(begins.min(), sizes.min()) < 0:
             raise ValueError("places outside of the shards")
-        lengths = np.array([*found.values()])[numbers]
-        if any((sizes > lengths - begins).any() for begins, sizes in (places[:2], places[2:])):  # a sum could overflow
-            raise ValueError("images or labels that end after their shard")
-        if places[3].max() > LABEL_BYTES:
-            raise ValueError(f"labels of more than {LABEL_BYTES} bytes")
-        if not all(name.isdecimal() and name.isascii() for name in class_to_idx):
-            raise ValueError("classes that are no numbers")
-    return Places(Layout(samples, class_to_idx, ignored), numbers, *places)
+        if (sizes > lengths[numbers] - begins).any():  # a sum could overflow
+            raise ValueError("images that end after their shard")
+        class_to_idx = {name: index for index, name in enumerate(notes["classes"])}
+        if not all(isinstance(name, str) for name in [*class_to_idx, *notes["ignored"]]):
+            raise ValueError("files or classes that have no names")
+        if len(class_to_idx) != len(notes["classes"]) or labels.min() < 0 or labels.max() >= len(class_to_idx):
+            raise ValueError("labels of no class, or classes that are equal")
+    return Places(Layout(Samples.of(names, ends, labels), class_to_idx, notes["ignored"]), numbers, begins, sizes)
 
 
-def _describe(shards: Sequence[str]) -> list[tuple[str, int]]:
-    """Name and size in bytes of every shard."""
-    return [(Path(shard).name, Path(shard).stat().st_size) for shard in shards]
+def _describe(shards: Sequence[str]) -> list[list[Any]]:
+    """Name, size in bytes, and time (ns) of the last change of every shard."""
+    stats = ((path.name, path.stat()) for path in map(Path, shards))
+    return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
 
 
 def _find_samples(shard: str) -> Iterator[tuple[str, dict[str, tuple[int, int]]]]:

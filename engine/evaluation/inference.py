@@ -18,7 +18,7 @@ from engine.checkpoints.weights import build_model, check_predicts_classes
 from engine.config.schema import Data, num_channels
 from engine.data.augment import create_transform
 from engine.data.folders import FileReader
-from engine.data.images import Levels, convert
+from engine.data.images import convert
 from engine.data.loaders import ImageLoader, choose_batch_size, images_of
 from engine.data.splits import Images
 from engine.objectives.classification import probabilities_of, rank_classes
@@ -32,15 +32,14 @@ class Preparation:
     """Function of a PIL image of any size and mode that returns the input of a model, (C, H, W) fp32, normalised.
 
     Args:
-        mode, levels: see `convert`. transform: function of an 8-bit image of this mode.
+        mode: see `convert`. transform: function of an 8-bit image of this mode.
     """
 
     mode: Literal["RGB", "L"]
-    levels: Levels | None
     transform: Callable[[Image.Image], Tensor]
 
     def __call__(self, image: Image.Image) -> Tensor:
-        return self.transform(convert(image, self.mode, self.levels))
+        return self.transform(convert(image, self.mode))
 
 
 class Trained(NamedTuple):
@@ -83,7 +82,7 @@ def load(path: str | Path, *, weights: Weights | None = None, select: Literal["b
         raise UserError(f"{found}: holds {len(classes)} class names, but model.num_classes = {num_classes}")
     mode: Literal["RGB", "L"] = "L" if num_channels(run) == 1 else "RGB"
     transform = create_transform(run, run.model["img_size"], is_training=False, as_bytes=False)
-    return Trained(model, Preparation(mode, run.data.levels, transform), classes)
+    return Trained(model, Preparation(mode, transform), classes)
 
 
 class Prediction(NamedTuple):
@@ -102,7 +101,7 @@ def create_loader(trained: Trained, files: Sequence[str], batch_size: int | None
 
     A batch has `batch_size` images; None: `choose_batch_size`.
     """
-    images = Images(FileReader(files), trained.transform, levels=trained.transform.levels)
+    images = Images(FileReader(files), trained.transform)
     _, height, width = trained.transform(Image.new("RGB", (1, 1))).shape
     batch_size = batch_size or choose_batch_size((height, width))
     workers = min(Data.workers, os.cpu_count() or 1, len(files) // batch_size)  # no worker starts for less than a batch

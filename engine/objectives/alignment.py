@@ -16,7 +16,7 @@ from attention.options import OptionError
 from engine.config.objective_options import Distill
 from engine.config.schema import Run
 from engine.objectives.classification import CLASSES, label_loss
-from engine.objectives.distillation import combine_losses, digest_weights, train_fitted
+from engine.objectives.distillation import digest_weights
 from engine.objectives.objective import Objective
 from models.base import Backbone, Layer, attention_layers, is_same_attention
 
@@ -98,9 +98,9 @@ class FittedLayers(nn.Module):
 class Alignment(Objective):
     """The objective of a run whose attention layers are fitted to a teacher's, `distill.type: attention`.
 
-    The loss is that of `combine_losses`, with the mean over layers of `mean_relative_error`. Layers that are the
-    teacher's own, with the same mechanism and options, are not fitted. With alpha = 1, the fitted layers alone are
-    trained. The teacher makes one forward pass for each batch.
+    The loss is alpha x the mean over layers of `mean_relative_error` + (1 - alpha) x the cross-entropy with the labels.
+    Layers that are the teacher's own, with the same mechanism and options, are not fitted. With alpha = 1, the fitted
+    layers alone are trained; frozen weights stay frozen. The teacher makes one forward pass for each batch.
 
     Args:
         loss: function of logits and targets. model: what is trained. teacher: see `engine.objectives.distillation`.
@@ -122,8 +122,12 @@ class Alignment(Objective):
         self.taught = [theirs[number] for number in numbers]
         self.fitted = FittedLayers(model, numbers, with_outputs=distill.weight < 1)
         self.compiled = [cast(Backbone, teacher.get_submodule("model"))]
-        fitted = (weight for number in numbers for weight in own[number].parameters())
-        train_fitted(model, fitted, distill, "every attention layer that is to be fitted")
+        fitted = {id(weight) for number in numbers for weight in own[number].parameters() if weight.requires_grad}
+        if not fitted:
+            raise OptionError("train.freeze", "freezes every attention layer that is to be fitted; leave some out")
+        if distill.weight == 1:
+            for weight in model.parameters():
+                weight.requires_grad_(id(weight) in fitted)
         self.summary = f"distill.type=attention fits layers {', '.join(map(str, numbers))}"
 
     @staticmethod
@@ -132,7 +136,7 @@ class Alignment(Objective):
 
     @staticmethod
     def learns_labels(run: Run) -> bool:
-        return run.distill.rest == "labels"
+        return run.distill.weight < 1
 
     @staticmethod
     def check(run: Run) -> None:
@@ -150,10 +154,11 @@ class Alignment(Objective):
         return self.fitted
 
     def __call__(self, network: Callable[..., Any], images: Tensor, targets: Tensor, /) -> Tensor:
-        taught = self.teacher(images)
+        self.teacher(images)
         calls = [last_call(layer) for layer in self.taught]
         found, outputs = network(images, calls)
         errors = [mean_relative_error(y, call.output) for y, call in zip(found, calls, strict=True)]
         numbered = zip(self.fitted.layers, errors, strict=True)
         self.values = {f"error_{number}": error.detach() for number, error in numbered}
-        return combine_losses(self.distill, torch.stack(errors).mean(), self.loss, outputs, targets, taught)
+        error, alpha = torch.stack(errors).mean(), self.distill.weight
+        return error if alpha == 1 else alpha * error + (1 - alpha) * self.loss(outputs, targets)

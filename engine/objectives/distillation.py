@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Self
 
 import torch
@@ -87,11 +87,7 @@ class Distillation(Objective):
         if distill.teacher == TEACHER_OF_INIT and run.init.weights is None:
             problem = f" = {TEACHER_OF_INIT}, which is null; give init.weights, or name a teacher"
             raise OptionError("distill.teacher", problem)
-        if distill.beside != "labels" and (distill.type != "attention" or distill.weight == 1):
-            problem = f" = {distill.beside} acts beside distill.type=attention with distill.alpha below 1"
-            raise OptionError("distill.beside", f"{problem}; leave it out")
-        is_soft = distill.type.startswith("soft") or distill.beside == "soft"
-        if not is_soft and distill.tau != Distill.tau:
+        if not distill.type.startswith("soft") and distill.tau != Distill.tau:
             problem = f" = {distill.tau:g} acts on soft predictions: set distill.type=soft, or leave it out"
             raise OptionError("distill.tau", problem)
 
@@ -126,36 +122,6 @@ def distillation_loss(logits: Tensor, teacher: Tensor, kind: Prediction, tau: fl
     log_p, log_q = (F.log_softmax(x.to(dtype) / tau, 1) for x in (teacher, logits))
     divergence = tau**2 * F.kl_div(log_q, log_p, reduction="batchmean", log_target=True)
     return divergence / logits.shape[1] if kind == "soft_released" else divergence
-
-
-def train_fitted(model: nn.Module, fitted: Iterable[nn.Parameter], distill: Distill, name: str) -> None:
-    """With alpha = 1, freezes all weights of `model` but `fitted`; frozen weights stay frozen.
-
-    Raises:
-        OptionError: `fitted` are all frozen; the message says so of `name`.
-    """
-    chosen = {id(weight) for weight in fitted}
-    if not any(weight.requires_grad for weight in model.parameters() if id(weight) in chosen):
-        raise OptionError("train.freeze", f"freezes {name}; leave some out")
-    if distill.weight == 1:
-        for weight in model.parameters():
-            weight.requires_grad_(weight.requires_grad and id(weight) in chosen)
-
-
-def combine_losses(
-    distill: Distill, error: Tensor, loss: nn.Module, logits: Tensor, targets: Tensor, teacher: Tensor
-) -> Tensor:
-    """Computes alpha x `error` + (1 - alpha) x the cross-entropy with the targets, or the divergence of soft
-    predictions from the teacher's (`distill.beside`). With alpha = 1, it is the error, and logits are not needed.
-
-    Args:
-        loss: function of logits and targets. teacher: its logits.
-    """
-    if not distill.rest:
-        return error
-    is_soft = distill.rest == "soft"
-    rest = distillation_loss(logits, teacher, "soft", distill.tau) if is_soft else loss(logits, targets)
-    return distill.weight * error + (1 - distill.weight) * rest
 
 
 def digest_weights(state: Mapping[str, Tensor]) -> str:

@@ -241,8 +241,7 @@ class Recorder(SilentRecorder):
             self.warned_input_bound = True
             print(
                 f"input-bound: {data_wait:.0f} % of the time goes into waiting for data; raise data.workers"
-                f" (= {self.run.data.workers}) up to the cores there are, prepare the images (engine.data.prepare), or"
-                " set augment.batched",
+                f" (= {self.run.data.workers}) up to the cores there are, or prepare the images (engine.data.prepare)",
                 flush=True,
             )
 

@@ -25,10 +25,9 @@ def check_run(run: Run, world_size: int = 1) -> None:
     _check_batch(run, world_size)
     _check_schedule(run)
     _check_choice_of_images(run.data)
-    _check_reading(run)
+    _check_augmentation(run.augment)
     if (opt := run.optim.opt) not in (known := list_optimizers()):
         raise OptionError("optim.opt", f" = {opt!r} is not an optimiser of timm{nearest(opt, known)}")
-    _check_auto_augment(run.augment)
     for objective in OBJECTIVES.values():
         objective.check(run)
     _check_training(run)
@@ -87,30 +86,13 @@ def _check_choice_of_images(data: Data) -> None:
         raise OptionError("data.subset_seed", f" = {data.subset_seed}, but {chosen}: set one, or leave it out")
 
 
-def _check_reading(run: Run) -> None:
-    """Refuses balanced sampling without a list of images, grey levels of 8 bits, and ranges that are not ascending."""
-    data = run.data
-    if run.train.balanced_sampling and data.dataset == "mds":
-        problem = "draws images of rare classes anew, in an order that needs a list of all images"
-        raise OptionError("train.balanced_sampling", f"{problem}; set it to false, or choose another data.dataset")
-    if data.levels is not None:
-        if data.levels[0] == data.levels[1]:
-            raise OptionError("data.levels", f" = {list(data.levels)}: black and white are the same level; give two")
-        if data.dataset in ("cache", "idx", "digits", "copy") or data.dataset.startswith("torch/"):
-            remedy = "give --levels to engine.data.prepare" if data.dataset == "cache" else "set it to null"
-            raise OptionError("data.levels", f"the images of data.dataset={data.dataset} have 8 bits; {remedy}")
+def _check_augmentation(augment: Augment) -> None:
+    """Refuses ranges that are not ascending, and a policy that is not valid."""
     for name in ("scale", "ratio"):
-        if (bounds := getattr(run.augment, name))[0] > bounds[1]:
+        if (bounds := getattr(augment, name))[0] > bounds[1]:
             raise OptionError(f"augment.{name}", f" = {list(bounds)} is not in ascending order")
-
-
-def _check_auto_augment(augment: Augment) -> None:
-    """Refuses a policy that is not valid, or that cannot be applied to batches."""
     if augment.auto_augment is not None:
         check_policy(augment.auto_augment)
-        if augment.batched and augment.auto_augment.startswith("augmix"):
-            problem = f" = {augment.auto_augment!r} mixes copies of an image, which augment.batched cannot"
-            raise OptionError("augment.auto_augment", f"{problem}; set that to false, or choose another policy")
 
 
 def _check_training(run: Run) -> None:

@@ -27,9 +27,9 @@ def _options(section: str, names: str) -> set[str]:
 DESCRIBED = {
     *("model", "attention", "plugins", "simmim", "augment", "optim", "schedule"),
     *_options("init", "weights strict"),
-    *_options("distill", "teacher type alpha beside tau"),
+    *_options("distill", "teacher type alpha tau"),
     *_options("data", "subset val_fraction folds fold subset_seed num_sequences"),
-    *_options("data", "levels crop_mode crop_pct interpolation mean std"),
+    *_options("data", "crop_mode crop_pct interpolation mean std"),
     *_options(
         "train", "total_batch_size balanced_sampling class_weights grad_accum_steps elastic amp tf32 seed freeze"
     ),
@@ -46,13 +46,11 @@ PLACE = _options("train", "device compile cuda_graph kernels grad_checkpointing 
 
 COMMAND_LINE = {
     "report",
-    *_options("data", "cache_dir cache_gb workers timeout_minutes shuffle_shards max_broken broken_val"),
+    *_options("data", "workers timeout_minutes max_broken broken_val"),
     *_options("train", "keep_checkpoints checkpoint_minutes checkpoint_steps"),
     *_options("train", "max_skipped max_overflows timeout_minutes log_every"),
 }
 """Options and sections that no file brings: the command line does, or the default applies."""
-
-CACHE = _options("data", "cache_dir cache_gb")
 
 INSIDE = {"digits", "copy"}
 """Data sets that this program holds or draws: nothing is opened for them."""
@@ -86,9 +84,8 @@ def parse_described(
             if not {section, key} & allowed and not is_overridden(key, overrides):
                 reset.setdefault(section, {})[field.name] = field.default
     described = replace(run, **{name: replace(getattr(run, name), **values) for name, values in reset.items()})
-    needed = CHOICE_OF_IMAGES | (CACHE if "://" in (run.data.root or "") else set())
-    missing = {key: value for key in sorted(needed) if (value := _get(run, key)) != _get(described, key)}
-    if reads_images and {*missing} - {"data.cache_gb"}:
+    missing = {key: value for key in sorted(CHOICE_OF_IMAGES) if (value := _get(run, key)) != _get(described, key)}
+    if reads_images and missing:
         given = " ".join(shlex.quote(f"{key}={_in_yaml(plain(value))}") for key, value in missing.items())
         problem = "does not choose what is opened, as it may be a stranger's"
         remedy = f"add {one_line(given, 2000)} for the images of its training, or name others"

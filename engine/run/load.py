@@ -79,7 +79,13 @@ def load_unbuilt(path: str | Path, overrides: Sequence[str] = ()) -> Run:
 REMOVED: dict[str, list[Any] | None] = {
     "distill.layers": [None],
     "distill.distance": ["squared"],
+    "distill.beside": ["labels"],
     "data.order": ["list"],
+    "data.levels": [None],
+    "data.shuffle_shards": None,
+    "data.cache_dir": None,
+    "data.cache_gb": None,
+    "augment.batched": [False],
     "train.async_checkpoint": [False, True],
     "model.use_glu": [False],
     "model.reductions": [[8, 4, 2, 1]],

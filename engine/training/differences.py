@@ -14,8 +14,6 @@ RANKS = ("processes", "train.grad_accum_steps")
 RESUMABLE_OPTIONS = {
     "data.root",
     "data.classes",
-    "data.cache_dir",
-    "data.cache_gb",
     "data.workers",
     "data.timeout_minutes",
     "data.max_broken",

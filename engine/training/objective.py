@@ -151,7 +151,7 @@ def read_published(name: str, run: Run) -> Teacher:
 
 def ignores_predictions(run: Run) -> bool:
     """Whether the teacher's predictions have no part in the loss of `run`."""
-    return run.distill.type == "attention" and run.distill.rest != "soft"
+    return run.distill.type == "attention"
 
 
 @torch.no_grad()

@@ -16,7 +16,6 @@ from engine.checkpoints.progress import Progress
 from engine.config.schema import Run
 from engine.data.splits import open_split
 from engine.objectives.alignment import Alignment, relative_error
-from engine.objectives.distillation import distillation_loss
 from engine.run.load import load_run
 from engine.runtime.distributed import World, autocast
 from engine.runtime.errors import ConfigError, UserError
@@ -107,19 +106,15 @@ def test_loss_and_gradients_are_those_of_the_formula(attention: str, layers: lis
     assert all(weight.grad is None for weight in objective.teacher.parameters())
 
 
-@pytest.mark.parametrize("beside", ["labels", "soft"])
-def test_the_rest_of_the_loss_is_of_labels_or_soft_predictions(beside: str, tmp_path: Path):
+def test_the_rest_of_the_loss_is_of_labels(tmp_path: Path):
     teacher = leave_teacher(tmp_path)
-    tau = ["distill.tau=3.0"] if beside == "soft" else []
-    run = aligned(tmp_path, LARA, "distill.alpha=0.25", f"distill.beside={beside}", *tau)
+    run = aligned(tmp_path, LARA, "distill.alpha=0.25")
     model = build(run, seed=1).eval()
     objective = objective_of(run, model)
     images, targets = torch.randn(3, 3, 24, 24), torch.tensor([1, 0, 7])
     found = objective(objective.wrap(model), images, targets)
     logits, error = model(images), sum(on_paper(teacher, model, images, [0, 1, 2])) / 3
-    soft = distillation_loss(logits, teacher(images), "soft", 3.0)
-    rest = soft if tau else nn.functional.cross_entropy(logits, targets)
-    torch.testing.assert_close(found, 0.25 * error + 0.75 * rest)
+    torch.testing.assert_close(found, 0.25 * error + 0.75 * nn.functional.cross_entropy(logits, targets))
     found.backward()
     assert all(weight.grad is not None for weight in model.parameters())
 
@@ -267,7 +262,6 @@ def test_weights_of_another_model_are_refused(tmp_path: Path):
             "init.weights = null, and distill.type=attention trains no other weights",
         ),
         ("type: hard, teacher: init.weights", None, "distill.teacher = init.weights, which is null; give init.weights"),
-        ("type: attention, teacher: x, beside: soft", "x", "distill.beside = soft acts beside distill"),
         ("type: attention, teacher: x, tau: 2", "x", "distill.tau = 2 acts on soft predictions"),
     ],
 )

@@ -23,7 +23,7 @@ from tests.engine.test_validate import ROOT, TINY
 NAMES = ["chat", "e2", "zèbre", "Ångström 9", "Ångström 10", "éléphant"]
 """Classes in NFC and in their order, which would be another in NFD."""
 
-KINDS = ["folder", "index", "tar", "csv", "cache", "mds"]
+KINDS = ["folder", "tar", "csv", "cache"]
 
 
 def write_split(root: Path, form: str, kind: str, names=NAMES, split: str = "train") -> Data:
@@ -42,12 +42,10 @@ def write_split(root: Path, form: str, kind: str, names=NAMES, split: str = "tra
     elif kind == "csv":
         rows = [f"{split}/{path},{path.split('/')[0]}" for path in files]
         (root / f"{split}.csv").write_text("\n".join(["file,label", *rows]))
-    elif kind == "index":
-        prepare.main([str(root), "--index", "--splits", split])
-    elif kind in ("cache", "mds"):
-        prepare.main([str(root), str(root / kind), "--splits", split, "--workers", "0", "--format", kind])
+    elif kind == "cache":
+        prepare.main([str(root), str(root / kind), "--splits", split, "--workers", "0"])
         return Data(dataset=kind, root=str(root / kind))
-    return Data(dataset="folder" if kind == "index" else kind, root=str(root))
+    return Data(dataset=kind, root=str(root))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -56,9 +54,7 @@ def test_data_are_the_same_in_both(kind, tmp_path):
     splits = [open_split(write_split(tmp_path / form, form, kind), "train_split") for form in ("NFC", "NFD")]
     assert [classes_of(images) for images in splits] == [NAMES] * 2
     assert splits[0].reader.labels.tolist() == splits[1].reader.labels.tolist()
-    identities = [identify_split("train", images) for images in splits]
-    if kind != "mds":  # its identity is the digest of an index of files
-        assert identities[0] == identities[1]
+    assert identify_split("train", splits[0]) == identify_split("train", splits[1])
 
 
 @pytest.mark.parametrize("kind", ["folder", "csv", "tar"])
@@ -113,17 +109,6 @@ def test_a_run_resumes_starts_another_teaches_and_is_validated_with_either(tmp_p
     other = [*command[:-1], str(tmp_path / "other"), f"data.root={roots[1]}", f"init.weights={path}"]
     train.main([*other, f"distill.teacher={path}", "distill.alpha=0.5"])
     assert "matched by name" not in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(("on_disk", "listed"), [("NFC", "NFD"), ("NFD", "NFC")])
-def test_a_csv_file_may_name_files_in_either(on_disk, listed, tmp_path):
-    data = write_split(tmp_path, on_disk, "csv")
-    expected = open_split(data, "train_split")
-    path = tmp_path / "train.csv"
-    path.write_text(unicodedata.normalize(listed, path.read_text()))
-    images = open_split(data, "train_split")
-    assert identify_split("train", images) == identify_split("train", expected)
-    assert images[0][0].tobytes() == expected[0][0].tobytes()
 
 
 def test_a_suggestion_that_looks_alike_says_what_was_given():

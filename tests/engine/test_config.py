@@ -99,7 +99,7 @@ def test_options_of_earlier_versions_without_an_effect_are_passed_over():
     removed = flatten_back({key: (values or ["any"])[-1] for key, values in REMOVED.items()})
     former = removed | {"model": removed["model"] | options["model"]}
     assert parse_run(options | former, "last.pt") == parse_run(options, "last.pt")
-    assert former["distill"] == {"layers": None, "distance": "squared"}  # not changed
+    assert former["distill"] == {"layers": None, "distance": "squared", "beside": "labels"}  # not changed
     former["distill"]["layers"] = [1]
     with pytest.raises(ConfigError, match=r"^last\.pt: distill\.layers: unknown option"):
         parse_run(options | former, "last.pt")
@@ -448,7 +448,7 @@ OPTIONAL_TEXTS = [
 
 
 def test_options_that_name_a_file_or_a_model_are_texts_or_null():
-    assert {"init.weights", "distill.teacher", "data.root", "data.classes", "data.cache_dir"} <= {*OPTIONAL_TEXTS}
+    assert {"init.weights", "distill.teacher", "data.root", "data.classes"} <= {*OPTIONAL_TEXTS}
 
 
 @pytest.mark.parametrize("text", ["''", "None"])

@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import json
 import shlex
 import shutil
 import typing
@@ -16,7 +15,7 @@ from engine.checkpoints import convert
 from engine.checkpoints.files import load_checkpoint, save_checkpoint
 from engine.checkpoints.origin import is_made_here
 from engine.checkpoints.progress import Progress
-from engine.config.schema import Data, Run
+from engine.config.schema import Run
 from engine.run import described
 from engine.run.described import parse_described
 from engine.run.load import dump_run, flatten, load_run
@@ -29,9 +28,9 @@ from tests.support.refusals import refusal
 OPTIONS = ["model.depth=1", "model.embed_dim=24", "model.img_size=8", "attention={name: softmax}", "train.device=cpu"]
 HANDS = {
     "data": {
-        **{"dataset": "mds", "root": "http://127.0.0.1:9/x y", "train_split": "t", "val_split": "../v"},
+        **{"dataset": "hfds", "root": "http://127.0.0.1:9/x y", "train_split": "t", "val_split": "../v"},
         "classes": "/c",
-        **{"cache_dir": "CACHE", "cache_gb": 0.0003, "workers": 200, "timeout_minutes": 9.0, "shuffle_shards": 999},
+        **{"workers": 200, "timeout_minutes": 9.0},
     },
     "train": {"device": "cuda", "compile": True, "timeout_minutes": 9.0},
     "report": {"wandb": "theirs"},
@@ -53,7 +52,6 @@ def hostile(checkpoint: dict, tmp_path: Path) -> Path:
     config = copy.deepcopy(checkpoint["config"])
     for section, values in HANDS.items():
         config[section] |= values
-    config["data"]["cache_dir"] = str(tmp_path / "cache")
     save_checkpoint(tmp_path / "stranger.pt", checkpoint | {"config": config})
     return tmp_path / "stranger.pt"
 
@@ -88,24 +86,11 @@ def test_images_are_chosen_by_the_command_line(hostile: Path, monkeypatch: pytes
     (line,) = refusal(validate.main, [hostile], capsys).splitlines()
     assert line.startswith(f"error: {hostile}: does not choose what is opened")
     given = shlex.split(line.partition("; add ")[2].partition(" for the images")[0])
-    assert sorted(text.partition("=")[0] for text in given) == sorted(
-        described.CHOICE_OF_IMAGES | {"data.cache_dir", "data.cache_gb"}
-    )
+    assert sorted(text.partition("=")[0] for text in given) == sorted(described.CHOICE_OF_IMAGES)
     config = load_checkpoint(hostile)["config"]
     run = parse_described(config, "x", given, reads_images=True)
     here, there = flatten(dump_run(run)), flatten(config)
     assert all(here[key] == there[key] for key in described.CHOICE_OF_IMAGES)
-    assert not (hostile.parent / "cache").exists()
-
-
-def test_the_size_of_a_cache_has_its_default(hostile: Path):
-    """The line has it, but nobody need repeat it."""
-    config = load_checkpoint(hostile)["config"]
-    names = ("dataset", "root", "train_split", "val_split")
-    given = [f"data.{name}={json.dumps(config['data'][name])}" for name in names]
-    given += ["data.classes=null", "data.cache_dir=elsewhere"]
-    data = parse_described(config, "x", given, reads_images=True).data
-    assert (data.cache_dir, data.cache_gb) == ("elsewhere", Data().cache_gb)
 
 
 @pytest.mark.parametrize("value", ["null", "017", "a: b", "{a: 1}", "it's", "$HOME `x`", "1e3", "-"])
@@ -124,7 +109,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = tmp_path_factory.mktemp("runs")
     options = [*OPTIONS, "schedule.epochs=1", "schedule.warmup_epochs=0", "data.workers=0", "data.dataset=idx"]
     options += [f"data.root={ROOT}/reference", "data.train_split=t10k", "data.val_split=t10k", "data.subset=13"]
-    options += ["model.in_chans=1", "train.total_batch_size=64", "data.levels=null"]
+    options += ["model.in_chans=1", "train.total_batch_size=64"]
     train.main([str(ROOT / "configs/quickstart.yaml"), *options, "--output", str(base / "run")])
     return base / "run"
 
@@ -158,7 +143,7 @@ def test_an_export_of_a_strangers_file_keeps_its_model_alone(hostile: Path, caps
     output = hostile.with_name("x.safetensors")
     convert.main([str(hostile), str(output)])
     config = load_checkpoint(output)["config"]
-    assert (config["data"]["root"], config["data"]["cache_dir"], config["report"]["wandb"]) == (None, None, None)
+    assert (config["data"]["root"], config["report"]["wandb"]) == (None, None)
     assert config["model"] == load_checkpoint(hostile)["config"]["model"]
 
 

@@ -73,19 +73,9 @@ def read_split(path: Path, dataset: str) -> None:
     images.reader.fingerprints()
 
 
-def read_folders(path: Path) -> None:
-    (path.parent / "train/a").mkdir(parents=True, exist_ok=True)
-    (path.parent / "train/a/1.png").write_bytes(b"")
-    read_split(path, "folder")
-
-
 def read_index(path: Path) -> None:
     write_shard(path.with_name("train-0.tar"), [sample(1)])
     read_split(path, "wds")
-
-
-def read_shards(path: Path) -> None:
-    read_split(path.parent, "mds")
 
 
 def read_measurement(path: Path) -> None:
@@ -120,7 +110,6 @@ READERS: dict[str, Callable[[Path], object]] = {
     "x.pt.sha256": lambda path: read_digests(path.with_suffix("")),
     MARKER: lambda path: owned_files(path.parent, "cache"),
     "ablate.failed": read_text,
-    "train.folders.safetensors": read_folders,
     "train.csv": lambda path: read_split(path, "csv"),
     "train.tar": lambda path: read_split(path, "tar"),
     "train.npz": lambda path: read_split(path, "cache"),
@@ -128,14 +117,13 @@ READERS: dict[str, Callable[[Path], object]] = {
     "train-images-idx3-ubyte.gz": lambda path: read_split(path, "idx"),
     "train.index.safetensors": read_index,
     "train-0.tar": lambda path: read_split(path, "wds"),
-    "train/index.json": read_shards,
     "x.pt": load_checkpoint,
     "x.safetensors": lambda path: read_weights(str(path)),
     "model/config.json": lambda path: read_weights(f"timm:local-dir:{path.parent}"),
 }
 
 DEEP = 200_000
-METADATA = dict.fromkeys(("folders", "ignored", "classes", "shards", "run"), "[" * DEEP)
+METADATA = dict.fromkeys(("ignored", "classes", "shards", "run"), "[" * DEEP)
 HOSTILE: dict[str, bytes] = {
     "empty": b"",
     "null": b"null",

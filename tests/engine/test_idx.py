@@ -153,11 +153,3 @@ def test_statistics_are_those_of_the_pixels(tmp_path, capsys):
         "  width 4 to 9, median 7; height 5 to 5, median 5 pixels",
         f"  data.mean=[{values[0]}] data.std=[{values[1]}]  # of all their pixels",
     ]
-
-
-def test_the_scan_reads_them_too(tmp_path, capsys):
-    write(tmp_path)
-    with pytest.raises(SystemExit) as ended:
-        verify.main([str(tmp_path), "--dataset", "idx", "--splits", "train", "--workers", "0"])
-    assert ended.value.code == 0
-    assert "train: 6 images of 3 classes, 0 broken" in capsys.readouterr().out

@@ -92,7 +92,6 @@ CASES: dict[str, tuple[str, Sequence[str]]] = {
     },
     "alignment": ("quickstart", [*IMAGES, *LARA]),
     "alignment, labels": ("quickstart", [*IMAGES, *LARA, "distill.alpha=0.5", WEIGHTS]),
-    "alignment, soft": ("quickstart", [*IMAGES, *LARA, "distill.alpha=0.5", "distill.beside=soft"]),
     "masked_images": (
         "quickstart",
         [*IMAGES, "model.mask_token=true", "model.num_classes=0", "simmim.mask_size=8", *BLANK],

@@ -3,31 +3,25 @@
 import hashlib
 import io
 import os
-import posixpath
 import random
 import re
-import shutil
 import tarfile
-import time
 import tracemalloc
 
 import pytest
 from PIL import Image
-from safetensors import safe_open
 from timm.data.readers.reader_image_folder import ReaderImageFolder
 from timm.utils.misc import natural_key
 
 from attention.options import OptionError
 from engine.config.schema import Data
-from engine.data import folders, prepare
 from engine.data.folders import open_class_folders
 from engine.data.identity import identify_split
 from engine.data.images import FORMATS, SUFFIXES, BrokenImage
-from engine.data.layout import Samples, classify, suffix_of
+from engine.data.layout import classify
 from engine.data.splits import classes_of, describe_ignored, open_split
-from engine.data.table import map_table, write_table
 from engine.data.tar import TarReader
-from tests.support.refusals import assert_split_refused, refusal
+from tests.support.refusals import assert_split_refused
 
 
 def write_folder(root, paths, name="train"):
@@ -137,14 +131,6 @@ def test_the_identity_of_data_without_hidden_files_is_what_it_was(tmp_path):
     assert identify_split("train", split_of(tmp_path, "folder"))["train_files"] == expected
 
 
-def test_an_index_of_an_earlier_version_is_refused(tmp_path):
-    """It has listed hidden files."""
-    write_folder(tmp_path, ["a/1.png"])
-    write_index(tmp_path)
-    rewrite(tmp_path, {"hidden": ""})
-    assert_split_refused("train.folders.safetensors is of an earlier version, .*; make it anew", root=str(tmp_path))
-
-
 def test_the_order_is_timms(tmp_path):
     """On folders that hold only images, classes and images have timm's order."""
     paths = [
@@ -158,105 +144,6 @@ def test_the_order_is_timms(tmp_path):
     (tmp_path / "train.tar").write_bytes(make_tar(sorted(paths, reverse=True), "train/"))
     tar = TarReader(str(tmp_path / "train.tar"))
     assert (list(tar.samples), tar.class_to_idx) == (list(ours.samples), ours.class_to_idx)
-
-
-FILES = ["b/x/2.png", "b/1.png", "a/10.png", "a/9.png", "a/notes.txt", "\u00e9/\u00df.png"]
-
-
-def write_index(root, *options: str) -> None:
-    prepare.main([str(root), "--index", "--splits", "train", *options])
-
-
-def test_an_index_opens_the_same_folders_without_listing_them(tmp_path, capsys, monkeypatch):
-    """Names, order, classes, other files, identity and content."""
-    write_folder(tmp_path, [*FILES, "a/.x/1.png"])
-    (tmp_path / "train/b/empty").mkdir()
-    listed = split_of(tmp_path, "folder")
-    write_index(tmp_path)
-    assert f"{tmp_path / 'train.folders.safetensors'}: 5 images of 3 classes" in capsys.readouterr().out
-    monkeypatch.setattr(folders, "find_files", None)
-    found = split_of(tmp_path, "folder")
-    assert list(found.reader.samples) == list(listed.reader.samples)
-    assert found.reader.class_to_idx == listed.reader.class_to_idx
-    assert found.reader.ignored == listed.reader.ignored == ["a/.x/", "a/notes.txt"]
-    assert identify_split("train", found) == identify_split("train", listed)
-    for number, (path, label) in enumerate(listed.reader.samples):
-        file, found_label = found.reader[number]
-        with file:
-            assert (file.read().decode(), found_label) == (path, label)
-    assert isinstance(found.reader.samples.text, memoryview)  # mapped, and not read
-
-
-@pytest.mark.parametrize(
-    ("change", "folder"),
-    [
-        (lambda train: (train / "a/11.png").write_text("x"), "a"),
-        (lambda train: (train / "b/x/2.png").unlink(), "b/x"),
-        (lambda train: (train / "b/x/2.png").rename(train / "b/x/3.png"), "b/x"),
-        (lambda train: (train / "b/empty/1.png").write_text("x"), "b/empty"),
-        (lambda train: (train / "c").mkdir(), "."),
-        (lambda train: shutil.rmtree(train / "b/empty"), "b"),
-    ],
-    ids=["added", "removed", "renamed", "in an empty folder", "class", "folder"],
-)
-def test_an_index_that_is_older_than_a_folder_is_refused(tmp_path, change, folder):
-    write_folder(tmp_path, FILES)
-    (tmp_path / "train/b/empty").mkdir()
-    write_index(tmp_path)
-    time.sleep(0.02)  # the clock of a file system has steps of some milliseconds
-    change(tmp_path / "train")
-    problem = rf"is older than the folder '{re.escape(folder)}', .*; make it anew .*--index"
-    assert_split_refused(problem, root=str(tmp_path))
-    (tmp_path / "train.folders.safetensors").unlink()
-    if folder != ".":
-        split_of(tmp_path, "folder")
-
-
-@pytest.mark.parametrize(
-    ("texts", "problem"),
-    [
-        ({"folders": "7"}, "AttributeError"),
-        ({"ignored": "[7]"}, "ValueError: files that have no names"),
-        ({"ignored": "{"}, "JSONDecodeError"),
-        ({"folders": "[" * 100_000}, "RecursionError"),
-        ({"folders": '{"a\\u0000": 1}'}, None),
-    ],
-    ids=lambda value: str(value)[:40],
-)
-def test_a_damaged_index_of_folders_is_refused(tmp_path, texts, problem):
-    write_folder(tmp_path, FILES)
-    write_index(tmp_path)
-    rewrite(tmp_path, texts)
-    problem = rf"damaged \({problem}.*" if problem else r"is older than the folder 'a\\\\x00', "
-    assert_split_refused(rf"train.folders.safetensors:? {problem}.*; make it anew", root=str(tmp_path))
-
-
-def test_an_index_from_a_stranger_opens_no_file_outside_of_the_data(tmp_path):
-    write_folder(tmp_path, ["a/1.png", "a/2.png"])
-    write_index(tmp_path)
-    outside = [str(tmp_path / "x.png"), "a/../../x.png"]
-    (tmp_path / "x.png").write_text("x")
-    rewrite(tmp_path, {}, Samples([(0, outside)]))
-    images = [*split_of(tmp_path, "folder")]
-    assert [str(image).endswith("leads out of the data set") for image in images] == [True, True]
-
-
-def rewrite(root, texts, samples=None):
-    """Changes texts of the index, or its images."""
-    path = root / "train.folders.safetensors"
-    known, class_to_idx, _, _ = map_table(path)
-    with safe_open(path, "numpy") as file:
-        notes = file.metadata()
-    write_table(path, samples or known, class_to_idx, {n: notes[n] for n in ("folders", "ignored", "hidden")} | texts)
-
-
-def test_folders_that_change_while_they_are_listed_get_no_index(tmp_path, capsys, monkeypatch):
-    write_folder(tmp_path, FILES)
-    listed = iter([FILES, [*FILES, "a/11.png"]])
-    monkeypatch.setattr(folders, "find_files", lambda root: next(listed))
-    error = refusal(prepare.main, [tmp_path, "--index", "--splits", "train"], capsys)
-    assert "files are added or removed; make the index when that has ended" in error
-    assert [path.name for path in tmp_path.iterdir()] == ["train"]
 
 
 def test_names_of_equal_order_are_ordered_too():
@@ -303,12 +190,6 @@ def test_a_folder_that_cannot_be_read_is_refused(tmp_path, monkeypatch):
     write_folder(tmp_path, ["a/1.png", "b/2.png"])
     monkeypatch.setattr(os, "scandir", scandir)
     assert_split_refused("Permission denied", root=str(tmp_path))
-
-
-def test_a_suffix_is_what_it_is_in_the_standard_library():
-    parts = ["", ".", "..", "a", ".a", "A.JPG", "a.b.jpg", "..jpg", "a..png", "a.", "é.Tiff"]
-    for path in [*parts, *(f"{folder}/{name}" for folder in parts for name in parts)]:
-        assert suffix_of(path) == posixpath.splitext(path)[1].lower(), path
 
 
 def test_suffixes_are_those_of_the_formats_that_are_decoded():
