@@ -52,7 +52,6 @@ REMOVERS = {
 
 WRITERS = {
     "ablation/worker.py": "logs and marks of failures, which it has claimed",
-    "bench/runtimes.py": "temporary directory",
     "engine/data/cache.py": "new files of `prepare`, in a directory that it has made",
     "engine/data/mds.py": "new files of `prepare`, in a directory that it has made",
     "engine/runtime/files.py": "a new unfinished file",

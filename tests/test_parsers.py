@@ -41,7 +41,6 @@ MAY_PARSE = {
 MAY_OPEN = {
     "ablation/worker.py": "a pipe of its own",
     "attention/plugins.py": "code of the user, which is run",
-    "bench/runtimes.py": "a file that it has written",
     "engine/checkpoints/local_dir.py": "a license, which is shown",
     "engine/data/cache.py": "the pixels that the index beside them describes",
     "engine/data/mds.py": "files that it has written, or has fetched into its cache",
