@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from engine.checkpoints.initial_weights import create_initial_model
-from engine.config.micro_batches import describe_batch_norm, share_batch
+from engine.config.micro_batches import describe_batch_norm
 from engine.config.schema import Run
 from engine.data.identity import identify_data, warn_of_one_split
 from engine.data.loaders import check_workers, create_loaders, has_lost_workers, stop_waiting_if
@@ -25,10 +25,8 @@ from engine.data.splits import classes_of
 from engine.data.verify import check_images
 from engine.evaluation.evaluate import evaluate_all, gather_all
 from engine.reporting.console import format_values
-from engine.reporting.metrics import first_micro_batch_size
 from engine.reporting.recorder import RUN_FILES, Recorder, SilentRecorder
 from engine.reporting.trackers import check_tracker
-from engine.run.checks import check_profile
 from engine.run.load import load_run
 from engine.runtime.distributed import World, autocast, init_distributed, seed_everything, set_arithmetic, world_size
 from engine.runtime.errors import refuse_bad_input
@@ -63,7 +61,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with world.ending(), refuse_bad_input(), explain_failures(run.train, world), ExitStack() as cleanup:
             check_tracker(run.report)
             check_device(run, world.device)
-            run = share_batch(run, world, first_micro_batch_size(args.output))
             if args.dry_run:
                 return print_plan(run, world, args.output, args.allow_change)
             trainer = Trainer(run, world, args.output, args.allow_change, cleanup)
@@ -109,7 +106,6 @@ class Trainer:
         resumed = Resumed(self.checkpoints, allowed)
         self.progress, self.resumption = resumed.restore(self.stateful), resumed.resumption
         self.total_steps = self.progress.total_steps(run, self.sampler.updates_per_epoch)
-        check_profile(run.report, self.total_steps)
 
     def train(self) -> bool:
         """Trains, evaluates and saves until the last epoch is finished (true) or a signal stops the run (false).

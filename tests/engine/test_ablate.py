@@ -207,15 +207,6 @@ def test_runs_made_with_other_options_are_refused_before_any_run(config, launche
     assert refusal("schedule.epochs=2") == problem.format("model.depth", 1, 2)
 
 
-def test_an_elastic_run_goes_on_with_other_accumulation_steps(config, launcher):
-    """As train.py does."""
-    config.write_text("base: base.yaml\nruns:\n  - {train.elastic: true}\n")
-    announce(config, "train.grad_accum_steps=2")
-    sweep(config, launcher, "train.grad_accum_steps=2")
-    sweep(config, launcher)
-    assert len((config.parent / "log").read_text().splitlines()) == 1
-
-
 @pytest.mark.parametrize(
     ("change", "is_finished"),
     [({"attention": "softmax"}, True), ({"data": {"dataset": "digits"}}, True), ({"attention": "nystrom"}, False)],

@@ -419,7 +419,6 @@ WITHOUT_HIGH = {
     "train.checkpoint_steps": "above the epoch's steps: none",
     "train.max_skipped": "above the run's steps: all may be skipped",
     "train.log_every": "above the epoch's steps: one line at its end",
-    "report.profile": "of the updates that the run makes; others are refused",
 }
 """Options without an upper bound, and the meaning of large values."""
 

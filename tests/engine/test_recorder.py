@@ -3,7 +3,6 @@
 import csv
 import errno
 import fcntl
-import gzip
 import io
 import itertools
 import json
@@ -19,7 +18,7 @@ import subprocess
 import sys
 import termios
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from copy import deepcopy
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -34,21 +33,18 @@ import torch
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from attention.options import OptionError
 from engine.checkpoints.progress import Progress, Resumption
-from engine.config.schema import Data, Report, Run, Schedule, Train
+from engine.config.schema import Data, Run, Schedule, Train
 from engine.data.loaders import create_val_loader
 from engine.evaluation.evaluate import evaluate
 from engine.evaluation.predictions import PredictionTable
 from engine.reporting.charts import Charts
 from engine.reporting.metrics import TOTALS, read_records
 from engine.reporting.recorder import Recorder, SilentRecorder
-from engine.run.checks import check_profile
 from engine.runtime.distributed import World
 from engine.runtime.errors import UserError
 from engine.runtime.files import append_whole
-from engine.runtime.peaks import peak_tflops
-from engine.runtime.provenance import gpu_software, provenance
+from engine.runtime.provenance import provenance
 from engine.runtime.terminal import ConsoleLog, progress_bar
 from tests.support.launcher import use_few_images
 from tests.support.partition import chosen
@@ -342,24 +338,6 @@ def test_tensorboard(tmp_path: Path):
     assert b"eval/top1" in events.summary_metadata["_hparams_/experiment"].plugin_data.content
 
 
-def test_tensorboard_by_images(tmp_path: Path):
-    """Also after resuming, at which TensorBoard drops all points from the step on, in updates or images."""
-    for images in (0, 16):
-        recorder = launch(tmp_path, Progress(epoch=images // 16, step=images // 8))
-        recorder.begin_epoch(1)
-        for _ in range(2):
-            recorder.end_step()
-            recorder.train(1, loss=float(recorder.step), broken=0)
-        recorder.eval(1, {"top1": 1.0, "loss": float(recorder.step), "images": 5})
-        recorder.close()
-    events = EventAccumulator(str(tmp_path)).Reload()
-    charts = {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
-    assert charts["train/loss"] == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0)]
-    assert charts["train_by_images/loss"] == [(8, 1.0), (16, 2.0), (24, 3.0), (32, 4.0)]
-    assert charts["eval_by_images/loss"] == [(16, 2.0), (32, 4.0)]
-    assert not [tag for tag in charts if tag.endswith(("images", "broken"))]
-
-
 @pytest.mark.complete
 def test_tensorboard_shows_predictions(tmp_path: Path):
     """Pictures of the last evaluation: images across the data, and the confusion matrix, of both kinds of weights."""
@@ -590,18 +568,16 @@ class Ranks(World):
 
 
 def test_speed_of_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """FLOP/s follow from the MACs, MFU from them and the peak of all GPUs; memory is that of the highest rank."""
+    """Memory is that of the highest rank."""
     clock = Clock(monkeypatch)
     monkeypatch.setattr("engine.reporting.speed.time.perf_counter", lambda: clock.now)
     monkeypatch.setattr("engine.reporting.waiting.DataWait._now", lambda self: 0.0)
     monkeypatch.setattr("engine.reporting.waiting.DataWait.seconds", lambda self: 0.5)
     monkeypatch.setattr("engine.runtime.provenance.device_name", lambda device: "a GPU")
-    monkeypatch.setattr("engine.reporting.speed.device_name", lambda device: "NVIDIA A100-SXM4-80GB")
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 * 2**20)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 5 * 2**20)
-    run = replace(RUN, train=Train(total_batch_size=8, amp="bf16"))
-    recorder = Recorder(tmp_path, run, Progress(), total_steps=1, world=Ranks(torch.device("cuda"), size=2))
-    recorder.start(0, processes=2, macs=26 * 10**11)
+    recorder = Recorder(tmp_path, RUN, Progress(), total_steps=1, world=Ranks(torch.device("cuda"), size=2))
+    recorder.start(0, processes=2)
     recorder.begin_epoch(1)
     clock.now += 2.0
     recorder.end_step()
@@ -610,90 +586,7 @@ def test_speed_of_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     recorder.close()
     start, train, final = records(tmp_path)
     assert start["host"] == platform.node()
-    expected = {"tflops": 6 * 2.6 * 4, "mfu": 10.0, "memory_mb": 6.0, "memory_reserved_mb": 10.0}
+    expected = {"images_per_second": 4.0, "memory_mb": 6.0, "memory_reserved_mb": 10.0}
     assert {name: final[name] for name in expected} == pytest.approx(expected)
     expected |= {"data_wait": 25.0, "slowest_rank": 1, "slowest_data_wait": 50.0}
     assert {name: train[name] for name in expected} == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(
-    ("device", "precision", "peak"),
-    [
-        ("NVIDIA H100 80GB HBM3", "bf16", 989.4),
-        ("NVIDIA H200", "tf32", 494.7),
-        ("NVIDIA A100 80GB PCIe", "fp32", 19.5),
-        ("NVIDIA A10", "fp16", 125.0),
-        ("Tesla V100-SXM2-16GB", "fp16", 125.0),
-        ("Tesla V100-SXM2-16GB", "bf16", None),
-        ("NVIDIA A10G", "bf16", None),
-        ("NVIDIA H100 NVL", "bf16", None),
-        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bf16", None),
-        ("AMD EPYC", "fp32", None),
-    ],
-)
-def test_peaks_are_those_of_whole_gpus_of_the_table(device: str, precision: str, peak: float | None):
-    assert peak_tflops(device, precision) == peak
-
-
-@pytest.mark.parametrize("change", [{"freeze": "backbone"}, {"amp": "bf16"}])
-def test_no_flops_without_the_costs(change: dict, tmp_path: Path):
-    """A frozen backbone has no full backward pass; a processor has no peak."""
-    run = replace(RUN, train=Train(total_batch_size=8, **change))
-    recorder = Recorder(tmp_path, run, Progress(), total_steps=1, world=WORLD)
-    recorder.start(0, processes=1, macs=10**9)
-    recorder.begin_epoch(1)
-    recorder.end_step()
-    recorder.train(1, loss=1.0)
-    recorder.close()
-    train = records(tmp_path)[-1]
-    assert ("tflops" in train, "mfu" in train) == ("freeze" not in change, False)
-
-
-def test_the_driver_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    file, kernel = tmp_path / "version", "NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build"
-    file.write_text(f"NVRM version: {kernel}\nGCC version: 12.2")
-    monkeypatch.setattr("engine.runtime.provenance.DRIVER", file)
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert gpu_software(torch.device("cuda")) == {"cuda": "13.0", "driver": "580.95.05"}
-    assert gpu_software(CPU) == {}
-
-
-def profile_run(directory: Path, profile: tuple[int, int], first: int = 0, steps: int = 4) -> None:
-    """Updates of a run, each with a matrix product."""
-    run = replace(RUN, report=Report(profile=profile))
-    with Recorder(directory, run, Progress(step=first, images=8 * first), total_steps=4, world=WORLD) as recorder:
-        recorder.begin_epoch(1)
-        for _ in range(steps):
-            torch.ones(3, 3) @ torch.ones(3, 3)
-            recorder.end_step()
-
-
-@pytest.mark.parametrize(
-    ("profile", "first", "steps", "file", "products"),
-    [
-        ((0, 1), 0, 4, "profile_step_1.json.gz", 1),
-        ((1, 2), 0, 4, "profile_step_3.json.gz", 2),
-        ((1, 3), 0, 3, "profile_step_3.json.gz", 2),  # stopped before its end
-        ((1, 2), 2, 2, None, 0),  # resumed after its beginning
-    ],
-)
-def test_a_profile_has_its_updates(profile, first, steps, file, products, tmp_path: Path):
-    profile_run(tmp_path, profile, first, steps)
-    assert [path.name for path in tmp_path.glob("profile*")] == ([file] if file else [])
-    if file:
-        events = json.loads(gzip.decompress((tmp_path / file).read_bytes()))["traceEvents"]
-        assert sum(event.get("name") == "aten::mm" for event in events) == products
-
-
-@pytest.mark.parametrize(("profile", "is_refused"), [(None, False), ((0, 4), False), ((3, 2), True), ((9, 1), True)])
-def test_a_profile_of_updates_that_a_run_does_not_make_is_refused(profile, is_refused: bool):
-    with pytest.raises(OptionError, match="but the run at step 4") if is_refused else nullcontext():
-        check_profile(Report(profile=profile), total_steps=4)
-
-
-def test_a_profile_leaves_the_file_of_another_alone_and_the_run_goes_on(tmp_path: Path, capsys):
-    path = tmp_path / "profile_step_1.json.gz"
-    path.write_text("mine")
-    profile_run(tmp_path, (0, 1))
-    assert path.read_text() == "mine"
-    assert f"warning: report.profile: {path}: is there already" in capsys.readouterr().err

@@ -243,7 +243,7 @@ def test_a_cancelled_run_is_saved_and_not_queued_again(cluster: Cluster, tmp_pat
 
 
 def test_a_run_goes_on_without_a_lost_node_and_with_it_again(cluster: Cluster, tmp_path: Path, figure: Callable):
-    """train.elastic: a job on fewer nodes takes over from one that waits for a node, and a larger job from it."""
+    """A job on fewer nodes takes over from one that waits for a node, and a larger job from it."""
 
     def starts() -> list[dict[str, int]]:
         """Records of all starts after which updates were made."""
@@ -251,7 +251,7 @@ def test_a_run_goes_on_without_a_lost_node_and_with_it_again(cluster: Cluster, t
         first = [number for number, line in enumerate(lines) if line["kind"] == "start"]
         return [lines[n] for n in first if any(line["kind"] == "train" for line in lines[n:])]
 
-    options = ["train.elastic=true", "train.checkpoint_steps=4"]
+    options = ["--allow-change", "processes", "train.checkpoint_steps=4"]
     job, metrics = submit_training(cluster, tmp_path, 2, *options)
     wait_for(lambda: list(metrics.parent.glob("step_*.pt")), 60)
     cluster.lose(NODES[1])
