@@ -1,4 +1,4 @@
-"""TensorBoard files of a run: charts of its records, images, predictions, options and results."""
+"""TensorBoard files of a run: charts of its records, images, predictions and options."""
 
 import os
 import socket
@@ -13,13 +13,12 @@ import torch
 from PIL import Image
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.summary.writer.record_writer import RecordWriter
-from torch.utils.tensorboard.summary import hparams, image, scalar, text
+from torch.utils.tensorboard.summary import image, scalar, text
 from torchvision.utils import make_grid
 
-from engine.config.schema import Data, Run, per_channel
+from engine.config.schema import Data, per_channel
 from engine.evaluation.evaluate import RECALL
 from engine.evaluation.predictions import PredictionTable
-from engine.run.load import dump_run, flatten
 from engine.runtime.files import append_whole
 
 CHARTED = {
@@ -74,18 +73,6 @@ class Charts:
                 pixels = np.asarray(Image.open(BytesIO(draw({kind: found}))).convert("RGB"))
                 tag = f"eval/{'ema_' if kind == 'ema' else ''}{name}"
                 self.events.add(summary=image(tag, pixels, dataformats="HWC"), step=step)
-
-    def show_result(self, run: Run, values: Mapping[str, float], step: int) -> None:
-        """Shows the options of `run`, and those of `values` that have no chart, as hyper-parameters."""
-        charted = [name for name in CHARTED["eval"] if name in values]
-        options: dict[str, Any] = {key: str(value) for key, value in flatten(dump_run(run)).items()}
-        options |= {
-            f"final.{name}": value
-            for name, value in values.items()
-            if name not in charted and not name.startswith(OPEN)
-        }
-        for summary in hparams(options, {f"eval/{name}": values[name] for name in charted}):
-            self.events.add(summary=summary, step=step)
 
 
 class EventFile:

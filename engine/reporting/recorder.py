@@ -44,7 +44,7 @@ from engine.runtime.distributed import World
 from engine.runtime.files import append_whole, naming, write_atomically
 from engine.runtime.provenance import provenance
 from engine.runtime.reading import open_regular
-from engine.runtime.terminal import CONSOLE, print_fields, progress_bar
+from engine.runtime.terminal import CONSOLE, progress_bar
 from engine.runtime.text import one_line
 
 CONFIG = "config.yaml"
@@ -175,7 +175,7 @@ class Recorder(SilentRecorder):
         self.close()
         if error is None:
             files = f"{EPOCHS} (a row per epoch)  {METRICS} (all records)  {CONSOLE}"
-            print_fields(f"logs of {self.directory}:  {files}  tensorboard --logdir {self.directory}")
+            print(f"logs of {self.directory}:  {files}  tensorboard --logdir {self.directory}", flush=True)
 
     def start(self, epoch: int, processes: int, resumption: Resumption = NOTHING, **values: Any) -> None:
         config = dump_yaml(dump_run(self.run))
@@ -248,7 +248,6 @@ class Recorder(SilentRecorder):
         values |= self.speed.median()
         self._record("final", self.run.schedule.epochs, values)
         self._tabulate()
-        self.charts.show_result(self.run, values, self.step)
 
     def predictions(self, predictions: Mapping[str, PredictionTable]) -> None:
         self.charts.show_predictions(predictions, self.step)
@@ -302,7 +301,7 @@ class Recorder(SilentRecorder):
         line = f"{kind:5}  {self._place(epoch)}  {text}".rstrip()
         if kind == "train":
             self.bar.set_postfix_str(SHOWN["loss"].format(values["loss"]), refresh=False)
-        print_fields(line)
+        print(line, flush=True)
 
 
 def _short(value: Any) -> Any:
