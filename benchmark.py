@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from bench.arguments import check_arguments, device_name, every_mechanism, image_size, positive, token_grid
+from bench.arguments import check_arguments, every_mechanism, image_size, positive, token_grid
 from bench.comparison import BATCH_TOKENS, compare, plan
 from bench.costs import CONFIGS, print_costs, print_costs_by_size
 from bench.figures import draw_figures
@@ -88,7 +88,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--dtypes", **many, choices=DTYPES, default=["fp32"], help="half precision uses autocast")
     add("--execution", **many, choices=EXECUTIONS, default=["eager"], help=executions)
     add("--rounds", type=Count(2), default=10, help="measurements of each; default: %(default)s")
-    add("--device", type=device_name, choices=("auto", "cuda", "cpu"), default="auto")
+    add("--device", choices=("auto", "cuda", "cpu"), default="auto")
     add("--threads", type=PROCESSES, default=torch.get_num_threads(), help="CPU threads; default: PyTorch's choice")
     add("--output", type=Path, help="directory for table.md, results.csv, results.json and figures")
     args = parser.parse_args(arguments)

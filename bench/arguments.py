@@ -5,21 +5,12 @@ import itertools
 import math
 from collections.abc import Iterable
 
-import torch
-
 from attention import ATTENTION, Grid
 from engine.runtime.arguments import Count
 from engine.runtime.errors import UserError
 
 positive = Count()
 """Type of a count: channels, heads, images, tokens or pixels along a side."""
-
-
-def device_name(text: str) -> str:
-    """Parses ``"auto"``, ``"cpu"`` or, where there is one, ``"cuda"``."""
-    if text == "cuda" and not torch.cuda.is_available():
-        raise argparse.ArgumentTypeError("cuda is not available here; use auto or cpu")
-    return text
 
 
 def image_size(text: str) -> Grid:

@@ -293,7 +293,7 @@ def test_refuses_with_one_line(arguments, message, capsys):
         ("--attention eva --tokens 50", "50 is no square number; nearest: 49"),
         ("--attention eva --tokens 2x3x4", "neither a side nor HxW"),
         ("configs/quickstart.yaml --attention eva", "configurations go with --macs"),
-        ("--device cuda --attention eva", "--device: cuda is not available here; use auto or cpu"),
+        ("--device cuda --attention eva", "train.device: cuda is not available here; use auto or cpu"),
     ],
 )
 def test_refuses_arguments(arguments, message, monkeypatch, capsys):

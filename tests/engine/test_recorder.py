@@ -136,8 +136,8 @@ def test_totals_go_on_after_stops_and_kills(tmp_path: Path, monkeypatch: pytest.
     """Stops do not count; work that a kill has lost does, as it has been paid for, but its images are counted once."""
     clock, cuda = Clock(monkeypatch), torch.device("cuda")
     monkeypatch.setattr(World, "gather", lambda self, values: [values])
-    monkeypatch.setattr("engine.reporting.waiting.DataWait._now", lambda self: 0.0)
-    monkeypatch.setattr("engine.reporting.waiting.DataWait.seconds", lambda self: 0.0)
+    monkeypatch.setattr("engine.reporting.speed.DataWait._now", lambda self: 0.0)
+    monkeypatch.setattr("engine.reporting.speed.DataWait.seconds", lambda self: 0.0)
     monkeypatch.setattr("engine.runtime.provenance.device_name", lambda device: "a GPU")
     progress = Progress()
     with launch(tmp_path, progress, cuda) as recorder:
@@ -564,8 +564,8 @@ def test_speed_of_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Memory is that of the highest rank."""
     clock = Clock(monkeypatch)
     monkeypatch.setattr("engine.reporting.speed.time.perf_counter", lambda: clock.now)
-    monkeypatch.setattr("engine.reporting.waiting.DataWait._now", lambda self: 0.0)
-    monkeypatch.setattr("engine.reporting.waiting.DataWait.seconds", lambda self: 0.5)
+    monkeypatch.setattr("engine.reporting.speed.DataWait._now", lambda self: 0.0)
+    monkeypatch.setattr("engine.reporting.speed.DataWait.seconds", lambda self: 0.5)
     monkeypatch.setattr("engine.runtime.provenance.device_name", lambda device: "a GPU")
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 * 2**20)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 5 * 2**20)
