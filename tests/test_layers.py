@@ -24,7 +24,7 @@ LIBRARIES = {
         *EXPORT,
         "wandb",
     },
-    "bench": {"torch", "torchvision", "timm", "yaml", "numpy", "PIL", "matplotlib", "tqdm", "triton", "onnxruntime"},
+    "bench": {"torch", "torchvision", "timm", "yaml", "numpy", "PIL", "matplotlib", "tqdm", "triton"},
     "analysis": {"torch", "timm", "yaml", "matplotlib", "tqdm"},
     "ablation": {"torch", "yaml", "matplotlib", "tqdm"},
 }
