@@ -23,7 +23,7 @@ from engine.data.identity import identify_data, warn_of_one_split
 from engine.data.loaders import check_workers, create_loaders, has_lost_workers, stop_waiting_if
 from engine.data.splits import classes_of
 from engine.data.verify import check_images
-from engine.evaluation.evaluate import evaluate_all, gather_all
+from engine.evaluation.evaluate import evaluate_all
 from engine.reporting.console import format_values
 from engine.reporting.recorder import RUN_FILES, Recorder, SilentRecorder
 from engine.reporting.trackers import check_tracker
@@ -220,16 +220,16 @@ class Trainer:
         if progress.ends_in_evaluation(self.run):
             self.world.barrier()  # no rank begins an evaluation, which might fail, while the checkpoint is written
             models = {"": self.model} | ({"ema_": self.ema.module} if self.ema else {})
-            rows, how = {}, (self.options.amp, self.signals.stop_requested)
+            rows: dict | None = None if self.objective.measure.by_class else {}  # of pictures
+            how = self.options.amp, self.signals.stop_requested
             metrics = evaluate_all(models, self.val_loader, self.world, *how, rows, self.objective.measure)
             if metrics is None:
                 return True
             progress.metrics = metrics
             progress.rank(epoch, self.options.keep_checkpoints, self.options.best_by)
-            self.recorder.eval(epoch, metrics, self.objective.pictures(rows))
+            self.recorder.eval(epoch, metrics, self.objective.pictures(rows or {}))
         progress.epoch, progress.images, progress.broken = epoch, 0, 0
         if epoch == self.run.schedule.epochs:
-            self.recorder.predictions(gather_all(rows, self.val_loader, self.run, self.world, self.objective.measure))
             self.recorder.final(**progress.metrics, **progress.best(), **self.costs)
         self.save()
         return False

@@ -34,7 +34,6 @@ MAY_PARSE = {
     "engine/data/table.py": OF_READER,
     "engine/data/tar.py": OF_READER,
     "engine/data/webdataset.py": OF_READER,
-    "engine/reporting/charts.py": "a figure that was drawn in memory",
 }
 """Module that parses outside of `parsing` -> the reason."""
 

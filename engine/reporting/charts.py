@@ -1,16 +1,13 @@
-"""TensorBoard files of a run: charts of its records, images, predictions and options."""
+"""TensorBoard files of a run: charts of its records, images and options."""
 
 import os
 import socket
 import time
 from collections.abc import Mapping
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from PIL import Image
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard.summary import image, scalar, text
@@ -18,7 +15,6 @@ from torchvision.utils import make_grid
 
 from engine.config.schema import Data, per_channel
 from engine.evaluation.evaluate import RECALL
-from engine.evaluation.predictions import PredictionTable
 from engine.runtime.files import append_whole
 
 CHARTED = {
@@ -63,16 +59,6 @@ class Charts:
         mean, std = (torch.tensor(per_channel(x, images.shape[1]))[:, None, None] for x in (data.mean, data.std))
         images = images[:64].float().cpu() * std + mean
         self.events.add(summary=image(tag, make_grid(images.clamp(0, 1)), dataformats="CHW"), step=step)
-
-    def show_predictions(self, predictions: Mapping[str, PredictionTable], step: int) -> None:
-        """Shows images of an evaluation with predictions, and the confusion matrix, for each kind of weights."""
-        from engine.reporting.outputs import confusion_picture, samples_picture
-
-        for kind, found in predictions.items():
-            for name, draw in {"images": samples_picture, "confusion": confusion_picture}.items():
-                pixels = np.asarray(Image.open(BytesIO(draw({kind: found}))).convert("RGB"))
-                tag = f"eval/{'ema_' if kind == 'ema' else ''}{name}"
-                self.events.add(summary=image(tag, pixels, dataformats="HWC"), step=step)
 
 
 class EventFile:

@@ -1,18 +1,14 @@
-"""Files that validate.py writes: predictions, accuracy and confusion of classes; and images with predictions."""
+"""Files that validate.py writes: predictions, accuracy, and confusion of classes."""
 
 import argparse
-import math
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from pathlib import Path
 
 import numpy as np
 import torch
-from matplotlib.axes import Axes
 from matplotlib.colors import PowerNorm
-from matplotlib.figure import Figure
 
-from engine.data.images import BrokenImage
 from engine.evaluation.predictions import PredictionTable, top_columns
 from engine.reporting.plots import encode, in_style, new_figure, write_cell
 from engine.runtime.errors import UserError
@@ -27,9 +23,6 @@ NUM_COUNTED = 20
 
 NUM_NAMED = 50
 """Most classes for which it shows their names."""
-
-GRID = 5
-"""Number of columns, and largest number of rows, of the images shown for each kind of weights."""
 
 
 def add_outputs(parser: argparse.ArgumentParser) -> None:
@@ -154,40 +147,6 @@ def confusion_picture(predictions: Predictions) -> bytes:
         axes.set_title(title)
     figure.colorbar(axes.images[0], ax=panels, label="share of the class's images", shrink=0.8, aspect=40)
     return encode(figure)
-
-
-@in_style
-def samples_picture(predictions: Predictions) -> bytes:
-    """Draws evenly spaced images of the data, at most GRID x GRID for each kind of weights.
-
-    The title of each holds its class, the predicted class and its probability, in green if the prediction is right.
-    """
-    rows = {}
-    for kind, found in predictions.items():
-        count = min(GRID**2, len(found.label))
-        rows[kind] = [i * len(found.label) // count for i in range(count)]
-    num_rows = max(math.ceil(len(chosen) / GRID) for chosen in rows.values())
-    figure = Figure((len(predictions) * GRID * 1.7, num_rows * 1.9 + 0.5), layout="constrained")
-    parts = figure.subfigures(1, len(predictions), squeeze=False)[0]
-    for part, (kind, chosen) in zip(parts, rows.items(), strict=True):
-        part.suptitle(f"{kind} weights: class → predicted, and its probability")
-        for number, axes in enumerate(part.subplots(num_rows, GRID, squeeze=False).flat):
-            axes.set_axis_off()
-            if number < len(chosen):
-                _draw_image(axes, predictions[kind], chosen[number])
-    return encode(figure)
-
-
-def _draw_image(axes: Axes, found: PredictionTable, row: int) -> None:
-    image = found.images[int(found.indices[row])]
-    if isinstance(image, BrokenImage):  # it could be read when it was evaluated
-        raise image
-    pixels, _ = image
-    axes.imshow(np.asarray(pixels).transpose(1, 2, 0), cmap="gray", vmin=0, vmax=255)  # grey levels have one channel
-    label, predicted = (one_line(found.name(int(x[row])), 14) for x in (found.label, found.predicted))
-    title = f"{label} → {predicted or 'not finite'}\n{found.probability[row, 0]:.3f}"
-    color = "green" if found.predicted[row] == found.label[row] else "black"
-    axes.set_title(title, color=color, parse_math=False)
 
 
 OUTPUTS: dict[str, tuple[str, Mapping[str, Callable[[Predictions], bytes]]]] = {

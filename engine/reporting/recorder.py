@@ -33,7 +33,6 @@ from engine.checkpoints.origin import ORIGIN, mark_origin
 from engine.checkpoints.progress import Progress, Resumption, describe_place
 from engine.config.schema import Run
 from engine.config.yaml_files import dump_yaml
-from engine.evaluation.predictions import PredictionTable
 from engine.reporting.charts import Charts
 from engine.reporting.console import SHOWN, format_values
 from engine.reporting.metrics import EPOCHS, METRICS, EpochTable, epochs_csv, is_until, stream_records
@@ -108,9 +107,6 @@ class SilentRecorder:
     def final(self, **values: float) -> None:
         """Records the end of the run and its median speed since it was started or resumed."""
         self.speed.median()
-
-    def predictions(self, predictions: Mapping[str, PredictionTable]) -> None:
-        """Shows the predictions of the last evaluation for single images: kind of weights -> table."""
 
     def sync(self) -> None:
         """Waits until the records are on disk, so that no checkpoint outlives them."""
@@ -248,9 +244,6 @@ class Recorder(SilentRecorder):
         values |= self.speed.median()
         self._record("final", self.run.schedule.epochs, values)
         self._tabulate()
-
-    def predictions(self, predictions: Mapping[str, PredictionTable]) -> None:
-        self.charts.show_predictions(predictions, self.step)
 
     def sync(self) -> None:
         with naming(self.metrics), open_regular(self.metrics) as file:

@@ -24,7 +24,6 @@ from engine.reporting.outputs import (
     confusion_matrix,
     confusion_picture,
     predictions_csv,
-    samples_picture,
 )
 from engine.runtime.distributed import World, init_distributed
 
@@ -261,4 +260,3 @@ def test_logits_that_are_not_finite_are_wrong():
     line = predictions_csv({"plain": table}).decode().splitlines()[1]
     assert line.endswith(",".join([""] + ["", "nan"] * 5))
     assert confusion_picture({"plain": table})
-    assert samples_picture({"plain": table})

@@ -16,8 +16,6 @@ from timm.data import RealLabelsImagenet
 from attention import OptionError
 from engine.checkpoints.adapt import build_models
 from engine.data.arrays import DigitsReader
-from engine.data.augment import create_transform
-from engine.data.images import BrokenImage
 from engine.data.loaders import show_images
 from engine.data.splits import Images
 from engine.evaluation.label_matching import ClassSubset, match_classes, read_real_labels, real_accuracy
@@ -98,7 +96,6 @@ def test_the_confusion_matrix_is_complete(records):
 def as_figures(monkeypatch):
     """Returns figures without encoding them, which takes longest."""
     monkeypatch.setattr(outputs, "encode", lambda figure: figure)
-    monkeypatch.setattr(outputs, "GRID", 3)
 
 
 @pytest.mark.usefixtures("as_figures")
@@ -128,29 +125,6 @@ def test_up_to_50_classes_have_their_names_which_do_not_overlap(count, as_figure
         assert [tick.get_text() for tick in ticks] == (found.names if count == 50 else [])
         assert not [pair for pair in pairwise(boxes) if Bbox.intersection(*pair)]
     assert not figure.axes[0].texts
-
-
-@pytest.mark.usefixtures("as_figures")
-def test_images_across_the_data_have_their_predictions(records, run):
-    found, logits = records["ema"]
-    (part,) = outputs.samples_picture({"ema": found}).subfigs
-    images = Images(DigitsReader("val"))
-    images.mode, images.transform = "L", create_transform(run, 8, is_training=False, as_bytes=False)
-    names = [*NAMES[:8], "\\x1b[0m", "馬"]
-    label, predicted = found.label.numpy(), logits.argmax(1)
-    for axes, i in zip(part.axes, (number * 359 // 9 for number in range(9)), strict=True):
-        probability = np.exp(logits[i].max()) / np.exp(logits[i]).sum()
-        assert axes.get_title() == f"{names[label[i]]} → {names[predicted[i]]}\n{probability:.3f}"
-        assert axes.title.get_color() == ("green" if label[i] == predicted[i] else "black")
-        seen = images[int(found.indices[i])][0] * np.mean(run.data.std) + np.mean(run.data.mean)
-        np.testing.assert_allclose(axes.images[0].get_array(), 255 * seen[0], atol=0.01)
-
-
-def test_an_image_that_broke_since_its_evaluation_is_named(run):
-    found, _ = make_records(run, 0)
-    found.images.reader.header = b"no image"
-    with pytest.raises(BrokenImage, match=r"^\d/\d+\.pgm: "):
-        outputs.samples_picture({"plain": found})
 
 
 @pytest.mark.parametrize(

@@ -30,8 +30,6 @@ from engine.checkpoints.progress import Progress, Resumption
 from engine.config.schema import Data, Run, Schedule, Train
 from engine.data.loaders import create_val_loader
 from engine.evaluation.evaluate import evaluate
-from engine.evaluation.predictions import PredictionTable
-from engine.reporting.charts import Charts
 from engine.reporting.metrics import TOTALS
 from engine.reporting.recorder import Recorder, SilentRecorder
 from engine.runtime.distributed import World
@@ -309,22 +307,6 @@ def test_tensorboard(tmp_path: Path):
     assert not constant.intersection(tag.partition("/")[2] for tag in scalars)
     assert b"total_batch_size: 8" in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0]
     assert not any(tag.startswith("final") for tag in scalars)  # charts of a single dot
-
-
-@pytest.mark.complete
-def test_tensorboard_shows_predictions(tmp_path: Path):
-    """Pictures of the last evaluation: images across the data, and the confusion matrix, of both kinds of weights."""
-    found = PredictionTable(
-        images=[(np.full((1, 4, 4), 200, np.uint8), 0)] * 3, names=["cat", "dog"], indices=torch.arange(3),
-        label=torch.tensor([0, 1, 1]), loss=torch.ones(3), classes=torch.tensor([[0, 1], [0, 1], [1, 0]]),
-        probability=torch.full((3, 2), 0.5),
-    )  # fmt: skip
-    charts = Charts(tmp_path, step=0)
-    charts.show_predictions({"plain": found, "ema": found}, step=9)
-    events = EventAccumulator(str(tmp_path), size_guidance={"images": 0}).Reload()
-    sizes = {tag: (events.Images(tag)[0].width, events.Images(tag)[0].height) for tag in events.Tags()["images"]}
-    assert sizes.keys() == {f"eval/{name}" for name in ("images", "confusion", "ema_images", "ema_confusion")}
-    assert all(width > 600 < 3 * height for width, height in sizes.values())
 
 
 @pytest.mark.parametrize("is_grey", [False, True])
