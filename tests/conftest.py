@@ -48,14 +48,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = theirs
 
 
-@pytest.fixture(scope="session", autouse=True)
-def without_pictures() -> Iterator[None]:
-    """Runs draw no predictions, which takes seconds; tests/engine/test_recorder.py does."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("engine.reporting.recorder.Recorder.predictions", lambda recorder, predictions: None)
-        yield
-
-
 @pytest.fixture(scope="session")
 def fork_server() -> Iterator[ForkServer]:
     server = ForkServer()

@@ -216,9 +216,9 @@ def test_torchrun_restarts_a_lost_rank(action: str, pairs: Runs, tmp_path: Path,
     figure("P1", f"rank 1 {action}: named, restarted by torchrun, same bits")
 
 
-def test_a_run_that_cannot_draw_its_predictions_is_not_finished(runs: Runs):
+def test_a_run_that_cannot_record_its_end_is_not_finished(runs: Runs):
     """The same command goes on with the last evaluation; nothing that can fail follows the last checkpoint."""
-    statuses, failed, output = runs.launch(("train.Recorder.predictions", 1, "full"))
+    statuses, failed, output = runs.launch(("train.Recorder.final", 1, "full"))
     assert statuses == [1], failed.text
     assert summarise(output)["state"].startswith("failed: ")
     statuses, job, _ = runs.launch(output=output)

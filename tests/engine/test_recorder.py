@@ -191,6 +191,8 @@ def test_a_full_disk_does_not_hide_the_error(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(os, "write", fill_disk)
     with pytest.raises(OSError, match="No space left"), recorder:
         recorder.skip(1, 1)
+    with pytest.raises(KeyError, match="first"), recorder:
+        raise KeyError("first")
 
 
 def test_epochs_are_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
