@@ -54,7 +54,7 @@ def mechanisms_that(is_named: Callable[[str], bool]) -> str:
 
 
 def refuses_key_masks(name: str) -> bool:
-    return ATTENTION[name].refuses_key_mask(AttentionFactory.from_options(name).config)
+    return bool(ATTENTION[name].refuses_key_mask(AttentionFactory.from_options(name).config))
 
 
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
