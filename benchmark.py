@@ -4,11 +4,9 @@
     python benchmark.py --attention eva eva:num_landmarks=196 --tokens 196 784 3136 --modes forward train \\
         --dtypes fp32 bf16 --output runs/benchmark                            # table, CSV, JSON and figures
     python benchmark.py --attention all --tokens 784 --modes forward+backward  # is any slower than its arithmetic?
-    python benchmark.py --core --attention lara lara@plain --baseline lara@plain  # fast path against the definition
-    python benchmark.py --against plain --attention eva lara  # each against itself on another path
+    python benchmark.py --attention lara lara@plain --baseline lara@plain  # fast path against the definition
     python benchmark.py --models timm:vit_tiny_patch16_224:patch_size=8 deit_tiny_p8:eva
     python benchmark.py --macs [configs/deit_tiny_p8/*.yaml]                  # the papers' rows, or any files
-    python benchmark.py --attention all --tokens 28x28 --modes inference --budget macs=0.5 ms=20      # a choice
 
 Calls are timed in turns, A B C, then C B A. A speed-up is the median of the ratios of two times of the same round, with
 quartiles. --rounds 3 gives a quick look.
@@ -16,23 +14,19 @@ quartiles. --rounds 3 gives a quick look.
 
 import argparse
 import os
-import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import get_args
 
 import torch
 from tqdm import tqdm
 
-from attention import kernels
-from bench.arguments import check_arguments, device_name, every_mechanism, image_size, positive, token_grid
-from bench.choice import BUDGETS, format_choices, parse_budgets
+from bench.arguments import check_arguments, every_mechanism, image_size, positive, token_grid
 from bench.comparison import BATCH_TOKENS, compare, plan
-from bench.costs import CONFIGS, print_costs, print_costs_by_size, print_costs_of_others
+from bench.costs import CONFIGS, print_costs, print_costs_by_size
 from bench.figures import draw_figures
 from bench.results import MEMORY, NOISE, format_results, write_tables
 from bench.workload import DTYPES, EXECUTIONS, MODES
-from engine.config.papers import PaperRow, read_others, read_papers
+from engine.config.papers import PaperRow, read_papers
 from engine.runtime.arguments import PROCESSES, ArgumentParser, Count
 from engine.runtime.distributed import init_distributed
 from engine.runtime.errors import refuse_bad_input
@@ -49,27 +43,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if args.macs:
             print_costs([PaperRow(config=os.path.relpath(path, CONFIGS)) for path in args.configs] or read_papers())
             if not args.configs:
-                print_costs_of_others(read_others())
                 print_costs_by_size()
             return
         device = init_distributed(args.device).device
-        budgets, comparisons = parse_budgets(args.budget), plan(args, device)
+        comparisons = plan(args, device)
         torch.set_num_threads(args.threads)
         metadata = provenance(device) | {"cpus": os.cpu_count(), "threads": args.threads, "rounds": args.rounds}
-        metadata |= {"clock": "processor" if args.processor_time else "wall", "load": round(os.getloadavg()[0], 2)}
-        clock = time.process_time if args.processor_time else time.perf_counter
+        metadata["load"] = round(os.getloadavg()[0], 2)
         rows = []
         try:
             with limit_memory(device), tqdm(comparisons, unit="comparison", disable=None) as bar:
                 for comparison in bar:
-                    rows += compare(comparison, args.rounds, device, clock)
+                    rows += compare(comparison, args.rounds, device)
                     if args.output:
                         write_tables(metadata, rows, args.output)
         finally:  # keeps the measurements, whatever ends the rest
             if rows:
                 print(format_results(metadata, rows), end="")
-                if budgets:
-                    print("", format_choices(rows, budgets), sep="\n", end="")
                 if args.output:
                     draw_figures(rows, args.output)
 
@@ -82,15 +72,10 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     batch = f"as many as have {BATCH_TOKENS['cpu']} tokens, on a GPU {BATCH_TOKENS['cuda']}"
     modes = "forward: with a graph, as in training; train: forward, backward and AdamW; inference: without a graph"
     executions = "compiled: for each shape; cuda-graph: eager kernels, launched at once"
-    executions += "; onnx, onnx-int8, aot (AOTInductor): exported models, in inference"
-    budgets = "; ".join(f"{key}: {meaning}" for key, meaning in BUDGETS.items())
     add("configs", nargs="*", help="with --macs: YAML files; none: the papers' rows and all mechanisms")
     add("--macs", action="store_true", help="parameters and multiply-accumulates beside the papers' figures")
     add("--attention", **entries, metavar=layers, help="single layers, or all; PATH: fast paths, as train.kernels")
-    add("--core", action="store_true", help="layers without their projections: from q, k, v to attended values")
     add("--models", **entries, metavar="MODEL", help=f"{models}, timm:NAME[:OPTION=VALUE,...], or a YAML file")
-    on_path = "compare each layer with itself on this path, not with softmax"
-    add("--against", choices=get_args(kernels.Path), help=on_path)
     add("--baseline", **entries, metavar="ENTRY", help="default: softmax, and the first model")
     add("--tokens", **many, type=token_grid, default=[(28, 28)], metavar="N|HxW", help="tokens of a layer")
     pixels = "images of models, in pixels; default: 224"
@@ -103,13 +88,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--dtypes", **many, choices=DTYPES, default=["fp32"], help="half precision uses autocast")
     add("--execution", **many, choices=EXECUTIONS, default=["eager"], help=executions)
     add("--rounds", type=Count(2), default=10, help="measurements of each; default: %(default)s")
-    add("--device", type=device_name, choices=("auto", "cuda", "cpu"), default="auto")
-    processor = "CPU time of the process instead of wall time, for a busy machine; needs one thread"
-    add("--processor-time", action="store_true", help=processor)
+    add("--device", choices=("auto", "cuda", "cpu"), default="auto")
     add("--threads", type=PROCESSES, default=torch.get_num_threads(), help="CPU threads; default: PyTorch's choice")
     add("--output", type=Path, help="directory for table.md, results.csv, results.json and figures")
-    choice = f"layers within these limits, sorted by stored quality; {budgets}"
-    add("--budget", **entries, metavar="KEY=LIMIT", help=choice)
     args = parser.parse_args(arguments)
     args.attention = every_mechanism(args.attention)
     return args

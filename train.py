@@ -17,24 +17,22 @@ from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from engine.checkpoints.initial_weights import create_initial_model
-from engine.config.micro_batches import describe_batch_norm, share_batch
+from engine.config.micro_batches import describe_batch_norm
 from engine.config.schema import Run
 from engine.data.identity import identify_data, warn_of_one_split
 from engine.data.loaders import check_workers, create_loaders, has_lost_workers, stop_waiting_if
 from engine.data.splits import classes_of
 from engine.data.verify import check_images
-from engine.evaluation.evaluate import evaluate_all, gather_all
+from engine.evaluation.evaluate import evaluate_all
 from engine.reporting.console import format_values
-from engine.reporting.metrics import first_micro_batch_size
 from engine.reporting.recorder import RUN_FILES, Recorder, SilentRecorder
 from engine.reporting.trackers import check_tracker
-from engine.run.checks import check_profile
 from engine.run.load import load_run
 from engine.runtime.distributed import World, autocast, init_distributed, seed_everything, set_arithmetic, world_size
 from engine.runtime.errors import refuse_bad_input
 from engine.runtime.locks import lock_directory
 from engine.runtime.signals import STOPPED, SignalHandler, end_at_interrupt
-from engine.runtime.terminal import ConsoleLog, print_fields
+from engine.runtime.terminal import ConsoleLog
 from engine.training.command_line import parse_arguments
 from engine.training.compilation import compiled_blocks
 from engine.training.device import check_device, chosen_kernels
@@ -63,7 +61,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with world.ending(), refuse_bad_input(), explain_failures(run.train, world), ExitStack() as cleanup:
             check_tracker(run.report)
             check_device(run, world.device)
-            run = share_batch(run, world, first_micro_batch_size(args.output))
             if args.dry_run:
                 return print_plan(run, world, args.output, args.allow_change)
             trainer = Trainer(run, world, args.output, args.allow_change, cleanup)
@@ -109,7 +106,6 @@ class Trainer:
         resumed = Resumed(self.checkpoints, allowed)
         self.progress, self.resumption = resumed.restore(self.stateful), resumed.resumption
         self.total_steps = self.progress.total_steps(run, self.sampler.updates_per_epoch)
-        check_profile(run.report, self.total_steps)
 
     def train(self) -> bool:
         """Trains, evaluates and saves until the last epoch is finished (true) or a signal stops the run (false).
@@ -122,7 +118,7 @@ class Trainer:
         if progress.epoch < epochs:
             self.begin()
         elif self.world.is_primary:
-            print_fields(f"{self.output} is finished:  {progress.epoch} epochs  {format_values(progress.metrics)}")
+            print(f"{self.output} is finished:  {progress.epoch} epochs  {format_values(progress.metrics)}")
         while progress.epoch < epochs and not stopped:
             self.sampler.set_epoch(progress.epoch, progress.images)
             stopped = self.train_epoch(self.prepare_batches()) or self.evaluate_and_save()
@@ -224,16 +220,16 @@ class Trainer:
         if progress.ends_in_evaluation(self.run):
             self.world.barrier()  # no rank begins an evaluation, which might fail, while the checkpoint is written
             models = {"": self.model} | ({"ema_": self.ema.module} if self.ema else {})
-            rows, how = {}, (self.options.amp, self.signals.stop_requested)
+            rows: dict | None = None if self.objective.measure.by_class else {}  # of pictures
+            how = self.options.amp, self.signals.stop_requested
             metrics = evaluate_all(models, self.val_loader, self.world, *how, rows, self.objective.measure)
             if metrics is None:
                 return True
             progress.metrics = metrics
             progress.rank(epoch, self.options.keep_checkpoints, self.options.best_by)
-            self.recorder.eval(epoch, metrics, self.objective.pictures(rows))
+            self.recorder.eval(epoch, metrics, self.objective.pictures(rows or {}))
         progress.epoch, progress.images, progress.broken = epoch, 0, 0
         if epoch == self.run.schedule.epochs:
-            self.recorder.predictions(gather_all(rows, self.val_loader, self.run, self.world, self.objective.measure))
             self.recorder.final(**progress.metrics, **progress.best(), **self.costs)
         self.save()
         return False

@@ -18,7 +18,7 @@ from engine.reporting.metrics import find_records, list_changes
 from engine.run.load import dump_run, flatten, parse_run
 from engine.runtime.errors import ConfigError, UserError
 from engine.runtime.terminal import warn_once
-from engine.training.differences import CONTENT, NAMES_ONLY, RANKS, list_data_differences, list_differences
+from engine.training.differences import CONTENT, NAMES_ONLY, list_data_differences, list_differences
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def list_option_differences(config: Path, run: Run) -> list[str]:
     if options == expected:
         return []
     there = flatten(dump_run(parse_run(options, str(config))))
-    return list_differences(there, flatten(expected), RANKS if run.train.elastic else ())
+    return list_differences(there, flatten(expected))
 
 
 def check_options(cases: Sequence[Case]) -> None:

@@ -5,22 +5,12 @@ import itertools
 import math
 from collections.abc import Iterable
 
-import torch
-
 from attention import ATTENTION, Grid
-from bench.runtimes import RUNTIMES
 from engine.runtime.arguments import Count
 from engine.runtime.errors import UserError
 
 positive = Count()
 """Type of a count: channels, heads, images, tokens or pixels along a side."""
-
-
-def device_name(text: str) -> str:
-    """Parses ``"auto"``, ``"cpu"`` or, where there is one, ``"cuda"``."""
-    if text == "cuda" and not torch.cuda.is_available():
-        raise argparse.ArgumentTypeError("cuda is not available here; use auto or cpu")
-    return text
 
 
 def image_size(text: str) -> Grid:
@@ -51,25 +41,7 @@ def every_mechanism(entries: Iterable[str]) -> list[str]:
 
 def check_arguments(args: argparse.Namespace) -> None:
     """Raises a UserError for options of benchmark.py that do not go together."""
-    exported = [name for name in args.execution if name in RUNTIMES]
-    exports = args.models and (args.modes, args.dtypes, args.device) == (["inference"], ["fp32"], "cpu")
-    problems = {
-        "give --attention, --models or --macs": not (args.macs or args.attention or args.models),
-        "configurations go with --macs, or after --models": args.configs and not args.macs,
-        "--core: give --attention": args.core and not args.attention,
-        "--against: give --attention, and neither --models nor --baseline": (
-            args.against and (args.models or args.baseline or not args.attention)
-        ),
-        "--budget: give --attention, without --models, --core, --against and --baseline": (
-            args.budget and (args.models or args.baseline or args.core or args.against or not args.attention)
-        ),
-        "--processor-time: give --threads 1, and --device cpu": (
-            args.processor_time and (args.threads > 1 or args.device == "cuda")
-        ),
-        f"--execution {' '.join(exported)}: takes --models, --modes inference and --device cpu, in fp32": (
-            exported and (args.attention or not exports)
-        ),
-    }
-    for problem, applies in problems.items():
-        if applies:
-            raise UserError(problem)
+    if not (args.macs or args.attention or args.models):
+        raise UserError("give --attention, --models or --macs")
+    if args.configs and not args.macs:
+        raise UserError("configurations go with --macs, or after --models")

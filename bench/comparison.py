@@ -3,8 +3,7 @@
 import argparse
 import itertools
 import math
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +15,7 @@ from attention.options import OptionError, nearest
 from bench.figures import FIGURES
 from bench.results import COLUMNS, FILES, SETTINGS, quartile_columns
 from bench.timing import Call, Quartiles, Times, capturing, time_rounds
-from bench.workload import Subject, Workload, attention_core, attention_layer, layers_that_differ, whole_model
-from engine.checkpoints.export import check_target
+from bench.workload import Subject, Workload, attention_layer, layers_that_differ, whole_model
 from engine.runtime.errors import ConfigError
 from engine.runtime.memory import memory_permitting
 from engine.runtime.ownership import make_output
@@ -32,7 +30,7 @@ class Comparison:
     """Subjects that are timed in the same rounds with the same settings.
 
     Attributes:
-        kind: "attention" for layers, "core" for layers without their projections, or "model".
+        kind: "attention" for layers, or "model".
         baseline: name of the subject that speed-ups are relative to. costs: costs of each subject.
         size: (H, W) tokens of a layer, or pixels of an image. batch: number of images.
     """
@@ -52,24 +50,18 @@ def plan(args: argparse.Namespace, device: torch.device) -> list[Comparison]:
     """Returns the comparisons of a command line, after building every network once on the meta device.
 
     Raises:
-        OptionError, UserError: a name, option, size or directory that cannot be honoured, or a missing package.
+        OptionError, UserError: a name, option, size or directory that cannot be honoured.
     """
-    if {"onnx", "onnx-int8"} & {*args.execution}:
-        check_target("model.onnx")
     if any(name.endswith("cuda-graph") for name in args.execution) and device.type != "cuda":
         raise ConfigError("--execution cuda-graph needs a GPU; use eager")
     if args.output:
         make_output(args.output, [*FILES, *FIGURES])
     kinds = []
     if args.attention:
-        kind, parse = ("core", attention_core) if args.core else ("attention", attention_layer)
-        names = args.attention if args.against or "softmax" in args.attention else ["softmax", *args.attention]
+        names = args.attention if "softmax" in args.attention else ["softmax", *args.attention]
         size = args.dim, args.num_heads
         layers = [(name, n) for name in dict.fromkeys(names) for n in layers_that_differ(name, *size, args.tokens[0])]
-        sets = [[(on_path(name, args.against), n), (name, n)] for name, n in layers] if args.against else [layers]
-        for entries in sets:
-            subjects = [parse(name, *size, layer=n) for name, n in dict.fromkeys(entries)]
-            kinds.append((kind, subjects, args.tokens, 1))
+        kinds.append(("attention", [attention_layer(name, *size, layer=n) for name, n in layers], args.tokens, 1))
     if args.models:
         kinds.append(("model", [whole_model(name) for name in dict.fromkeys(args.models)], args.image_sizes, 64))
     known = [subject.name for _, subjects, _, _ in kinds for subject in subjects]
@@ -83,7 +75,7 @@ def plan(args: argparse.Namespace, device: torch.device) -> list[Comparison]:
     comparisons = []
     for kind, subjects, sizes, patch in kinds:
         names = [subject.name for subject in subjects]
-        default = names[0] if kind == "model" or args.against else "softmax"
+        default = names[0] if kind == "model" else "softmax"
         baseline = next((name for name in args.baseline if name in names), default)
         for size in sizes:
             costs = [subject.costs(size) for subject in subjects]
@@ -95,18 +87,10 @@ def plan(args: argparse.Namespace, device: torch.device) -> list[Comparison]:
     return comparisons
 
 
-def on_path(text: str, path: str) -> str:
-    """Returns the entry ``"NAME[@PATH][:OPTION=VALUE,...]"`` with another path."""
-    name, colon, options = text.partition(":")
-    return f"{name.partition('@')[0]}@{path}{colon}{options}"
-
-
-def compare(
-    comparison: Comparison, rounds: int, device: torch.device, clock: Callable[[], float] = time.perf_counter
-) -> list[dict[str, Any]]:
+def compare(comparison: Comparison, rounds: int, device: torch.device) -> list[dict[str, Any]]:
     """Measures all subjects. Returns a row of results.csv for each; None for subjects that exceed the memory."""
     calls, counts = set_up(comparison, device)
-    return rows_of(comparison, counts, time_rounds(calls, rounds, device, clock=clock))
+    return rows_of(comparison, counts, time_rounds(calls, rounds, device))
 
 
 def rows_of(comparison: Comparison, counts: Mapping[str, dict[str, int | None]], times: Times) -> list[dict[str, Any]]:
@@ -121,12 +105,9 @@ def rows_of(comparison: Comparison, counts: Mapping[str, dict[str, int | None]],
             row |= {"waited": times.waited, "images_per_second": comparison.batch / row["seconds"]}
         if {subject.name, comparison.baseline} <= calls.keys():
             row |= quartile_columns("speedup", times.speedup(subject.name, comparison.baseline), times)
-            peak = counts[comparison.baseline].get("peak_bytes")
-            if row["peak_bytes"] and peak:
-                row["peak_ratio"] = row["peak_bytes"] / peak
-            if row["macs"] and macs[comparison.baseline]:  # a core may compute no products, and allocate nothing
-                row["macs_ratio"] = macs[comparison.baseline] / row["macs"]
-                row["efficiency"] = row["speedup"] / row["macs_ratio"]
+            row["peak_ratio"] = row["peak_bytes"] / counts[comparison.baseline]["peak_bytes"]
+            row["macs_ratio"] = macs[comparison.baseline] / row["macs"]
+            row["efficiency"] = row["speedup"] / row["macs_ratio"]
         rows.append(row)
     return rows
 

@@ -6,8 +6,7 @@ from operator import add, sub
 from pathlib import Path
 
 from attention import ATTENTION, AttentionFactory, LayerContext
-from bench.workload import whole_model
-from engine.config.papers import OtherRow, PaperRow
+from engine.config.papers import PaperRow
 from engine.reporting.tables import markdown_table
 from engine.run.load import load_run
 from models import parse_model
@@ -45,33 +44,6 @@ def print_costs(rows: Sequence[PaperRow]) -> None:
         cells = " ".join((row.config, *row.overrides)), *figures, row.source, row.note
         lines.append([str(cell or "") for cell in cells])
     print(markdown_table([*titles, "note"], lines))
-
-
-def print_costs_of_others(rows: Sequence[OtherRow]) -> None:
-    """Prints parameters and MACs of models of timm, counted alike, beside the figures of the papers that quote them."""
-    titles = (
-        "model of timm",
-        "in the paper",
-        "parameters (M)",
-        "paper",
-        "MACs (G)",
-        "paper",
-        "top-1 (%)",
-        "source",
-        "note",
-    )
-    lines = []
-    for row in rows:
-        parameters, macs = costs_of_timm(row.model)
-        figures = f"{parameters / 1e6:.3f}", f"{row.parameters:g}", f"{macs / 1e9:.3f}", str(row.macs), str(row.top1)
-        lines.append([row.model, row.title, *figures, row.source, row.note])
-    print(f"\n{markdown_table(titles, lines)}")
-
-
-@functools.cache
-def costs_of_timm(model: str) -> Costs:
-    """Returns the costs of a model of timm for an image of 224 pixels. The cache serves rows of the same model."""
-    return whole_model(f"timm:{model}").costs((224, 224))
 
 
 @functools.cache

@@ -1,6 +1,6 @@
 """Cases of the Triton kernels, the functions that they check, and errors relative to the literal twins.
 
-Tests and `bench.check_kernels` go through them.
+Tests and `bench.gpu_run` go through them.
 """
 
 import math

@@ -7,7 +7,6 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from bench.printed import print_beside
 from bench.timing import MAX_ERROR, MAX_WAITED, Quartiles, Times
 from engine.reporting.tables import compact_table
 from engine.runtime.files import dicts_to_csv, write_file
@@ -54,16 +53,12 @@ def quartiles_text(row: Mapping[str, Any], name: str, unit: float, form: str) ->
     return "" if median is None else f"{'~' * noisy}{median / unit:{form}} ({low / unit:{form}}–{high / unit:{form}})"
 
 
-def describe(metadata: Mapping[str, Any]) -> str:
-    """Formats the conditions of measurements."""
-    return ", ".join(f"{name} {value}" for name, value in metadata.items() if name != "command")
-
-
 def format_results(metadata: Mapping[str, Any], rows: Sequence[dict[str, Any]]) -> str:
     """Formats the conditions of the measurements, and a table for each kind of subject, as Markdown."""
-    lines = [describe(metadata), "", f"{MEMORY} Speed-up: of the same round's times, median and quartiles."]
+    conditions = ", ".join(f"{name} {value}" for name, value in metadata.items() if name != "command")
+    lines = [conditions, "", f"{MEMORY} Speed-up: of the same round's times, median and quartiles."]
     for kind, same_kind in itertools.groupby(rows, key=itemgetter("kind")):
-        table = alike([readable(row) for row in same_kind])
+        table = [readable(row) for row in same_kind]
         settings = {name: text for name, text in table[0].items() if name in SETTINGS}
         shared = [name for name in settings if len({line[name] for line in table}) == 1]
         lines += ["", f"{kind}: " + ", ".join(f"{name} {settings[name]}" for name in shared if settings[name]), ""]
@@ -73,14 +68,6 @@ def format_results(metadata: Mapping[str, Any], rows: Sequence[dict[str, Any]]) 
         waited = max(row["waited"] or 0 for row in rows)
         lines += ["", f"Too noisy: {noisy} of {len(rows)} rows (kept waiting for up to {waited:.0%}). {NOISE}"]
     return "\n".join(lines) + "\n"
-
-
-def alike(table: Sequence[dict[str, str]]) -> Sequence[dict[str, str]]:
-    """Gives all rows the same columns: speed-ups over several baselines share one title without a baseline's name."""
-    if len({tuple(line) for line in table}) == 1:
-        return table
-    own = "speed-up over its baseline"
-    return [{own if name.startswith("speed-up") else name: text for name, text in line.items()} for line in table]
 
 
 def readable(row: Mapping[str, Any]) -> dict[str, str]:
@@ -103,7 +90,6 @@ def readable(row: Mapping[str, Any]) -> dict[str, str]:
         "launches": text(row["launches"], 1, ".0f"),
         "MACs (G)": text(row["macs"], 1e9, ".3f"),
         "parameters (M)": text(row["parameters"], 1e6, ".3f"),
-        **print_beside(row),
     }
 
 

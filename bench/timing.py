@@ -73,7 +73,6 @@ def time_rounds(
     sample_seconds: float = SAMPLE_SECONDS,
     *,
     clock: Callable[[], float] = time.perf_counter,
-    before: Callable[[int], object] = lambda number: None,
     is_warm: bool = False,
 ) -> Times:
     """Times `calls` in turns: A B C, then C B A, and so on, so that drift affects all calls equally.
@@ -83,16 +82,13 @@ def time_rounds(
 
     Args:
         clock: seconds on a CPU; `time.process_time` does not run while the process waits.
-        before: runs, untimed, before every measurement with the number of the round. A GPU may still be busy with its
-            kernels when the host begins to make the calls.
         is_warm: the calls are long and have run before: none is repeated, and no round is dropped.
     """
 
-    def measure(name: str, repeats: int, number: int) -> tuple[float, float]:
-        before(number)
-        return elapsed(calls[name], repeats, device, clock)
+    def count(name: str) -> int:
+        return max(1, math.ceil(sample_seconds / elapsed(calls[name], 1, device, clock)[0]))
 
-    repeats = {name: 1 if is_warm else max(1, math.ceil(sample_seconds / measure(name, 1, 0)[0])) for name in calls}
+    repeats = {name: 1 if is_warm else count(name) for name in calls}
     seconds = {name: [] for name in calls}
     ran = total = 0.0
     gc.collect()
@@ -100,7 +96,7 @@ def time_rounds(
     try:
         for number in range(is_warm, rounds + 1):
             for name in calls if number % 2 else reversed(calls):
-                measured, of_thread = measure(name, repeats[name], number)
+                measured, of_thread = elapsed(calls[name], repeats[name], device, clock)
                 if number:
                     seconds[name].append(measured / repeats[name])
                     total += measured

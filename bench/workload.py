@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from attention import Attention, AttentionFactory, Grid, kernels
+from attention import AttentionFactory, Grid, kernels
 from attention.options import OptionError, nearest
 from bench.operators import count_operators, searches
-from bench.runtimes import RUNTIMES
 from bench.timing import count_launches
 from engine.config.yaml_files import parse_yaml
 from engine.run.load import load_run
@@ -29,11 +28,9 @@ from models.costs import Costs, costs_of
 
 MODES = ("forward", "forward+backward", "train", "inference")
 DTYPES = ("fp32", "bf16", "fp16")
-EXECUTIONS = ("eager", "compiled", "cuda-graph", "compiled-cuda-graph", *RUNTIMES)
+EXECUTIONS = ("eager", "compiled", "cuda-graph", "compiled-cuda-graph")
 DEPTH = 12
 """Layers of a network whose layers differ by their number: DeiT's."""
-PLACE = ", layer "
-"""Beginning of the place of a layer in such a network, which follows its entry in the name of a subject."""
 WARM_UP = 3
 """Number of calls before the first measurement."""
 
@@ -68,8 +65,6 @@ class Subject:
             problem = "Triton's kernels need a GPU"
         elif self.path == "lean" and execution.startswith("compiled"):
             problem = "compiled graphs do not attend by parts of the batch"
-        elif self.path != "auto" and execution in RUNTIMES:
-            problem = f"--execution {execution} exports definitions, on no path"
         if problem:
             raise ConfigError(f"{self.name!r}, path {self.path}: {problem}; use the path auto")
 
@@ -89,22 +84,22 @@ class Subject:
             raise ConfigError(f"{self.name} at {size[0]}x{size[1]}: {str(error).splitlines()[0]}") from None
 
 
-def attention_layer(
-    text: str, dim: int, num_heads: int, path: kernels.Path = "auto", layer: int | None = None
-) -> Subject:
-    """Parses the layer ``"NAME[@PATH][:OPTION=VALUE,...]"``, by default on `path`.
+def attention_layer(text: str, dim: int, num_heads: int, layer: int | None = None) -> Subject:
+    """Parses the layer ``"NAME[@PATH][:OPTION=VALUE,...]"``.
 
     Args:
         layer: number of the layer in a network of `DEPTH` layers, which its name then has; None: a layer by itself.
     Raises:
         OptionError, ConfigError: unknown mechanism, path or option.
     """
-    factory, path = read_layer(text, path)
+    name, _, options = text.partition(":")
+    name, path = _split_path(text, name)
+    factory = AttentionFactory.from_options({"name": name, **read_options(text, options)})
 
     def tokens(layer: nn.Module, grid: Grid, batch: int, device: torch.device | str) -> tuple[Any, ...]:
         return torch.randn(batch, math.prod(grid), dim, device=device, requires_grad=True), grid
 
-    place, where = ({}, "") if layer is None else ({"layer": layer, "depth": DEPTH}, f"{PLACE}{layer} of {DEPTH}")
+    place, where = ({}, "") if layer is None else ({"layer": layer, "depth": DEPTH}, f", layer {layer} of {DEPTH}")
     return Subject(text + where, path, lambda grid: factory(dim=dim, num_heads=num_heads, grid=grid, **place), tokens)
 
 
@@ -118,52 +113,6 @@ def layers_that_differ(text: str, dim: int, num_heads: int, grid: Grid) -> list[
         layers = [attention_layer(text, dim, num_heads, layer=layer).build(grid) for layer in range(DEPTH)]
     first = [n for n, layer in enumerate(layers) if not any(is_same_attention(layer, other) for other in layers[:n])]
     return [*first] if len(first) > 1 else [None]
-
-
-def read_layer(text: str, path: kernels.Path = "auto") -> tuple[AttentionFactory, kernels.Path]:
-    """Parses ``"NAME[@PATH][:OPTION=VALUE,...]"`` as a mechanism with checked options and a path, by default `path`.
-
-    Raises:
-        OptionError, ConfigError: unknown mechanism, path or option.
-    """
-    name, _, options = text.partition(":")
-    name, path = _split_path(text, name, path)
-    return AttentionFactory.from_options({"name": name, **read_options(text, options)}), path
-
-
-def factory_of(name: str) -> AttentionFactory:
-    """Returns the mechanism with its checked options of a layer, by the name of its subject."""
-    return read_layer(name.partition(PLACE)[0])[0]
-
-
-class Core(nn.Module):
-    """Attention layer without its projections: a network of queries, keys, values and a grid.
-
-    Its number of parameters includes the projections.
-    """
-
-    def __init__(self, layer: Attention):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, *arguments: Any) -> Tensor:
-        *projected, grid = arguments
-        return kernels.by_path(self.layer.attend_all, tuple(projected), grid)
-
-
-def attention_core(text: str, dim: int, num_heads: int, layer: int | None = None) -> Subject:
-    """Parses the core of a layer, see `attention_layer`.
-
-    Its arguments have the memory layout that the layer's projection produces.
-    """
-    whole = attention_layer(text, dim, num_heads, layer=layer)
-
-    @torch.no_grad()
-    def projected(core: Core, grid: Grid, batch: int, device: torch.device | str) -> tuple[Any, ...]:
-        tensors = core.layer.project(*whole.example(core.layer, grid, batch, device))
-        return *(x if x is None else x.requires_grad_() for x in tensors), grid
-
-    return Subject(whole.name, whole.path, lambda grid: Core(whole.build(grid)), projected)
 
 
 def whole_model(text: str) -> Subject:
@@ -195,11 +144,11 @@ def whole_model(text: str) -> Subject:
     )
 
 
-def _split_path(text: str, name: str, default: kernels.Path = "auto") -> tuple[str, kernels.Path]:
-    """Splits ``"NAME[@PATH]"``, a part of the entry `text`, into mechanism and path."""
+def _split_path(text: str, name: str) -> tuple[str, kernels.Path]:
+    """Splits ``"NAME[@PATH]"``, a part of the entry `text`, into mechanism and path, by default "auto"."""
     name, at, path = name.partition("@")
     try:
-        with kernels.use(path if at else default):
+        with kernels.use(path if at else "auto"):
             return name, kernels.path()
     except ValueError as error:
         raise ConfigError(f"{text!r}: {error}") from None
@@ -229,9 +178,8 @@ class Workload:
     """Network and inputs of a subject as one repeatable `call`, which leaves no graph and no gradients behind.
 
     Modes: `forward` in training mode, with a graph; `forward+backward` to all parameters and all inputs but images;
-    `train`, also a step of AdamW; `inference` in evaluation mode, without a graph. Half precision uses autocast. The
-    executions of `bench.runtimes` take models in inference. Calls for "cuda-graph" can go through
-    `bench.timing.capturing`.
+    `train`, also a step of AdamW; `inference` in evaluation mode, without a graph. Half precision uses autocast. Calls
+    for "cuda-graph" can go through `bench.timing.capturing`.
 
     Raises:
         torch.OutOfMemoryError: the GPU is too small.
@@ -242,7 +190,7 @@ class Workload:
     ):
         self.on_path, self.device, self.amp = subject.on_path, device, None if dtype == "fp32" else dtype
         torch.manual_seed(0)
-        self.execution = execution
+        self.is_compiled = execution.startswith("compiled")
         network = initialise_weights(subject.build(size)).to(device)
         stride = network.feature_info[0]["reduction"] if hasattr(network, "feature_info") else 1  # timm's, in pixels
         self.tokens = batch * math.prod(size) // stride**2
@@ -252,7 +200,7 @@ class Workload:
         self.parameters = list(network.parameters())
         self.leaves = [x for x in (*self.parameters, *self.inputs) if isinstance(x, Tensor) and x.requires_grad]
         self.network = network.train(mode != "inference")
-        if execution.startswith("compiled"):
+        if self.is_compiled:
             if isinstance(network, Backbone):  # as in training
                 network.compile_blocks({batch})
             else:
@@ -263,8 +211,6 @@ class Workload:
             "train": self.train,
             "inference": torch.inference_mode()(self.forward),
         }[mode]
-        if execution in RUNTIMES:
-            self.call = RUNTIMES[execution](network, *self.inputs)
         if mode in ("forward+backward", "train"):
             self.gradient = torch.randn_like(self.forward())
         if mode == "train":
@@ -286,14 +232,11 @@ class Workload:
             leaf.grad = None
 
     def counts(self) -> dict[str, int | None]:
-        """Returns bytes, operators and kernel launches of one call; None for counts that do not apply, and none for
-        calls outside of torch."""
-        if self.execution in RUNTIMES:
-            return {}
+        """Returns bytes, operators and kernel launches of one call; None for counts that do not apply."""
         with torch.compiler.set_stance("force_eager"):  # compiled calls search what eager ones do
             operators = count_operators(self.call)
         return {
-            "operators": None if self.execution.startswith("compiled") else len(operators),
+            "operators": None if self.is_compiled else len(operators),
             "searches": searches(operators, self.tokens),
             "peak_bytes": peak_bytes(self.call, self.device),
             "saved_bytes": saved_bytes(self.forward, self.parameters) if self.network.training else None,

@@ -51,7 +51,6 @@ REMOVERS = {
 
 WRITERS = {
     "ablation/worker.py": "marks of failures, which it has claimed",
-    "bench/runtimes.py": "temporary directory",
     "engine/data/cache.py": "new files of `prepare`",
     "engine/runtime/files.py": "a new unfinished file",
 }

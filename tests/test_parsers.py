@@ -31,13 +31,11 @@ MAY_PARSE = {
     "engine/data/images.py": "decode refuses whatever an image raises",
     "engine/data/tar.py": OF_READER,
     "engine/data/webdataset.py": OF_READER,
-    "engine/reporting/charts.py": "a figure that was drawn in memory",
 }
 """Module that parses outside of `parsing` -> the reason."""
 
 MAY_OPEN = {
     "attention/plugins.py": "code of the user, which is run",
-    "bench/runtimes.py": "a file that it has written",
     "engine/checkpoints/local_dir.py": "a license, which is shown",
     "engine/data/cache.py": "the pixels that the index beside them describes",
     "engine/reporting/generate.py": "pages of this repository",

@@ -1,4 +1,4 @@
-"""Rows of the papers' tables with accuracy and cost of a model: ours, by its configuration, or another one of timm."""
+"""Rows of the papers' tables with accuracy and cost of a model, by its configuration."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,37 +26,13 @@ class PaperRow:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OtherRow:
-    """A row of a paper's table with a model of other papers, as timm has it. Figures are as printed there."""
-
-    model: str  # timm's name
-    title: str  # the paper's name
-    source: str  # paper and table
-    top1: float  # percent
-    parameters: float  # millions
-    macs: float  # billions, printed as "G"
-    note: str = option("", "why our count does not round to what is printed")
-
-
-@dataclass(frozen=True, kw_only=True)
 class Papers:
     """Content of the file."""
 
     rows: tuple[PaperRow, ...]
-    others: tuple[OtherRow, ...] = ()
 
 
 def read_papers(path: Path = PAPERS) -> tuple[PaperRow, ...]:
-    """Reads the rows of our models, see `read_file`."""
-    return read_file(path).rows
-
-
-def read_others() -> tuple[OtherRow, ...]:
-    """Reads the rows of models that timm has."""
-    return read_file(PAPERS).others
-
-
-def read_file(path: Path) -> Papers:
     """Reads all rows of a file.
 
     Raises:
@@ -64,4 +40,4 @@ def read_file(path: Path) -> Papers:
     """
     tree = read_yaml(path)
     with tree.locating():
-        return parse_options(Papers, tree.values)
+        return parse_options(Papers, tree.values).rows

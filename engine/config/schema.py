@@ -214,11 +214,6 @@ class Train:
         high=1e6,
     )
     grad_accum_steps: int = option(1, "backward passes per optimiser step", low=1, high=2**20)
-    elastic: bool = option(
-        False,
-        "the number of ranks may change at a restart; grad_accum_steps then grows so that the total batch stays and no"
-        " pass has more images than at the first start",
-    )
     device: Literal["auto", "cuda", "cpu"] = option("auto", "auto: cuda where there is one")
     amp: Literal["bf16", "fp16"] | None = option("bf16", "automatic mixed precision; null: off")
     tf32: bool = option(
@@ -295,15 +290,9 @@ class Train:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Experiment tracker that receives the records of a run, besides its directory, and a profile."""
+    """Experiment tracker that receives the records of a run, besides its directory."""
 
     wandb: str | None = option(None, "Weights & Biases: project; needs the extra wandb; null: none")
-    profile: tuple[int, int] | None = option(
-        None,
-        "[step, steps]: torch.profiler's trace of this number of updates after that step of the run (at most 100), in"
-        " the run directory; null: none",
-        low=0,
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,11 +7,9 @@ from statistics import fmean
 import torch
 from torch import nn
 
-from engine.config.schema import Run
 from engine.data.images import BrokenImage
-from engine.data.loaders import Loader, count_broken, images_of, indices_read, show_images
+from engine.data.loaders import Loader, count_broken, images_of
 from engine.data.splits import classes_of
-from engine.evaluation.predictions import PredictionTable, gather_predictions
 from engine.objectives.classification import CLASSES, TOP
 from engine.objectives.objective import BALANCED, Measure
 from engine.runtime.distributed import Amp, World, autocast
@@ -49,21 +47,6 @@ def evaluate_all(
     if broken := count_broken(loader, math.inf, world):
         metrics["broken"] = broken
     return metrics
-
-
-def gather_all(
-    rows: Mapping[str, list[torch.Tensor]], loader: Loader, run: Run, world: World, measure: Measure = CLASSES
-) -> dict[str, PredictionTable]:
-    """Maps each kind of weights to the records of its `rows` from `evaluate_all` with `loader`.
-
-    A kind has no records if `CLASSES` was not measured.
-    """
-    if measure is not CLASSES:
-        return {}
-    names, shown = classes_of(images_of(loader)), show_images(images_of(loader), run)
-    kinds = {"": "plain", "ema_": "ema"}
-    indices = indices_read(loader)
-    return {kinds[key]: gather_predictions(found, indices, shown, names, world) for key, found in rows.items()}
 
 
 @torch.no_grad()

@@ -1,37 +1,30 @@
-"""TensorBoard files of a run: charts of its records, images, predictions, options and results."""
+"""TensorBoard files of a run: charts of its records, images and options."""
 
 import os
 import socket
 import time
 from collections.abc import Mapping
-from datetime import datetime
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from PIL import Image
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.summary.writer.record_writer import RecordWriter
-from torch.utils.tensorboard.summary import hparams, image, scalar, text
+from torch.utils.tensorboard.summary import image, scalar, text
 from torchvision.utils import make_grid
 
-from engine.config.schema import Data, Run, per_channel
+from engine.config.schema import Data, per_channel
 from engine.evaluation.evaluate import RECALL
-from engine.evaluation.predictions import PredictionTable
-from engine.run.load import dump_run, flatten
 from engine.runtime.files import append_whole
 
-BY_IMAGES = tuple(
-    f"{average}{name}" for average in ("", "ema_") for name in ("top1", "top5", "balanced_accuracy", "loss")
-)
-"""Values that are also charted by images seen, as `train_by_images/loss`, to compare runs of different batch sizes."""
-
 CHARTED = {
-    "train": ("loss", "lr", "grad_norm", "images_per_second", "step_seconds", "mfu", "data_wait", "broken"),
+    "train": ("loss", "lr", "grad_norm", "images_per_second", "step_seconds", "data_wait", "broken"),
     "skip": ("num_skipped",),
-    "eval": (*BY_IMAGES, "broken", "not_finite", "ema_not_finite"),
+    "eval": tuple(
+        f"{average}{name}"
+        for average in ("", "ema_")
+        for name in ("top1", "top5", "balanced_accuracy", "loss", "broken", "not_finite")
+    ),
 }
 """Kind of record -> values that are charted. `broken` is charted only when it is not 0."""
 
@@ -47,27 +40,15 @@ class Charts:
     """
 
     def __init__(self, directory: Path, step: int):
-        self.events, self.first_step = EventFile(directory), step
+        self.events = EventFile(directory)
         self.events.add(step=step + 1, session_log=SessionLog(status=SessionLog.START))
 
-    def add_earlier(self, record: Mapping[str, Any]) -> None:
-        """Charts a record of an earlier launch by images again: TensorBoard drops such points as if they were steps."""
-        if record.get("images_seen", 0) > self.first_step:
-            at = datetime.fromisoformat(f"{record['time']}+00:00").timestamp() if "time" in record else None
-            self._add_by_images(record["kind"], record, record["images_seen"], at)
-
-    def add(self, kind: str, values: Mapping[str, Any], step: int, images_seen: int) -> None:
+    def add(self, kind: str, values: Mapping[str, Any], step: int) -> None:
         """Charts a record."""
         others = [name for name in values if name.startswith(OPEN)]
         for name in (*CHARTED.get(kind, ()), *(others if kind in CHARTED else ())):
             if name in values and (values[name] or name != "broken"):
                 self.events.add(summary=scalar(f"{kind}/{name}", values[name]), step=step)
-        self._add_by_images(kind, values, images_seen)
-
-    def _add_by_images(self, kind: str, values: Mapping[str, Any], images: int, at: float | None = None) -> None:
-        for name in CHARTED.get(kind, ()):
-            if name in BY_IMAGES and values.get(name) is not None:
-                self.events.add(at, summary=scalar(f"{kind}_by_images/{name}", values[name]), step=images)
 
     def show_config(self, config: str, step: int) -> None:
         """Shows a configuration in YAML."""
@@ -78,28 +59,6 @@ class Charts:
         mean, std = (torch.tensor(per_channel(x, images.shape[1]))[:, None, None] for x in (data.mean, data.std))
         images = images[:64].float().cpu() * std + mean
         self.events.add(summary=image(tag, make_grid(images.clamp(0, 1)), dataformats="CHW"), step=step)
-
-    def show_predictions(self, predictions: Mapping[str, PredictionTable], step: int) -> None:
-        """Shows images of an evaluation with predictions, and the confusion matrix, for each kind of weights."""
-        from engine.reporting.outputs import confusion_picture, samples_picture
-
-        for kind, found in predictions.items():
-            for name, draw in {"images": samples_picture, "confusion": confusion_picture}.items():
-                pixels = np.asarray(Image.open(BytesIO(draw({kind: found}))).convert("RGB"))
-                tag = f"eval/{'ema_' if kind == 'ema' else ''}{name}"
-                self.events.add(summary=image(tag, pixels, dataformats="HWC"), step=step)
-
-    def show_result(self, run: Run, values: Mapping[str, float], step: int) -> None:
-        """Shows the options of `run`, and those of `values` that have no chart, as hyper-parameters."""
-        charted = [name for name in CHARTED["eval"] if name in values]
-        options: dict[str, Any] = {key: str(value) for key, value in flatten(dump_run(run)).items()}
-        options |= {
-            f"final.{name}": value
-            for name, value in values.items()
-            if name not in charted and not name.startswith(OPEN)
-        }
-        for summary in hparams(options, {f"eval/{name}": values[name] for name in charted}):
-            self.events.add(summary=summary, step=step)
 
 
 class EventFile:
@@ -114,13 +73,13 @@ class EventFile:
         self.records = RecordWriter(self)  # with lengths and checksums
         self.add(file_version="brain.Event:2")
 
-    def add(self, at: float | None = None, **values: Any) -> None:
-        """Adds the event with these fields at a time in seconds since 1970, by default now.
+    def add(self, **values: Any) -> None:
+        """Adds the event with these fields.
 
         Raises:
             OSError: it could not be written; names the file.
         """
-        self.records.write(Event(wall_time=time.time() if at is None else at, **values).SerializeToString())
+        self.records.write(Event(wall_time=time.time(), **values).SerializeToString())
 
     def write(self, content: bytes) -> None:
         append_whole(self.path, content)

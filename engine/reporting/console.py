@@ -6,30 +6,25 @@ from typing import Any
 from engine.evaluation.evaluate import RECALL
 from engine.runtime.text import one_line
 
-SHOWN = {
+SCORES = {
     "top1": "top-1 {:.2f} %",
     "top5": "top-5 {:.2f} %",
     "balanced_accuracy": "balanced {:.2f} %",
     "loss": "loss {:.4f}",
     "not_finite": "{:,} images not finite",
-    "ema_top1": "EMA top-1 {:.2f} %",
-    "ema_top5": "EMA top-5 {:.2f} %",
-    "ema_balanced_accuracy": "EMA balanced {:.2f} %",
-    "ema_loss": "EMA loss {:.4f}",
-    "ema_not_finite": "EMA: {:,} images not finite",
-    "best_top1": "best top-1 {:.2f} %",
-    "best_ema_top1": "best EMA top-1 {:.2f} %",
-    "best_balanced_accuracy": "best balanced {:.2f} %",
-    "best_ema_balanced_accuracy": "best EMA balanced {:.2f} %",
-    "best_loss": "best loss {:.4f}",
-    "best_ema_loss": "best EMA loss {:.4f}",
+}
+"""Format of each value of an evaluation."""
+
+KINDS = {"": "", "ema_": "EMA ", "best_": "best ", "best_ema_": "best EMA "}
+"""Beginning of the name of a value -> beginning of its text."""
+
+SHOWN = {
+    **{f"{kind}{name}": f"{text}{form}" for kind, text in KINDS.items() for name, form in SCORES.items()},
     "lr": "lr {:.2e}",
     "grad_norm": "gradient {:.2f}",
-    "ranks": "{}",
     "parameters": "{:,} parameters",
     "macs": "{:,} MACs",
     "images_per_second": "{:.0f} images/s",
-    "mfu": "MFU {:.1f} %",
     "memory_mb": "{:.0f} MB",
     "data_wait": "{:.0f} % waiting for data",
     "num_skipped": "not finite, skipped ({} of the run)",

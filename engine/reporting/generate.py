@@ -9,7 +9,7 @@ They are the pages of docs/options/ except that of `attention`, and the parts of
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -48,34 +48,24 @@ def quote(name: str) -> str:
     return ""
 
 
-def refusing() -> str:
-    """The mechanisms that refuse key masks."""
-    factories = map(AttentionFactory.from_options, ATTENTION)
-    return _list(each.name for each in factories if ATTENTION[each.name].refuses_key_mask(each.config))
+def mechanisms_that(is_named: Callable[[str], bool]) -> str:
+    """A sentence with the names of mechanisms."""
+    return textwrap.fill(", ".join(f"`{name}`" for name in ATTENTION if is_named(name)) + ".", WIDTH)
 
 
-def without_prefix() -> str:
-    """The mechanisms that refuse prefix tokens."""
-    return _list(name for name, mechanism in ATTENTION.items() if mechanism.prefix_tokens == "refused")
-
-
-def causal() -> str:
-    """The mechanisms that have the option `causal`."""
-    return _list(name for name in ATTENTION if "causal" in options_of(name))
-
-
-def fitting() -> str:
-    """The mechanisms that have the option `fit`."""
-    return _list(name for name in ATTENTION if "fit" in options_of(name))
+def refuses_key_masks(name: str) -> bool:
+    return bool(ATTENTION[name].refuses_key_mask(AttentionFactory.from_options(name).config))
 
 
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
-    "docs/integration.md": {"mechanisms without key masks": refusing, **OF_HOSTS},
+    "docs/integration.md": {"mechanisms without key masks": partial(mechanisms_that, refuses_key_masks), **OF_HOSTS},
     "docs/mechanisms.md": {
         "mechanisms": all_mechanisms,
-        "mechanisms that fit small grids": fitting,
-        "mechanisms without prefix tokens": without_prefix,
-        "causal mechanisms": causal,
+        "mechanisms that fit small grids": partial(mechanisms_that, lambda name: "fit" in options_of(name)),
+        "mechanisms without prefix tokens": partial(
+            mechanisms_that, lambda name: ATTENTION[name].prefix_tokens == "refused"
+        ),
+        "causal mechanisms": partial(mechanisms_that, lambda name: "causal" in options_of(name)),
     },
     "docs/options.md": {"sections": index},
     **TABLES,
@@ -119,10 +109,6 @@ def main() -> None:
             if not path.exists() or path.read_bytes() != content:
                 write_file(path, content)
                 print(file)
-
-
-def _list(names: Iterator[str]) -> str:
-    return textwrap.fill(", ".join(f"`{name}`" for name in names) + ".", WIDTH)
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ TEXTS: Mapping[str, Callable[[str], Any]] = {
 
 AVERAGES: Mapping[str, int] = {
     **dict.fromkeys(("loss", "step_seconds", "data_wait"), 1),
-    **dict.fromkeys(("images_per_second", "tflops", "mfu"), -1),
+    "images_per_second": -1,
 }
 """Fields of `train` records -> exponent of their mean over an epoch, weighted by updates: 1, the arithmetic one, or -1,
 the harmonic one. The last record gives other fields."""
@@ -95,17 +95,6 @@ def find_records(directory: Path) -> list[dict[str, Any]]:
     except UserError as error:
         warn_once(str(error))
         return []
-
-
-def first_micro_batch_size(directory: Path) -> int | None:
-    """Returns the images of a micro-batch at the first start of the run in `directory`; None if its records do not say.
-
-    Raises:
-        UserError: its records cannot be read.
-    """
-    starts = (record for record in stream_records(directory) if record["kind"] == "start")
-    images = next(starts, {}).get("images_per_pass")
-    return images if type(images) is int and images > 0 else None
 
 
 def _parse_record(line: bytes) -> dict[str, Any] | None:

@@ -1,21 +1,16 @@
-"""Files that validate.py writes: predictions, accuracy and confusion of classes, and the worst mistakes."""
+"""Files that validate.py writes: predictions, accuracy, and confusion of classes."""
 
 import argparse
-import math
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from itertools import chain
 from pathlib import Path
 
 import numpy as np
 import torch
-from matplotlib.axes import Axes
 from matplotlib.colors import PowerNorm
-from matplotlib.figure import Figure
 
-from engine.data.images import BrokenImage
 from engine.evaluation.predictions import PredictionTable, top_columns
-from engine.reporting.plots import encode, in_style, new_figure
+from engine.reporting.plots import encode, in_style, new_figure, write_cell
 from engine.runtime.errors import UserError
 from engine.runtime.files import check_output, to_csv, write_file
 from engine.runtime.text import one_line
@@ -27,10 +22,7 @@ NUM_COUNTED = 20
 """Most classes for which the picture of a confusion matrix shows its numbers."""
 
 NUM_NAMED = 50
-"""Most classes that the picture shows, each with its name: of more classes those that are most often confused."""
-
-GRID = 5
-"""Number of columns, and largest number of rows, of the images shown for each kind of weights."""
+"""Most classes for which it shows their names."""
 
 
 def add_outputs(parser: argparse.ArgumentParser) -> None:
@@ -127,124 +119,39 @@ def confusion_csv(predictions: Predictions) -> bytes:
     )
 
 
-def most_confused(counts: np.ndarray) -> list[int]:
-    """Returns the classes of the most frequent confusions, most frequent first; of at most `NUM_NAMED` classes all.
-
-    Classes that are confused with each other are neighbours. A confusion counts both ways round. If fewer are confused,
-    the first others follow.
-
-    Args:
-        counts: number of images by true and predicted class, (classes, classes).
-    """
-    if len(counts) <= NUM_NAMED:
-        return list(range(len(counts)))
-    both = np.triu(counts + counts.T, 1)
-    pairs = np.argsort(-both, axis=None, kind="stable")[: np.count_nonzero(both)]
-    confused = np.column_stack(np.unravel_index(pairs, both.shape)).ravel().tolist()
-    return list(dict.fromkeys([*confused, *range(len(counts))]))[:NUM_NAMED]
-
-
 @in_style
-def confusion_picture(predictions: Predictions, suffix: str = ".png") -> bytes:
+def confusion_picture(predictions: Predictions) -> bytes:
     """Draws the confusion matrix of each kind of weights, coloured by the share of the row's images.
 
-    Every class has its name. Of more than `NUM_NAMED` classes those of `most_confused` are shown.
+    Up to `NUM_NAMED` classes have their names, and up to `NUM_COUNTED` their counts.
     """
-    shown = min(NUM_NAMED, len(next(iter(predictions.values())).names))
-    side = max(2.8, 0.3 * min(shown, NUM_COUNTED), 0.12 * shown)  # inches
+    names = next(iter(predictions.values())).names
+    side = min(8, max(2.8, 0.3 * min(len(names), NUM_COUNTED), 0.12 * len(names)))  # inches
     figure = new_figure("Which classes are taken for which?", len(predictions) * (side + 1.5) + 0.3, side + 2.2)
     panels = figure.subplots(len(predictions), 1, squeeze=False)[:, 0]
     for axes, (kind, found) in zip(panels, predictions.items(), strict=True):
         matrix = confusion_matrix(found)
         counts, unknown = matrix[:, :-1], matrix[:, -1]
-        chosen = most_confused(counts)
-        _draw_confusion(axes, counts / np.maximum(matrix.sum(1, keepdims=True), 1), counts, chosen, found.names)
+        share = counts / np.maximum(matrix.sum(1, keepdims=True), 1)
+        image = axes.imshow(share, cmap="Blues", norm=PowerNorm(0.5, 0, 1))  # the root shows few images among many
+        for (row, column), count in np.ndenumerate(counts) if len(names) <= NUM_COUNTED else ():
+            write_cell(image, column, row, share[row, column], f"{count}" if count else "")
+        labels = [one_line(name, 20) for name in names] if len(names) <= NUM_NAMED else []
+        axes.set_xticks(range(len(labels)), labels, rotation=90, parse_math=False)
+        axes.set_yticks(range(len(labels)), labels, parse_math=False)
+        axes.set(xlabel="predicted class", ylabel="true class")
+        axes.spines[:].set_visible(True)
         title = f"{kind} weights: top-1 {100 * (found.predicted == found.label).double().mean():.2f} %"
         if unknown.any():
             title += f"\nwithout {unknown.sum():,} images of no class, as their logits are not finite"
-        if len(chosen) < len(counts):
-            mistakes = counts * (1 - np.eye(len(counts), dtype=int))
-            part = f"{mistakes[np.ix_(chosen, chosen)].sum():,} of {mistakes.sum():,} mistakes"
-            title += f"\nthe {len(chosen)} most confused of {len(counts):,} classes, with {part}"
         axes.set_title(title)
     figure.colorbar(axes.images[0], ax=panels, label="share of the class's images", shrink=0.8, aspect=40)
-    return encode(figure, suffix)
-
-
-def _draw_confusion(axes: Axes, shares: np.ndarray, counts: np.ndarray, chosen: list[int], names: list[str]) -> None:
-    """Draws the rows and columns `chosen` of the matrix `counts`; `shares` are of all images of a class."""
-    part = np.ix_(chosen, chosen)
-    share = shares[part]
-    axes.imshow(share, cmap="Blues", norm=PowerNorm(0.5, 0, 1))  # the root shows few images among many
-    if len(chosen) <= NUM_COUNTED:
-        for (row, column), count in np.ndenumerate(counts[part]):
-            color = "white" if share[row, column] > 0.3 else "black"
-            axes.text(column, row, f"{count}" if count else "", ha="center", va="center", color=color)
-    labels = [one_line(names[i], 20) for i in chosen]
-    axes.set_xticks(range(len(chosen)), labels, rotation=90, parse_math=False)
-    axes.set_yticks(range(len(chosen)), labels, parse_math=False)
-    axes.set_xlabel("predicted class")
-    axes.set_ylabel("true class")
-    axes.spines[:].set_visible(True)
-
-
-def mistakes_picture(predictions: Predictions) -> bytes:
-    """Draws the images that each kind of weights predicts wrongly, highest loss first."""
-    wrong = {}
-    for kind, found in predictions.items():
-        rows = (found.predicted != found.label).nonzero()[:, 0]
-        wrong[kind] = rows[found.loss[rows].argsort(descending=True, stable=True)].tolist()
-    worst = {kind: rows[: GRID**2] for kind, rows in wrong.items()}
-    titles = {kind: f"the worst {len(worst[kind])} of {len(rows):,} mistakes" for kind, rows in wrong.items()}
-    return _images_picture(predictions, worst, titles)
-
-
-def samples_picture(predictions: Predictions) -> bytes:
-    """Draws evenly spaced images of the data with the predictions of each kind of weights."""
-    rows = {}
-    for kind, found in predictions.items():
-        count = min(GRID**2, len(found.label))
-        rows[kind] = [i * len(found.label) // count for i in range(count)]
-    return _images_picture(predictions, rows, dict.fromkeys(rows, "class → predicted, and its probability"))
-
-
-@in_style
-def _images_picture(predictions: Predictions, rows: Mapping[str, list[int]], titles: Mapping[str, str]) -> bytes:
-    """Draws the images in `rows`, at most GRID x GRID for each kind of weights.
-
-    The title of each holds its class, the predicted class and its probability, in green if the prediction is right.
-    """
-    num_rows = max([1, *(math.ceil(len(chosen) / GRID) for chosen in rows.values())])
-    figure = Figure((len(predictions) * GRID * 1.7, num_rows * 1.9 + 0.5), layout="constrained")
-    parts = figure.subfigures(1, len(predictions), squeeze=False)[0]
-    for part, (kind, chosen) in zip(parts, rows.items(), strict=True):
-        part.suptitle(f"{kind} weights: {titles[kind]}")
-        for number, axes in enumerate(part.subplots(num_rows, GRID, squeeze=False).flat):
-            axes.set_axis_off()
-            if number < len(chosen):
-                _draw_image(axes, predictions[kind], chosen[number])
-    return encode(figure, ".png")
-
-
-def _draw_image(axes: Axes, found: PredictionTable, row: int) -> None:
-    image = found.images[int(found.indices[row])]
-    if isinstance(image, BrokenImage):  # it could be read when it was evaluated
-        raise image
-    pixels, _ = image
-    axes.imshow(np.asarray(pixels).transpose(1, 2, 0), cmap="gray", vmin=0, vmax=255)  # grey levels have one channel
-    label, predicted = (one_line(found.name(int(x[row])), 14) for x in (found.label, found.predicted))
-    title = f"{label} → {predicted or 'not finite'}\n{found.probability[row, 0]:.3f}"
-    color = "green" if found.predicted[row] == found.label[row] else "black"
-    axes.set_title(title, color=color, parse_math=False)
+    return encode(figure)
 
 
 OUTPUTS: dict[str, tuple[str, Mapping[str, Callable[[Predictions], bytes]]]] = {
     "per-class": ("the accuracy of every class", {".csv": classes_csv}),
     "predictions": ("class and probable classes of every image", {".csv": predictions_csv}),
-    "confusion": (
-        "the confusion matrix",
-        {".csv": confusion_csv, **{suffix: partial(confusion_picture, suffix=suffix) for suffix in (".png", ".pdf")}},
-    ),
-    "mistakes": ("the worst mistakes as a grid of images", {".png": mistakes_picture}),
+    "confusion": ("the confusion matrix", {".csv": confusion_csv, ".png": confusion_picture}),
 }
 """Option -> title of a file for the help text, and suffix of its name -> function that makes its content."""

@@ -156,9 +156,9 @@ def write_cell(image: AxesImage, x: float, y: float, value: float, text: str) ->
 
 
 @in_style
-def encode(figure: Figure, suffix: str = ".png") -> bytes:
-    """Returns the content of a figure's file."""
+def encode(figure: Figure) -> bytes:
+    """Returns the content of a figure's PNG file."""
     content = io.BytesIO()
     with warnings.catch_warnings(action="ignore"):  # the font may lack glyphs of class names
-        figure.savefig(content, format=suffix[1:])
+        figure.savefig(content, format="png")
     return content.getvalue()

@@ -31,22 +31,19 @@ import torch
 
 from engine.checkpoints.origin import ORIGIN, mark_origin
 from engine.checkpoints.progress import Progress, Resumption, describe_place
-from engine.config.micro_batches import describe_ranks, micro_batch_size
 from engine.config.schema import Run
 from engine.config.yaml_files import dump_yaml
-from engine.evaluation.predictions import PredictionTable
 from engine.reporting.charts import Charts
 from engine.reporting.console import SHOWN, format_values
 from engine.reporting.metrics import EPOCHS, METRICS, EpochTable, epochs_csv, is_until, stream_records
-from engine.reporting.profiling import StepProfiler
 from engine.reporting.speed import StepSpeed
-from engine.reporting.trackers import Launch, Tracker
+from engine.reporting.trackers import Tracker
 from engine.run.load import dump_run
 from engine.runtime.distributed import World
 from engine.runtime.files import append_whole, naming, write_atomically
 from engine.runtime.provenance import provenance
 from engine.runtime.reading import open_regular
-from engine.runtime.terminal import CONSOLE, print_fields, progress_bar
+from engine.runtime.terminal import CONSOLE, progress_bar
 from engine.runtime.text import one_line
 
 CONFIG = "config.yaml"
@@ -81,7 +78,6 @@ class SilentRecorder:
 
         A run that resumes says from where, and what differs: options, data, and since the last start code and machine.
         """
-        self.speed.set_macs(values.get("macs", 0), processes)
 
     def images(self, images: torch.Tensor) -> None:
         """Shows training images (B, C, H, W) as the model gets them; ignores integer tokens."""
@@ -112,9 +108,6 @@ class SilentRecorder:
         """Records the end of the run and its median speed since it was started or resumed."""
         self.speed.median()
 
-    def predictions(self, predictions: Mapping[str, PredictionTable]) -> None:
-        """Shows the predictions of the last evaluation for single images: kind of weights -> table."""
-
     def sync(self) -> None:
         """Waits until the records are on disk, so that no checkpoint outlives them."""
 
@@ -138,7 +131,6 @@ class Recorder(SilentRecorder):
         self.spent = {"elapsed_seconds": 0.0, "gpu_hours": 0.0}
         self.tracker: Tracker | None = None
         self.warned_input_bound = False
-        self.profiler = StepProfiler(directory, run.report, world.device)
         self.metrics = directory / METRICS
         self.charts = Charts(directory, self.step)
         self._go_on()
@@ -162,7 +154,6 @@ class Recorder(SilentRecorder):
         for last in stream_records(directory):
             run_id = run_id or last.get("run_id")
             self.epochs.add(last)
-            self.charts.add_earlier(last)
         images, step = (last["images_seen"], last["step"]) if "images_seen" in last else (0, 0)
         self.images_seen = images + (self.step - step) * self.run.train.total_batch_size
         self.run_id = run_id or self.run_id
@@ -180,16 +171,15 @@ class Recorder(SilentRecorder):
         self.close()
         if error is None:
             files = f"{EPOCHS} (a row per epoch)  {METRICS} (all records)  {CONSOLE}"
-            print_fields(f"logs of {self.directory}:  {files}  tensorboard --logdir {self.directory}")
+            print(f"logs of {self.directory}:  {files}  tensorboard --logdir {self.directory}", flush=True)
 
     def start(self, epoch: int, processes: int, resumption: Resumption = NOTHING, **values: Any) -> None:
-        super().start(epoch, processes, resumption, **values)
         config = dump_yaml(dump_run(self.run))
         if resumption.checkpoint is None:
             mark_origin(self.directory)
         write_atomically(self.directory / CONFIG, config.encode())
         self.charts.show_config(config, self.step)
-        self.tracker = Tracker(Launch(self.run, self.directory, self.run_id))
+        self.tracker = Tracker(self.run, self.directory, self.run_id)
         values |= (origin := provenance(self.device))
         if resumption.checkpoint is not None:
             names = [name for name in ("compile", "cuda_graph", *origin) if name != "command" and name in self.former]
@@ -198,14 +188,10 @@ class Recorder(SilentRecorder):
         self.num_gpus = processes if self.device.type == "cuda" else 0
         for name in sorted({"kernels", "compile"} & values.keys()) if self.num_gpus else ():
             print(f"train.{name} = {values[name]}", flush=True)
-        if self.run.train.elastic:
-            before, _ = resumption.differences.get("processes", (processes, processes))
-            values["ranks"] = describe_ranks(self.run, processes, before)
         values |= {
             "host": platform.node(),
             "run_id": self.run_id,
             "processes": processes,
-            "images_per_pass": micro_batch_size(self.run, processes),
             "epochs": self.run.schedule.epochs,
         }
         self._record("start", epoch, {**values, "total_steps": self.total_steps})
@@ -218,7 +204,6 @@ class Recorder(SilentRecorder):
 
     def begin_epoch(self, epoch: int) -> None:
         self._tabulate(epoch)
-        self.profiler.at_step(self.step)
         self.speed.begin_step()
         self.workers_start = True
         self.bar.unpause()
@@ -228,8 +213,6 @@ class Recorder(SilentRecorder):
         super().end_step()
         self.images_seen += self.run.train.total_batch_size
         self.bar.update(self.run.train.total_batch_size)
-        if self.profiler.at_step(self.step):
-            self.speed.begin_step()
 
     def train(self, epoch: int, **values: float) -> None:
         speed = self.speed.since_last()
@@ -260,18 +243,13 @@ class Recorder(SilentRecorder):
         values |= self.speed.median()
         self._record("final", self.run.schedule.epochs, values)
         self._tabulate()
-        self.charts.show_result(self.run, values, self.step)
-
-    def predictions(self, predictions: Mapping[str, PredictionTable]) -> None:
-        self.charts.show_predictions(predictions, self.step)
 
     def sync(self) -> None:
         with naming(self.metrics), open_regular(self.metrics) as file:
             os.fsync(file.fileno())
 
     def close(self) -> None:
-        """Closes the progress bar, and a profile that is not complete."""
-        self.profiler.close(self.step)
+        """Closes the progress bar."""
         self.bar.close()
 
     def _place(self, epoch: int) -> str:
@@ -305,7 +283,7 @@ class Recorder(SilentRecorder):
             sent = {f"{kind}/{name}": value for name, value in values.items()} | {"epoch": epoch, **self._totals()}
             numbers = {name: x for name, x in sent.items() if isinstance(x, int | float) and math.isfinite(x)}
             self.tracker.log(numbers, self.step)
-        self.charts.add(kind, values, self.step, self.images_seen)
+        self.charts.add(kind, values, self.step)
         if kind in ("change", "fail"):  # shown by `start`; shown last
             return
         text = format_values(values)
@@ -315,7 +293,7 @@ class Recorder(SilentRecorder):
         line = f"{kind:5}  {self._place(epoch)}  {text}".rstrip()
         if kind == "train":
             self.bar.set_postfix_str(SHOWN["loss"].format(values["loss"]), refresh=False)
-        print_fields(line)
+        print(line, flush=True)
 
 
 def _short(value: Any) -> Any:

@@ -8,7 +8,6 @@ interrupted (it ended without a record). `changed` names options that --allow-ch
 column of `epochs.csv` can be compared; docs/logs.md explains them.
 """
 
-import math
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -20,13 +19,12 @@ from engine.reporting.tables import align
 from engine.runtime.arguments import ArgumentParser
 from engine.runtime.errors import UserError, refuse_bad_input
 from engine.runtime.locks import is_locked, lock_holder
-from engine.runtime.reading import read_csv
 from engine.runtime.text import one_line
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = ArgumentParser(description="Show runs as a table, or compare them.")
-    parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="folders of runs; to compare: runs or CSVs")
+    parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="folders of runs; to compare: runs")
     parser.add_argument("--compare", metavar="COLUMN", help="show this column of epochs.csv of every run")
     args = parser.parse_args(arguments)
     with refuse_bad_input():
@@ -92,27 +90,15 @@ def _seconds_left(start: dict[str, Any], last: dict[str, Any]) -> float | None:
     return each * (start["total_steps"] - last["step"])
 
 
-def read_epochs(path: Path) -> list[dict[str, Any]]:
-    """Returns the rows of `epochs.csv`, from the file itself or the directory of a run.
+def read_epochs(run: Path) -> list[dict[str, Any]]:
+    """Returns the rows of `epochs.csv` of the run in the directory `run`.
 
     Raises:
         UserError: there are no rows.
     """
-    if path.is_dir():
-        rows = EpochTable(stream_records(path, MAX_METRICS)).rows()
-    else:
-        rows = [{name: _number(cell) for name, cell in row.items()} for row in read_csv(path, MAX_METRICS)]
-    if not rows or not all(isinstance(epoch := row.get("epoch"), float | int) and epoch % 1 == 0 for row in rows):
-        raise UserError(f"{path}: no epochs of a run; name its directory or its epochs.csv")
+    if not (rows := EpochTable(stream_records(run, MAX_METRICS)).rows()):
+        raise UserError(f"{run}: no epochs of a run; name its directory")
     return rows
-
-
-def _number(text: Any) -> float | None:
-    """Returns the number that `text` is; None for any other text, and for infinity and NaN."""
-    try:
-        return number if math.isfinite(number := float(text)) else None
-    except (TypeError, ValueError):
-        return None
 
 
 def compare(runs: dict[str, list[dict[str, Any]]], column: str) -> list[list[str]]:
@@ -128,8 +114,7 @@ def compare(runs: dict[str, list[dict[str, Any]]], column: str) -> list[list[str
         known = dict.fromkeys(key for row in rows for key, value in row.items() if isinstance(value, int | float))
         if column not in known:
             raise UserError(f"--compare: {one_line(repr(column), 60)} is no column of {name}{nearest(column, known)}")
-        numbers = {int(row["epoch"]): row.get(column) for row in rows}
-        tables[name] = {epoch: x if isinstance(x, int | float) else None for epoch, x in numbers.items()}
+        tables[name] = {row["epoch"]: row[column] for row in rows if isinstance(row.get(column), int | float)}
     first, *others = tables
     lines = [["epoch", first, *(text for name in others for text in (name, "difference"))]]
     for epoch in sorted(set().union(*tables.values())):

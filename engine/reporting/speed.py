@@ -1,17 +1,18 @@
-"""Speed of training: time of an update, images, arithmetic, memory, and the wait for data."""
+"""Speed of training: time of an update, images, memory, and the wait for data."""
 
 import math
 import statistics
 import time
 from array import array
+from collections.abc import Iterator
+from typing import TypeVar
 
 import torch
 
 from engine.config.schema import Run
-from engine.reporting.waiting import DataWait
 from engine.runtime.distributed import World
-from engine.runtime.peaks import peak_tflops
-from engine.runtime.provenance import device_name
+
+Batch = TypeVar("Batch")
 
 
 class StepSpeed:
@@ -22,23 +23,10 @@ class StepSpeed:
     """
 
     def __init__(self, run: Run, world: World):
-        self.options, self.world, self.device = run.train, world, world.device
+        self.batch_size, self.world, self.device = run.train.total_batch_size, world, world.device
         self.wait = DataWait(world.device)
         self.step_seconds = array("d")
         self.num_recorded = 0
-        self.tflop = 0.0  # of an image
-        self.peak: float | None = None  # TFLOP/s of all GPUs
-
-    def set_macs(self, macs: int, processes: int) -> None:
-        """Prepares FLOP/s and MFU: a backward pass takes twice the arithmetic of a forward pass, `macs` of an image.
-
-        That is not so where parameters are frozen, and then neither is measured.
-        """
-        options = self.options
-        if macs and options.freeze is None:
-            self.tflop = 3 * 2 * macs / 1e12
-            peak = peak_tflops(device_name(self.device), options.amp or ("tf32" if options.tf32 else "fp32"))
-            self.peak = peak and processes * peak
 
     def begin_step(self) -> None:
         """Starts the clock of the next update; what came before is no part of it."""
@@ -70,14 +58,46 @@ class StepSpeed:
 
     def _describe(self, step_seconds: float) -> dict[str, float]:
         """Returns speed, and on GPUs the peak memory of the rank that has the highest: a collective, at log time."""
-        images_per_second = self.options.total_batch_size / step_seconds
+        images_per_second = self.batch_size / step_seconds
         speed = {"images_per_second": images_per_second, "step_seconds": step_seconds}
-        if self.tflop:
-            speed["tflops"] = self.tflop * images_per_second
-        if self.tflop and self.peak:
-            speed["mfu"] = 100 * speed["tflops"] / self.peak
         if self.device.type == "cuda":  # on a CPU, the memory of the process is hardly that of the model
             peaks = [torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device)]
             allocated, reserved = map(max, zip(*self.world.gather(peaks), strict=True))
             speed |= {"memory_mb": allocated / 2**20, "memory_reserved_mb": reserved / 2**20}
         return speed
+
+
+class DataWait:
+    """Measures the wait for every batch that passes through `watch`: the device is idle because the batch is not there.
+
+    On CUDA, where work is queued ahead, a wait begins when the device has finished all of it and ends when the batch is
+    there. Events measure it on the device, and are read when `seconds` is called, not at every step.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.waits: list[tuple] = []
+
+    def watch(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Yields `batches` and measures the wait for each."""
+        began = self._now()
+        for batch in batches:
+            self.waits.append((began, self._now()))
+            yield batch
+            began = self._now()
+
+    def seconds(self) -> float:
+        """Returns the seconds of waiting since the last call."""
+        waits, self.waits = self.waits, []
+        if self.device.type != "cuda":
+            return sum(end - began for began, end in waits)
+        if waits:
+            waits[-1][1].synchronize()
+        return sum(began.elapsed_time(end) for began, end in waits) / 1000
+
+    def _now(self) -> float | torch.cuda.Event:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event

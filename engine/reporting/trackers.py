@@ -4,49 +4,15 @@ It works without a network: with `WANDB_MODE=offline`, `wandb sync` sends the ru
 """
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 from attention.options import OptionError
 from engine.config.schema import Report, Run
 from engine.run.load import dump_run
 from engine.runtime.errors import UserError
 from engine.runtime.text import describe_error
-
-
-class Launch(NamedTuple):
-    """Facts of a launch that the tracker gets: the run, its directory, and the id that all launches of the run share.
-
-    A run that resumes continues in the same run of the tracker.
-    """
-
-    run: Run
-    directory: Path
-    run_id: str
-
-
-class Wandb:
-    """A run of the project `name`, with a copy in the folder `wandb` of the run directory."""
-
-    def __init__(self, name: str, launch: Launch):
-        import wandb
-
-        self.run = wandb.init(
-            project=name,
-            id=launch.run_id,
-            name=launch.directory.name,
-            dir=launch.directory,
-            config=dump_run(launch.run),
-            resume="allow",
-            settings=wandb.Settings(console="off", silent=True),
-        )
-
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        self.run.log(dict(values), step=step)
-
-    def close(self, failed: bool) -> None:
-        self.run.finish(exit_code=int(failed))
 
 
 def check_tracker(options: Report) -> None:
@@ -70,30 +36,36 @@ def check_tracker(options: Report) -> None:
 class Tracker:
     """The tracker of a launch, if its run names one. After a failure it gets no more records, with a warning.
 
+    A run that resumes continues in the same run of the tracker, by its id. Its directory gets a copy in `wandb`.
+
     Raises:
         UserError: it cannot be opened, for example without an account.
     """
 
-    def __init__(self, launch: Launch):
-        self.wandb: Wandb | None = None
-        if (name := launch.run.report.wandb) is not None:
+    def __init__(self, run: Run, directory: Path, run_id: str):
+        self.wandb: Any = None
+        if (name := run.report.wandb) is not None:
             try:
-                self.wandb = Wandb(name, launch)
+                import wandb
+
+                settings = wandb.Settings(console="off", silent=True)
+                names = {"project": name, "id": run_id, "name": directory.name, "dir": directory}
+                self.wandb = wandb.init(**names, config=dump_run(run), resume="allow", settings=settings)
             except Exception as error:  # the library raises errors of any kind
                 raise UserError(f"report.wandb = {name!r}: {describe_error(error, 300)}; or leave it out") from None
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Sends finite numbers by name, recorded after update `step`."""
-        self._tell(lambda wandb: wandb.log(values, step))
+        self._tell("log", dict(values), step=step)
 
     def close(self, failed: bool) -> None:
         """Ends the launch."""
-        self._tell(lambda wandb: wandb.close(failed))
+        self._tell("finish", exit_code=int(failed))
 
-    def _tell(self, call: Callable[[Wandb], None]) -> None:
+    def _tell(self, method: str, *values: Any, **options: Any) -> None:
         if self.wandb is not None:
             try:
-                call(self.wandb)
+                getattr(self.wandb, method)(*values, **options)
             except Exception as error:  # it must not end a run of days
                 self.wandb = None
                 message = f"warning: report.wandb: {describe_error(error, 300)}; nothing more is sent there"

@@ -6,12 +6,9 @@ from timm.optim import list_optimizers
 
 from attention.options import OptionError, nearest
 from engine.config.micro_batches import pairs_images
-from engine.config.schema import Augment, Data, Report, Run
+from engine.config.schema import Augment, Data, Run
 from engine.objectives import OBJECTIVES, choose_objective
 from models import is_host
-
-MAX_PROFILED = 100
-"""Updates that a profile may have: its events lie in memory, thousands for each update."""
 
 
 def check_run(run: Run, world_size: int = 1) -> None:
@@ -38,13 +35,11 @@ def check_run(run: Run, world_size: int = 1) -> None:
 def _check_batch(run: Run, world_size: int) -> None:
     """Refuses a total batch that the ranks cannot share equally."""
     train = run.train
-    steps = 1 if train.elastic else train.grad_accum_steps  # else see `share_batch`
-    share = world_size * steps
+    share = world_size * train.grad_accum_steps
     batch_size, rest = divmod(train.total_batch_size, share)
     total = f" = {train.total_batch_size}"
     if rest or not batch_size:
-        shares = f"{world_size} ranks" + (f" x {steps} accumulation steps" if not train.elastic else "")
-        problem = f"is not divisible by {shares}"
+        problem = f"is not divisible by {world_size} ranks x {train.grad_accum_steps} accumulation steps"
         nearest_size = max(1, round(train.total_batch_size / share)) * share
         raise OptionError("train.total_batch_size", f"{total} {problem}; nearest: {nearest_size}")
     if pairs_images(run) and batch_size % 2:
@@ -96,7 +91,7 @@ def _check_augmentation(augment: Augment) -> None:
 
 
 def _check_training(run: Run) -> None:
-    """Refuses options of the section `train` without an effect or beside others, and a profile that is too long."""
+    """Refuses options of the section `train` without an effect or beside others."""
     train = run.train
     if train.class_weights is not None:
         check_class_weights(run)
@@ -107,9 +102,6 @@ def _check_training(run: Run) -> None:
         problem = " = lean: compiled blocks take auto; set it to auto, or train.compile=false"
         raise OptionError("train.kernels", problem)
     check_cuda_graph(run, train.device != "cpu")
-    if run.report.profile is not None and not 1 <= run.report.profile[1] <= MAX_PROFILED:
-        problem = f" = {list(run.report.profile)}: expected [step, steps] with 1 to {MAX_PROFILED} steps"
-        raise OptionError("report.profile", problem)
 
 
 def check_cuda_graph(run: Run, on_cuda: bool) -> None:
@@ -158,17 +150,6 @@ def check_class_weights(run: Run) -> None:
     elif weights is not None and len(weights) != num_classes:
         problem = f" has {len(weights)} factors, but model.num_classes = {num_classes}; give one for each class"
         raise OptionError(key, problem)
-
-
-def check_profile(options: Report, total_steps: int) -> None:
-    """Refuses a profile of updates that a run of `total_steps` updates does not make.
-
-    Raises:
-        OptionError: the run ends before the last of these updates.
-    """
-    if options.profile and sum(options.profile) > total_steps:
-        problem = f" = {list(options.profile)}: ends at step {sum(options.profile)}, but the run at step {total_steps}"
-        raise OptionError("report.profile", f"{problem}; choose earlier updates")
 
 
 POLICY = re.compile(

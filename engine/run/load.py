@@ -90,6 +90,8 @@ REMOVED: dict[str, list[Any] | None] = {
     "model.use_glu": [False],
     "model.reductions": [[8, 4, 2, 1]],
     "report.mlflow": None,
+    "report.profile": None,
+    "train.elastic": None,
 }
 """Options of earlier versions -> values without an effect on the weights; None: all values."""
 

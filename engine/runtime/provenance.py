@@ -22,9 +22,6 @@ PACKAGES = ("torch", "torchvision", "timm", "numpy", "pillow")
 CODE = "analysis", "attention", "bench", "engine", "models"
 """Packages on which a measurement of a trained model may depend."""
 
-DRIVER = Path("/proc/driver/nvidia/version")
-"""File that names the version of NVIDIA's driver on Linux."""
-
 
 def provenance(device: torch.device) -> dict[str, Any]:
     """Returns command, version and git revision of this code (None if it is installed), device and package versions."""
@@ -41,7 +38,7 @@ def provenance(device: torch.device) -> dict[str, Any]:
         "version": __version__,
         "git": revision,
         "device": device_name(device),
-        **gpu_software(device),
+        **({"cuda": torch.version.cuda} if device.type == "cuda" else {}),
         "python": platform.python_version(),
         **{package: version(package) for package in PACKAGES},
         **({"plugins": found} if (found := versions()) else {}),
@@ -54,17 +51,6 @@ def digest_code() -> str:
     for path in sorted(path for package in CODE for path in (root / package).rglob("*.py")):
         digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes() + b"\0")
     return digest.hexdigest()
-
-
-def gpu_software(device: torch.device) -> dict[str, str]:
-    """Returns the versions of CUDA that torch was built with, and of NVIDIA's driver, as far as they are known."""
-    if device.type != "cuda":
-        return {}
-    found = {"cuda": torch.version.cuda}
-    with suppress(OSError):  # "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 ..."
-        text = DRIVER.read_text()
-        found["driver"] = match[0] if (match := re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", text)) else None
-    return {name: version for name, version in found.items() if version}
 
 
 def device_name(device: torch.device) -> str:

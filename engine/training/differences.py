@@ -8,9 +8,6 @@ from engine.run.load import flatten
 from engine.runtime.text import describe_difference
 from engine.training.optim import without_defaults
 
-RANKS = ("processes", "train.grad_accum_steps")
-"""Names that may differ as well in a run with `train.elastic`."""
-
 RESUMABLE_OPTIONS = {
     "data.root",
     "data.classes",
@@ -23,11 +20,9 @@ RESUMABLE_OPTIONS = {
     "train.checkpoint_steps",
     "train.checkpoint_minutes",
     "train.timeout_minutes",
-    "train.elastic",
     "train.max_skipped",
     "train.max_overflows",
     "report.wandb",
-    "report.profile",
     "plugins",
 }
 """Options without an effect on the trained weights: a run may be resumed with other values."""

@@ -21,7 +21,7 @@ from engine.data.identity import identify_data
 from engine.data.loaders import create_loaders, images_of
 from engine.data.sampler import EpochSampler
 from engine.data.splits import classes_of
-from engine.run.checks import check_profile, why_eager
+from engine.run.checks import why_eager
 from engine.run.load import dump_run
 from engine.runtime.distributed import World, autocast
 from engine.runtime.memory import saved_storages
@@ -67,7 +67,6 @@ def print_plan(run: Run, world: World, output: Path, allowed: Sequence[str] = ()
     resumed = Resumed(Checkpoints(output, run, world, sampler.num_images, identity), allowed)
     progress = resumed.progress
     steps, epochs = progress.total_steps(run, sampler.updates_per_epoch), run.schedule.epochs
-    check_profile(run.report, steps)
     costs = count_costs(run.model, run.attention)
     images = micro_batch_size(run, world.size)
     passes = f"{world.size} x {run.train.grad_accum_steps} x {images}"

@@ -27,7 +27,6 @@ from engine.runtime.ownership import RESULTS, claim, owned_files, remove_owned, 
 from engine.training.differences import (
     CONTENT,
     NAMES_ONLY,
-    RANKS,
     TEACHER,
     find_differences,
     flatten_metadata,
@@ -117,7 +116,7 @@ class Resumed:
     Args:
         checkpoints: those of the run.
         allowed: options, or names in the metadata, that may differ from the checkpoint's, besides
-            `engine.training.differences.RESUMABLE_OPTIONS` and, in an elastic run, `RANKS`.
+            `engine.training.differences.RESUMABLE_OPTIONS`.
     Attributes:
         progress: that of the checkpoint. resumption: the checkpoint and what differs.
     Raises:
@@ -145,7 +144,7 @@ class Resumed:
                 raise UserError(f"--allow-change: {key!r} is no option{nearest(key, known)}")
         if found is not None:
             checkpoints.resumed_from, self.content = found
-            self._compare(*found, known, {*allowed, *RANKS} if self.former.train.elastic else allowed)
+            self._compare(*found, known, allowed)
 
     def _compare(self, path: Path, checkpoint: dict[str, Any], here: dict[str, Any], allowed: Collection[str]) -> None:
         """Compares the run of the checkpoint `path` with this one, whose options and metadata are `here`.

@@ -9,14 +9,8 @@ import torch
 
 import benchmark
 from attention import ATTENTION
-from bench import choice
-from bench.arguments import image_size
-from bench.choice import format_choices, parse_budgets
 from bench.comparison import Comparison
-from bench.printed import PRINTED, print_beside, read_printed
-from bench.quality import Quality, derive, read_quality
-from bench.results import COLUMNS, ENDS
-from bench.workload import MODES, Workload, attention_core, attention_layer, initialise_weights, whole_model
+from bench.workload import MODES, Workload, attention_layer, initialise_weights, whole_model
 from models.base import Backbone
 from models.costs import count_costs
 from tests.support.partition import chosen
@@ -60,42 +54,6 @@ def test_logits_spread_as_after_training():
     assert logits.softmax(-1).min() > 1e-6
 
 
-def test_cores(tmp_path):
-    rows = run("--core", "--attention", SMALL_EVA, "--tokens", "4x6", "--modes", "forward+backward", output=tmp_path)
-    softmax, eva = rows
-    assert softmax["kind"] == eva["kind"] == "core"
-    assert softmax["macs"] == 2 * 24 * 24 * 12  # no projections
-    assert softmax["saved_bytes"] >= 2 * 24 * 12 * 4 * 4  # queries, keys, values and their mixture
-    assert softmax["saved_bytes"] < 2 * 24 * 12 * 4 * 5
-
-
-@pytest.mark.complete
-def test_cores_without_products_have_no_ratio_of_macs(tmp_path):
-    arguments = "--core", "--tokens", "4x6", "--modes", "inference"
-    for names in (["softmax", "identity"], ["identity", "softmax"]):
-        rows = run(*arguments, "--attention", *names, "--baseline", names[0], output=tmp_path)
-        of_identity = {row["name"]: row for row in rows}["identity"]
-        assert of_identity["macs"] == 0 < of_identity["speedup"]
-        assert [(row["macs_ratio"], row["efficiency"]) for row in rows if row["name"] != names[0]] == [(None, None)]
-
-
-def test_cores_attend_on_their_path(tmp_path):
-    rows = run("--core", "--attention", "eva", "eva@lean", "--tokens", "7x14", "--modes", "forward", output=tmp_path)
-    saved = {row["name"]: row["saved_bytes"] for row in rows}
-    assert saved["eva@lean"] < saved["eva"]
-
-
-@pytest.mark.parametrize("name", ATTENTION)
-def test_the_core_of_a_layer_is_the_layer_without_projections(name):
-    workload = Workload(attention_core(name, 12, 3), (7, 14), 2, "forward+backward", "fp32", "eager", CPU)
-    layer, (*projected, grid) = workload.network.eval().layer, workload.inputs
-    torch.manual_seed(0)
-    x, _ = attention_layer(name, 12, 3).example(layer, grid, 2, CPU)
-    torch.testing.assert_close(layer.output(workload.forward(), x), layer(x, grid))
-    assert all(x.is_leaf and x.requires_grad for x in projected if x is not None)
-    assert not any(x.grad is not None for x in workload.leaves)
-
-
 def test_default_batches_hold_equally_many_tokens():
     layers = plan("--attention", "eva", "--tokens", "196", "784", "3136", "14x28", "--modes", "train")
     assert [comparison.batch for comparison in layers] == [32, 8, 2, 16]
@@ -123,22 +81,17 @@ def test_baselines():
 
 
 @pytest.mark.parametrize("name", chosen(["transnormer", "shifted_window", "eva"], lambda name: name == "transnormer"))
-@pytest.mark.parametrize("arguments", [[], ["--core"], ["--against", "plain"]], ids=" ".join)
-def test_layers_that_differ_are_rows_of_their_own(name, arguments):
-    """The rows' costs add up to those of the network, and `--against` compares each kind of layer with itself."""
+def test_layers_that_differ_are_rows_of_their_own(name):
+    """The rows' costs add up to those of the network."""
     model, tokens, channels = {"name": "deit_tiny_p16", "img_size": 224}, 196, 192
-    comparisons = plan(*arguments, "--attention", f"{name}:window_size=14", "--tokens", "196", "--modes", "inference")
-    found = [{s.name: cost.macs for s, cost in zip(c.subjects, c.costs, strict=True)} for c in comparisons]
+    (found,) = plan("--attention", f"{name}:window_size=14", "--tokens", "196", "--modes", "inference")
+    costs = {subject.name: cost.macs for subject, cost in zip(found.subjects, found.costs, strict=True)}
     numbers = {"transnormer": ["0", "6"], "shifted_window": ["0", "1"], "eva": [""]}[name]
-    entries = [f"{name}%s:window_size=14" + f", layer {number} of 12" * bool(number) for number in numbers]
-    if "--against" in arguments:
-        assert [list(each) for each in found] == [[entry % "@plain", entry % ""] for entry in entries]
-    else:
-        assert [list(each) for each in found] == [["softmax", *(entry % "" for entry in entries)]]
-    costs = [macs for each in found for entry, macs in each.items() if entry.startswith(f"{name}:")]
+    entries = [f"{name}:window_size=14" + f", layer {number} of 12" * bool(number) for number in numbers]
+    assert list(costs) == ["softmax", *entries]
     softmax, whole = (count_costs(model, each).macs for each in ("softmax", {"name": name, "window_size": 14}))
-    own = 4 * tokens * channels**2 * ("--core" not in arguments) + 2 * tokens**2 * channels
-    assert whole - softmax == sum(12 // len(costs) * (cost - own) for cost in costs)
+    own = 4 * tokens * channels**2 + 2 * tokens**2 * channels
+    assert whole - softmax == sum(12 // len(entries) * (costs[entry] - own) for entry in entries)
 
 
 @pytest.mark.complete
@@ -201,38 +154,6 @@ def test_results(tmp_path, capsys):
 
 
 @pytest.mark.complete
-def test_a_papers_ratios_stand_beside_those_of_its_models():
-    """LARA Table 6 prints these ratios of time itself, in brackets, rounded; GB have two digits."""
-    printed = {
-        "nystrom:num_landmarks=16": "3.98 1.85 0.88 0.54 0.14",
-        "linformer:num_landmarks=16": "1.36 0.63 0.30 0.18 0.07",
-        "performer:num_samples=16": "1.99 0.94 0.45 0.27 0.12",
-        "lara:num_landmarks=16": "2.11 0.99 0.47 0.29 0.12",
-        "ra": "1.81 2.68 2.55 2.64 2.79",
-        "softmax@plain": "1.00 1.00 1.00 1.00 1.00",
-    }
-    encoder, found = "encoder_8x192_3heads", read_printed()
-    assert {name.removeprefix(f"{encoder}:") for name, *_ in found} == {*printed}
-    with PRINTED.open() as file:
-        rows = list(csv.DictReader(file))
-    softmax = {row["size"]: float(row["gb"]) for row in rows if row["name"] == row["baseline"]}
-    for name, times in printed.items():
-        own = [row for row in rows if row["name"] == f"{encoder}:{name}"]
-        assert [row["tokens"] for row in own] == ["1024", "2048", "3072", "4096", "8192"]
-        for row, time in zip(own, times.split(), strict=True):
-            figures = found[row["name"], row["baseline"], row["size"]]
-            assert 1 / figures.speedup == pytest.approx(float(time), abs=0.007)  # of times with more digits
-            least, most = ((float(row["gb"]) + e) / (softmax[row["size"]] - e) for e in (-0.005, 0.005))
-            assert least - 0.005 <= figures.peak_ratio <= most + 0.005
-            height, width = image_size(row["size"])
-            assert int(row["tokens"]) == height * width // 16**2
-            assert plan("--models", row["name"], "--image-sizes", row["size"], "--modes", "train")[0].costs
-    row = {"name": f"{encoder}:ra", "baseline": f"{encoder}:softmax@plain", "size": "1024"}
-    assert print_beside(row) == {"paper: speed-up": "0.38", "paper: peak": "2.59x", "paper": "LARA Table 6"}
-    assert not any(print_beside(row | {"baseline": f"{encoder}:softmax"}).values())  # another softmax attention
-
-
-@pytest.mark.complete
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate")])
 @pytest.mark.parametrize("method", ["__init__", "counts"])
 def test_what_does_not_fit_has_no_figures(tmp_path, monkeypatch, capsys, method, error):
@@ -281,119 +202,6 @@ def test_paths_are_compared_in_the_same_rounds(tmp_path):
     saved = {row["name"]: row["saved_bytes"] for row in rows}
     assert list(saved) == ["softmax", *entries]
     assert saved[entries[1]] < saved[entries[0]] < saved[entries[2]]
-
-
-@pytest.mark.complete
-def test_each_layer_beside_itself_on_another_path(capsys):
-    options = "--against", "plain", "--threads", "1", "--processor-time", "--tokens", "64", "--modes", "inference"
-    benchmark.main([*LAYERS, "--attention", SMALL_EVA, "local@lean", *options])
-    printed = capsys.readouterr().out
-    names = [line.split(" | ")[0] for line in printed.splitlines() if line.startswith("| ")]
-    entries = SMALL_EVA.replace(":", "@plain:"), SMALL_EVA, "local@plain", "local@lean"
-    assert names == [f"| {name}" for name in ("name", "---", *entries)]
-    assert printed.count("speed-up over its baseline") == 1
-    assert printed.count(" 1.00 (1.00–1.00) ") >= 2
-    assert "clock processor" in printed
-    assert "kept waiting for up to 0%" in printed or "Too noisy" not in printed
-
-
-STORED = [Quality("softmax", "", 0.0, 0.0, 3), Quality("mean", "", 30.0, None, 1), Quality("xca", "", 9.0, 0.5, 3)]
-STORED += [Quality("local", "window_size=9", 1.0, 0.1, 3)]
-
-
-def measured(name: str, milliseconds: float | None, peak: float, macs: int, mode: str = "inference") -> dict:
-    """A row of results.csv of one image of 784 tokens."""
-    row = dict.fromkeys(COLUMNS) | {"name": name, "size": "784", "mode": mode, "macs": macs}
-    if milliseconds is None:
-        return row
-    quartiles = {f"{key}{end}": 1.0 for key in ("seconds", "speedup") for end in ENDS}
-    found = {"seconds": milliseconds / 1e3, "speedup": 8 / milliseconds, "peak_bytes": peak * 2**20}
-    return row | quartiles | {"seconds_noisy": False, "speedup_noisy": False} | found
-
-
-MEASURED = [
-    measured("softmax", 8, 10, 800),
-    measured("local", 2, 10, 400),
-    measured("mean", 1, 5, 100),
-    measured("xca@torch", 4, 20, 200),
-    measured("ra", None, 0, 100),
-]
-
-
-@pytest.mark.parametrize(
-    ("budgets", "chosen"),
-    [
-        (["ms=8"], ["softmax", "xca@torch", "mean", "local"]),  # by quality; layers without one last
-        (["macs=0.5"], ["xca@torch", "mean", "local"]),
-        (["ms=3.9"], ["mean", "local"]),
-        (["memory=10"], ["softmax", "mean", "local"]),
-        (["memory=19", "macs=0.4"], ["mean"]),
-    ],
-)
-def test_layers_within_budgets_by_stored_quality(budgets, chosen, monkeypatch):
-    monkeypatch.setattr(choice, "read_quality", lambda: STORED)
-    text = format_choices(MEASURED, parse_budgets(budgets))
-    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")][2:]
-    assert [row[0] for row in rows] == chosen
-    assert f"{5 - len(chosen)} of 5 layers exceed a budget." in text
-    assert next(row for row in rows if row[0] == "mean")[1::3] == ["30 (n=1)", "8.00"]
-    assert "takes: local:window_size=9\n" in text
-
-
-def test_the_nearest_layer_if_none_meets_the_budgets_of_a_setting(monkeypatch):
-    monkeypatch.setattr(choice, "read_quality", lambda: STORED)
-    slow = [measured("softmax", 100, 1, 800, "train"), measured("mean", 40, 1, 100, "train")]
-    text = format_choices([*MEASURED, *slow], {"ms": 20.0})
-    assert text.count("4 of 5") == 0 < text.count("1 of 5 layers exceed a budget.")
-    assert "No layer meets the budgets. The nearest, mean, exceeds one 2 times;" in text
-
-
-def test_layers_that_differ_have_the_stored_quality_of_their_mechanism(monkeypatch):
-    monkeypatch.setattr(
-        choice, "read_quality", lambda: [*STORED, Quality("transnormer", "window_size=2", 3.0, None, 1)]
-    )
-    subjects = plan("--attention", "transnormer@torch:window_size=2", "--modes", "inference")[0].subjects
-    names = [subject.name for subject in subjects]
-    text = format_choices([measured(name, 1, 1, 800) for name in names], {"ms": 2.0})
-    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")][2:]
-    ending = "@torch:window_size=2, layer"
-    assert [row[:2] for row in rows] == [
-        ["softmax", "0 ± 0 (n=3)"],
-        [f"transnormer{ending} 0 of 12", "3 (n=1)"],
-        [f"transnormer{ending} 6 of 12", "3 (n=1)"],
-    ]
-
-
-def test_a_choice_among_measured_layers(capsys):
-    entry = "lara:num_landmarks=49,released=True"
-    options = "--tokens", "196", "--modes", "inference", "--budget", "ms=1e6", "macs=1.5"
-    benchmark.main([*LAYERS, "--attention", entry, *options])
-    shown = capsys.readouterr().out.partition("Budgets: ms=1e+06 macs=1.5. ")[2]
-    names = [line.split(" | ")[0] for line in shown.splitlines() if line.startswith("| ")]
-    assert names[2:] == ["| softmax", f"| {entry}"]
-    assert "0 of 2 layers" in shown
-
-
-def test_the_stored_quality_is_derived_from_the_measurements():
-    """After new measurements: python -m bench.quality."""
-    assert read_quality() == derive()
-    assert all(each.factory(dim=48, num_heads=3, grid=(14, 14)) for each in read_quality())
-
-
-def test_quality_after_alignment(tmp_path):
-    path = tmp_path / "transfer.csv"
-    path.write_text(
-        "attention,options,mode,seed,top1,aligned_top1\n"
-        "softmax,,evaluation,0,90,\n"
-        "softmax,,evaluation,1,90,\n"
-        'eva,"window_size=7, num_landmarks=49",evaluation,0,60,88\n'
-        'eva,"window_size=7, num_landmarks=49",evaluation,1,62,89\n'
-        'eva,"window_size=7, num_landmarks=49",training,0,10,20\n'
-        "xca,,evaluation,0,12,70\n"
-        "mean,,evaluation,0,12,\n"
-    )
-    eva = Quality("eva", "window_size=7,num_landmarks=49", 1.5, round(0.5**0.5, 5), 2)
-    assert derive(path) == [Quality("softmax", "", 0.0, 0.0, 2), eva, Quality("xca", "", 20.0, None, 1)]
 
 
 @pytest.mark.parametrize("name", ["smyrf:cluster_size=4", "orthoformer:num_landmarks=4", "local:window_size=2"])
@@ -465,32 +273,8 @@ def test_models_are_compiled_as_in_training(tmp_path, monkeypatch):
         ("--attention eva@", "'eva@': kernels.use(''): unknown path"),
         ("--attention eva@fast", "'eva@fast': kernels.use('fast'): unknown path; one of auto, torch, triton, lean, "),
         ("--attention eva@triton", "'eva@triton', path triton: Triton's kernels need a GPU; use the path auto"),
-        ("--against triton --attention eva", "'eva@triton', path triton: Triton's kernels need a GPU"),
         ("--attention eva --execution cuda-graph", "--execution cuda-graph needs a GPU; use eager"),
         ("--attention local@lean --execution eager compiled", "compiled graphs do not attend by parts of the batch;"),
-        *(
-            (
-                f"--models deit_tiny_p8:eva@{path} --modes inference --execution eager {execution}",
-                f"--execution {execution} exports definitions, on no path; use the path auto",
-            )
-            for path, execution in (("plain", "onnx"), ("lean", "onnx-int8"), ("plain", "aot"))
-        ),
-        *(
-            (
-                f"{arguments} --execution eager aot",
-                "--execution aot: takes --models, --modes inference and --device cpu,",
-            )
-            for arguments in (
-                "--attention eva --modes inference",
-                "--models deit_tiny_p8:eva --modes train",
-                "--models deit_tiny_p8:eva --modes inference --dtypes bf16",
-            )
-        ),
-        ("--attention eva --budget mss=5", "--budget: 'mss=5': unknown budget; did you mean 'ms'?; write ms=5"),
-        ("--attention eva --budget ms", "--budget: 'ms': '' is not a number above 0; ms is milliseconds of a call"),
-        ("--attention eva --budget macs=-1", "--budget: 'macs=-1': '-1' is not a number above 0"),
-        ("--attention eva --budget ms=nan", "--budget: 'ms=nan': 'nan' is not a number above 0"),
-        ("--attention eva --budget ms=5 ms=6", "--budget: 'ms=6': ms is given twice; give it once"),
         ("--attention eva --output /dev/null/x", "--output /dev/null/x: cannot be made: Not a directory"),
     ],
 )
@@ -509,18 +293,7 @@ def test_refuses_with_one_line(arguments, message, capsys):
         ("--attention eva --tokens 50", "50 is no square number; nearest: 49"),
         ("--attention eva --tokens 2x3x4", "neither a side nor HxW"),
         ("configs/quickstart.yaml --attention eva", "configurations go with --macs"),
-        ("--core --models deit_tiny_p8:eva", "--core: give --attention"),
-        ("--against plain --models deit_tiny_p8:eva", "--against: give --attention, and neither --models nor --base"),
-        ("--against plain --attention eva --baseline eva", "--against: give --attention, and neither"),
-        ("--against fast --attention eva", "invalid choice: 'fast'"),
-        ("--macs --budget ms=5", "--budget: give --attention, without --models"),
-        ("--attention eva --baseline eva --budget ms=5", "--budget: give --attention, without --models"),
-        ("--device cuda --attention eva", "--device: cuda is not available here; use auto or cpu"),
-        (
-            "--models deit_tiny_p8:eva --modes inference --execution aot",
-            "--execution aot: takes --models, --modes infer",
-        ),
-        ("--processor-time --attention eva --threads 2", "--processor-time: give --threads 1, and --device cpu"),
+        ("--device cuda --attention eva", "train.device: cuda is not available here; use auto or cpu"),
     ],
 )
 def test_refuses_arguments(arguments, message, monkeypatch, capsys):

@@ -4,10 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.costs import costs_of_timm, print_costs_of_others
-from engine.config.papers import PaperRow, read_others, read_papers
+from engine.config.papers import PaperRow, read_papers
 from engine.runtime.errors import ConfigError
-from tests.support.partition import chosen
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -26,29 +24,6 @@ def test_a_row(tmp_path):
     path.write_text("rows:\n  - {config: a.yaml, overrides: [b.c=1], macs: 4, source: Table 1, note: rounded}\n")
     row = PaperRow(config="a.yaml", overrides=("b.c=1",), macs=4.0, source="Table 1", note="rounded")
     assert read_papers(path) == (row,)
-
-
-@pytest.mark.parametrize(
-    "row", chosen(read_others(), lambda row: row.title == "Swin-T"), ids=lambda row: f"{row.title}, {row.source}"
-)
-def test_a_model_of_timm_is_counted_as_the_paper_prints_it_or_its_row_says_why_not(row):
-    """EVA Table 10 prints whole millions, LARA Table 2 one decimal, some of them zeros after a rounding."""
-    parameters, macs = costs_of_timm(row.model)
-    digits = 0 if row.source == "EVA Table 10" else 1
-    agrees = (round(parameters / 1e6, digits), round(macs / 1e9, 1)) == (row.parameters, row.macs)
-    assert agrees != bool(row.note)
-    assert abs(parameters / 1e6 / row.parameters - 1) < 0.02
-    assert abs(macs / 1e9 / row.macs - 1) < 0.05
-
-
-def test_the_table_of_other_models(capsys):
-    rows = read_others()
-    assert {row.source for row in rows} == {"EVA Table 10", "LARA Table 2"}
-    assert len({(row.model, row.source) for row in rows}) == len(rows)
-    (swin,) = [row for row in rows if row.title == "Swin-T"]
-    print_costs_of_others([swin])
-    line = "| swin_tiny_patch4_window7_224 | Swin-T | 28.288 | 28.3 | 4.491 | 4.5 | 81.3 | LARA Table 2 |  |"
-    assert capsys.readouterr().out.splitlines()[-1] == line
 
 
 @pytest.mark.parametrize(

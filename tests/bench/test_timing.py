@@ -1,7 +1,6 @@
 """Times of calls: rounds interleave, ratios come from one round, noise is called noise."""
 
 import time
-from functools import partial
 
 import pytest
 import torch
@@ -45,23 +44,15 @@ def test_short_calls_are_repeated():
     }
 
 
-def test_what_precedes_a_measurement_is_no_part_of_it(monkeypatch):
-    log, clock, thread = [], Clock(), Clock()
+def test_the_share_of_time_for_which_the_thread_waits(monkeypatch):
+    clock, thread = Clock(), Clock()
     monkeypatch.setattr(time, "thread_time", thread)
 
-    def before(number: int) -> None:
-        log.append(number)
-        clock.set_forward(1.0)
-
-    def call(name: str) -> None:
-        log.append(name)
+    def call() -> None:
         clock.set_forward(0.010)
         thread.set_forward(0.006)
 
-    times = time_rounds({name: partial(call, name) for name in "AB"}, 2, CPU, 0.018, clock=clock, before=before)
-    assert log == [0, "A", 0, "B", 0, *"BB", 0, *"AA", 1, *"AA", 1, *"BB", 2, *"BB", 2, *"AA"]
-    assert times.seconds == {"A": pytest.approx([0.01] * 2), "B": pytest.approx([0.01] * 2)}
-    assert times.waited == pytest.approx(0.4)
+    assert time_rounds({"A": call, "B": call}, 2, CPU, 0.018, clock=clock).waited == pytest.approx(0.4)
 
 
 def test_processor_time_leaves_out_what_the_process_waits_for():

@@ -13,7 +13,7 @@ from engine.runtime.arguments import Count
 from tests.support.refusals import refusal
 
 ROOT = Path(__file__).parents[2]
-WITHOUT = {"engine.runtime.arguments", "engine.config.option_pages", "bench.check_kernels"}
+WITHOUT = {"engine.runtime.arguments", "engine.config.option_pages"}
 """Modules that have a parser and take no number."""
 
 PATHS = [

@@ -6,8 +6,6 @@ import importlib
 import os
 import pickle
 import re
-import subprocess
-import sys
 import time
 import typing
 from pathlib import Path
@@ -419,7 +417,6 @@ WITHOUT_HIGH = {
     "train.checkpoint_steps": "above the epoch's steps: none",
     "train.max_skipped": "above the run's steps: all may be skipped",
     "train.log_every": "above the epoch's steps: one line at its end",
-    "report.profile": "of the updates that the run makes; others are refused",
 }
 """Options without an upper bound, and the meaning of large values."""
 
@@ -572,16 +569,6 @@ def test_text_is_written_as_text(tmp_path, text):
     assert read_yaml(write(tmp_path, dump_yaml(values))).values == values
 
 
-@pytest.mark.complete
-def test_bad_input_ends_a_script_with_status_2_one_line_and_no_traceback(tmp_path):
-    names = "from engine.run.load import load_run\nfrom engine.runtime.errors import refuse_bad_input"
-    code = f"{names}\nimport sys\nwith refuse_bad_input(): load_run(sys.argv[1])"
-    path = write(tmp_path, VALID.replace("local", "locale"))
-    done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == f"error: {path}:4: attention.name: unknown mechanism 'locale'; did you mean 'local'?\n"
-
-
 @pytest.mark.parametrize(
     ("rank", "local_rank", "is_ended", "said"),
     [
@@ -604,15 +591,6 @@ def test_a_rank_reports_unless_the_launcher_ends_it_for_another(rank, local_rank
         raise OptionError("model.name", "unknown")
     assert ended.value.code == 2
     assert capsys.readouterr().err == said
-
-
-def test_every_option_of_a_run_says_what_it_means():
-    sections = [
-        field.default_factory for field in dataclasses.fields(Run) if field.default_factory is not dataclasses.MISSING
-    ]
-    assert len(sections) == 9
-    for section in sections:
-        assert all(field.metadata["meaning"] for field in dataclasses.fields(section))
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,6 @@ from engine.reporting.outputs import (
     confusion_csv,
     confusion_matrix,
     confusion_picture,
-    mistakes_picture,
     predictions_csv,
 )
 from engine.runtime.distributed import World, init_distributed
@@ -261,4 +260,3 @@ def test_logits_that_are_not_finite_are_wrong():
     line = predictions_csv({"plain": table}).decode().splitlines()[1]
     assert line.endswith(",".join([""] + ["", "nan"] * 5))
     assert confusion_picture({"plain": table})
-    assert mistakes_picture({"plain": table})

@@ -14,11 +14,11 @@ from safetensors.numpy import save
 
 from ablation.report import lost_runs
 from ablation.sweep import read_ablation
+from analysis.draws import read_rows
 from analysis.laboratory import to_measured
 from analysis.measurements import Measurements
 from analysis.tune import read_results
 from attention.options import OptionError
-from bench.quality import read_quality
 from engine.checkpoints.files import load_checkpoint
 from engine.checkpoints.weight_sources import read_weights
 from engine.config.schema import Data
@@ -101,7 +101,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "epochs.csv": read_epochs,
     "measurements.jsonl": read_measurement,
     "runs.csv": lambda path: (lost_runs([], path.parent), read_results(path, 1)),
-    "quality.csv": read_quality,
+    "replace_draws.csv": read_rows,
     "real.json": lambda path: read_real_labels(str(path), Images(OneImage()), [0]),
     "run.yaml": load_run,
     "sweep.yaml": lambda path: read_ablation(path, [], path.parent, []),

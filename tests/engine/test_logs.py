@@ -2,7 +2,6 @@
 
 import re
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +13,8 @@ from engine.checkpoints.progress import Progress, Resumption
 from engine.reporting.metrics import TOTALS, read_records
 from engine.reporting.recorder import Recorder
 from engine.runtime.distributed import World
-from tests.engine.test_recorder import RUN
+from engine.runtime.provenance import provenance
+from tests.engine.test_recorder import CPU, RUN
 from tests.engine.test_train import start
 
 TEXT = (Path(__file__).parents[2] / "docs" / "logs.md").read_text()
@@ -56,15 +56,12 @@ def test_every_field_and_kind_is_documented_and_there(
     """The records are those of a run, and of rare events, as on a GPU."""
     for name in ("allocated", "reserved"):
         monkeypatch.setattr(torch.cuda, f"max_memory_{name}", lambda device: 2**20)
-    monkeypatch.setattr("engine.reporting.speed.device_name", lambda device: "NVIDIA H200")
-    software = {"cuda": "13.0", "driver": "580.1"}
-    monkeypatch.setattr("engine.runtime.provenance.gpu_software", lambda device: software)
+    monkeypatch.setattr("engine.reporting.recorder.provenance", lambda device: provenance(CPU) | {"cuda": "13.0"})
     monkeypatch.setattr(World, "gather", lambda self, values: [values, values])
-    world = World(torch.device("cpu"))
+    world = World(CPU)
     with pytest.raises(ValueError, match="a reason"), Recorder(tmp_path, RUN, Progress(), 1, world):
         raise ValueError("a reason")
-    elastic = replace(RUN, train=replace(RUN.train, elastic=True))
-    with Recorder(tmp_path, elastic, Progress(), 1, world) as recorder:
+    with Recorder(tmp_path, RUN, Progress(), 1, world) as recorder:
         recorder.start(0, 1, Resumption(changes={"optim.lr": (1e-3, 5e-4)}), macs=1)
         recorder.num_gpus, recorder.speed.device = 1, torch.device("cuda")
         recorder.begin_epoch(1)

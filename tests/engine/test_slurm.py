@@ -4,6 +4,7 @@ The row S3 of the stress suite.
 """
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -107,6 +108,18 @@ def test_a_cancelled_job_is_not_queued_again(tmp_path: Path):
     assert job.wait(30) == -signal.SIGTERM
     time.sleep(0.2)
     assert cluster.lines("requests") == []
+
+
+@pytest.mark.parametrize(("status", "requests"), [("0", []), ("1", []), ("75", ["requeue 31234"])])
+def test_a_task_of_a_sweeps_array_is_queued_again_where_it_was_stopped(status: str, requests: list, tmp_path: Path):
+    """The command that docs/ablations.md gives to sbatch."""
+    (command,) = re.findall(r"'(srun .*requeue \$SLURM_JOB_ID)'", (ROOT / "docs/ablations.md").read_text())
+    (tmp_path / "statuses").write_text(status)
+    cluster = Cluster(tmp_path, RANK)
+    environment = cluster.environment | {"SLURM_NTASKS": "1", "RANK": "0"}
+    subprocess.run(["bash", "-c", command.replace("-c 12 ", "-c12 ")], env=environment, cwd=ROOT, timeout=60)
+    assert cluster.lines("requests") == requests
+    assert cluster.lines("ranks")[0].endswith("ablate.py SWEEP.yaml --output /shared/runs/sweep --no-wait")
 
 
 @pytest.mark.stress

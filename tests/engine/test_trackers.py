@@ -4,7 +4,8 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -12,9 +13,8 @@ import torch
 from attention.options import OptionError
 from engine.checkpoints.progress import Progress
 from engine.config.schema import Report
-from engine.reporting import trackers
 from engine.reporting.recorder import Recorder
-from engine.reporting.trackers import Launch, Tracker, check_tracker
+from engine.reporting.trackers import Tracker, check_tracker
 from engine.runtime.distributed import World
 from engine.runtime.errors import UserError
 from tests.engine.test_recorder import RUN
@@ -22,13 +22,13 @@ from tests.engine.test_train import start
 
 
 class Fake:
-    """A tracker that keeps what it gets; `broken` makes its `log` fail."""
+    """The package, and a run of it that keeps what it gets; `broken` makes its `log` fail."""
 
     launches: ClassVar[list] = []
     broken = False
 
-    def __init__(self, name: str, launch: Launch):
-        self.name, self.launch, self.logged, self.closed = name, launch, {}, None
+    def __init__(self, **options: Any):
+        self.options, self.logged, self.closed = options, {}, None
         self.launches.append(self)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
@@ -36,13 +36,13 @@ class Fake:
             raise ConnectionError("no route")
         self.logged.setdefault(step, {}).update(values)
 
-    def close(self, failed: bool) -> None:
-        self.closed = failed
+    def finish(self, exit_code: int) -> None:
+        self.closed = exit_code
 
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> type[Fake]:
-    monkeypatch.setattr(trackers, "Wandb", Fake)
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=Fake, Settings=dict))
     monkeypatch.setattr(Fake, "launches", [])
     return Fake
 
@@ -62,8 +62,8 @@ def test_records_go_there_too_and_a_resumed_run_is_the_same(tmp_path: Path, fake
     for step in (0, 1):
         train(tmp_path, Report(wandb="digits"), Progress(step=step))
     first, second = fake.launches
-    assert (first.name, first.launch.directory, first.closed) == ("digits", tmp_path, False)
-    assert first.launch.run_id == second.launch.run_id
+    assert {"project": "digits", "dir": tmp_path, "name": tmp_path.name}.items() <= first.options.items()
+    assert (first.options["id"], first.closed) == (second.options["id"], 0)
     assert {"train/loss": 2.5, "eval/top1": 50.0, "images_seen": 8, "epoch": 1}.items() <= first.logged[1].items()
     assert "train/grad_norm" not in first.logged[1]
     assert second.logged[2]["images_seen"] == 16
@@ -82,12 +82,12 @@ def test_a_failure_does_not_end_the_run(tmp_path: Path, fake: type[Fake], monkey
 
 
 def test_what_cannot_be_opened_is_refused(tmp_path: Path, monkeypatch):
-    def refuse(name: str, launch: Launch) -> None:
+    def refuse(**options: Any) -> None:
         raise ValueError("not logged in")
 
-    monkeypatch.setattr(trackers, "Wandb", refuse)
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=refuse, Settings=dict))
     with pytest.raises(UserError, match=r"report\.wandb = 'digits': ValueError: not logged in; or leave it out"):
-        Tracker(Launch(replace(RUN, report=Report(wandb="digits")), tmp_path, "1"))
+        Tracker(replace(RUN, report=Report(wandb="digits")), tmp_path, "1")
 
 
 def test_a_missing_package_is_named_before_any_work(tmp_path: Path, monkeypatch, capsys):

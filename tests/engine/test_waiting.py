@@ -9,7 +9,7 @@ import torch
 from engine.checkpoints.progress import Progress
 from engine.config.schema import Data, Run
 from engine.reporting.recorder import Recorder
-from engine.reporting.waiting import DataWait
+from engine.reporting.speed import DataWait
 from engine.runtime.distributed import World
 
 CPU = torch.device("cpu")

@@ -340,7 +340,6 @@ def printed_by_size() -> list[str]:
     """Lines of the last table of ``benchmark.py --macs``."""
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as out:
         patch.setattr(benchmark, "read_papers", list)
-        patch.setattr(benchmark, "read_others", list)
         benchmark.main(["--macs"])
     return out.getvalue().splitlines()[6:]
 
