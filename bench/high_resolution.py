@@ -57,13 +57,13 @@ class Case(NamedTuple):
 SMALL, BASE = "vit_small_patch16_dinov3", "vit_base_patch14_dinov2"
 CASES = (
     Case(SMALL, (512, 512), "inference", rounds=3, mixed=6),
-    Case(SMALL, (512, 512), "forward+backward", rounds=3),
     Case(SMALL, (1024, 1024), "inference", mixed=6),
     Case(SMALL, (1024, 2048), "inference"),
-    Case(SMALL, (1024, 1024), "forward+backward"),
     Case(BASE, (518, 518), "inference"),
-    Case(BASE, (1036, 1036), "inference"),
+    Case(SMALL, (512, 512), "forward+backward", rounds=3),
     Case(BASE, (518, 518), "forward+backward"),
+    Case(BASE, (1036, 1036), "inference"),
+    Case(SMALL, (1024, 1024), "forward+backward"),
 )
 
 

@@ -11,7 +11,6 @@ import copy
 import dataclasses
 import difflib
 import functools
-import importlib
 import inspect
 import json
 import sys
@@ -32,28 +31,16 @@ from models.assignment import Mechanism
 from models.base import NO_DECAY
 from models.block import compiled
 from models.hosts import Call, attention_calls, on_meta, replace_calls
+from models.of_transformers import HF, RESERVED, class_of, configuration, fetched_configuration
 
-TIMM, HF = "timm:", "hf:"
-"""Prefixes of the names of hosts: an architecture of timm; a name of the Hugging Face hub, or a folder."""
+TIMM = "timm:"
+"""Prefix of an architecture of timm."""
 
 MAX_NUMBERS, MAX_PARAMETERS = 2**34, 2**13
 """Numbers, and tensors of them, that a host may have."""
 
 MAX_SIZE = 2**20
 """Largest number among the options of a host."""
-
-RESERVED = {
-    *("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir", "name_or_path"),
-    *("scriptable", "exportable", "no_jit", "features_only", "auto_map", "attn_implementation", "quantization_config"),
-    *("img_size", "num_classes", "in_chans"),
-}
-"""Options of constructors that choose files, code or graphs, or that `HostConfig` has."""
-
-WITHOUT_EFFECT = {
-    *("architectures", "transformers_version", "id2label", "label2id", "num_labels", "torch_dtype", "dtype"),
-    "problem_type",
-}
-"""Entries of a transformers configuration that change no model of images here."""
 
 
 class HostConfig(Options):
@@ -161,10 +148,11 @@ def is_host(name: str) -> bool:
 
 
 def parse_host(name: str, options: Mapping[str, Any]) -> HostConfig:
-    """The options of host `name`. Of a model of transformers, `kwargs` then hold the configuration.
+    """The options of host `name`; nothing is fetched.
 
     Raises:
-        OptionError: unknown host or option, a configuration that cannot be fetched, wrong type or value.
+        OptionError: unknown host or option, wrong type or value, a model of transformers without its configuration, see
+            `described`.
     """
     if strange := next((key for key in options if key not in HostConfig.__dataclass_fields__), None):
         problem = f"unknown option of {name}; options of the model itself belong in model.kwargs"
@@ -180,7 +168,9 @@ def parse_host(name: str, options: Mapping[str, Any]) -> HostConfig:
         for key in ("drop_rate", "drop_path_rate"):
             if getattr(config, key):
                 raise OptionError(f"model.{key}", "is timm's; give the option of transformers in model.kwargs")
-        config = dataclasses.replace(config, kwargs=_configuration(name.removeprefix(HF), kwargs))
+        if "model_type" not in kwargs:
+            raise OptionError("model.kwargs", f" has no model_type, and a file fetches no configuration of {name}")
+        config = dataclasses.replace(config, kwargs=configuration(name, kwargs))
     elif not timm.is_model(architecture := name.removeprefix(TIMM).partition(".")[0]):
         near = difflib.get_close_matches(architecture, timm.list_models(), n=1)
         remedy = f"did you mean {TIMM + near[0]!r}?" if near else "see timm.list_models()"
@@ -188,6 +178,18 @@ def parse_host(name: str, options: Mapping[str, Any]) -> HostConfig:
     elif timm.model_entrypoint(architecture).__module__.partition(".")[0] != "timm":
         raise OptionError("model.name", f" = {name!r}: registered with timm by other code; leave out {TIMM!r}")
     return dataclasses.replace(config, img_size=config.img_size or _own_size(config))
+
+
+def described(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of host `name` with the configuration of a model of transformers, of the hub or of a folder.
+
+    Raises:
+        OptionError: the configuration cannot be fetched.
+    """
+    kwargs = options.get("kwargs") or {}
+    if not name.startswith(HF) or not isinstance(kwargs, Mapping) or "model_type" in kwargs:
+        return {**options}
+    return {**options, "kwargs": fetched_configuration(name) | {**kwargs}}
 
 
 def create_host(name: str, attention: Mechanism | Sequence[Mechanism] | None = "softmax", **options: Any) -> nn.Module:
@@ -199,7 +201,7 @@ def create_host(name: str, attention: Mechanism | Sequence[Mechanism] | None = "
     Raises:
         OptionError: see `parse_host` and `replace_attention`.
     """
-    config = parse_host(name, options)
+    config = parse_host(name, described(name, options))
     model = _build(config)
     if attention is not None:
         replace_calls(model, host_calls(config), attention)
@@ -231,22 +233,6 @@ def _calls_of(text: str) -> tuple[Call, ...]:
         return tuple(attention_calls(_build(config), config.img_size))
 
 
-def pretrained_host(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
-    """A model of transformers with its published weights, and those of them that were in its files.
-
-    Args:
-        name: of the hub, or a folder; with or without the prefix `HF`.
-    Raises:
-        OptionError: see `parse_host`. OSError, ValueError and others of transformers: the weights cannot be loaded.
-    """
-    name = name.removeprefix(HF)
-    kind, config = _class_of(_configuration(name, {}))
-    model, info = kind.from_pretrained(
-        name, config=config, attn_implementation="sdpa", trust_remote_code=False, output_loading_info=True
-    )
-    return model, {key: x for key, x in model.state_dict().items() if key not in info["missing_keys"]}
-
-
 def _build(config: HostConfig) -> nn.Module:
     """A host with its own attention."""
     with _bounded():
@@ -270,7 +256,7 @@ def _build(config: HostConfig) -> nn.Module:
 def _build_of_transformers(config: HostConfig) -> nn.Module:
     options: Any = copy.deepcopy(config.kwargs)
     options.get("vision_config", options)["num_channels"] = config.in_chans
-    kind, there = _class_of(options | {"num_labels": config.num_classes})
+    kind, there = class_of(options | {"num_labels": config.num_classes})
     model: Any = kind._from_config(there, attn_implementation="sdpa")
     if not hasattr(model, "classifier"):
         model.classifier = nn.Linear(there.hidden_size, config.num_classes) if config.num_classes else nn.Identity()
@@ -278,45 +264,6 @@ def _build_of_transformers(config: HostConfig) -> nn.Module:
     model.interpolates = accepts and to_2tuple(config.img_size) != _own_size(config)
     model.num_classes = config.num_classes
     return _hosted(model, OfTransformers, config)
-
-
-def _class_of(options: Mapping[str, Any]) -> tuple[Any, Any]:
-    """The class of transformers for a configuration, one with a classifier if there is one, and the configuration."""
-    transformers = _transformers()
-    names = transformers.models.auto.modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
-    kind, others = options["model_type"], {key: x for key, x in options.items() if key != "model_type"}
-    config = transformers.AutoConfig.for_model(kind, **others)
-    if hasattr(config, "mask_ratio"):
-        raise OptionError("model.kwargs.model_type", f" = {kind!r} hides patches; its encoder is of the type vit")
-    name = names.get(kind)
-    if name is None:
-        return transformers.AutoModel._model_mapping[type(config)], config
-    return getattr(transformers, name if isinstance(name, str) else name[0]), config
-
-
-def _configuration(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The plain configuration of a model of transformers with the entries `given`, which may be all of it."""
-    transformers = _transformers()
-    there = given
-    if "model_type" not in given:
-        try:
-            found = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
-        except Exception as error:  # of the hub, or of a file
-            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-            remedy = "name a model of the hub that can be fetched, or a folder with its config.json"
-            raise OptionError("model.name", f" = {HF}{name}: has no configuration ({reason}); {remedy}") from None
-        there = found.to_diff_dict() | {"model_type": found.model_type} | dict(given)
-    if (kind := there["model_type"]) not in transformers.CONFIG_MAPPING:
-        raise OptionError("model.kwargs.model_type", f" = {kind!r} is no type of models of transformers")
-    return cast(dict[str, Any], _without(there))
-
-
-def _without(options: Any) -> Any:
-    """A configuration without the entries that act on no architecture."""
-    if not isinstance(options, Mapping):
-        return [_without(x) for x in options] if isinstance(options, list | tuple) else options
-    ignored = RESERVED | WITHOUT_EFFECT
-    return {key: _without(x) for key, x in options.items() if key not in ignored and not key.startswith("_")}
 
 
 def _entries(options: Any, name: str = "") -> Iterator[tuple[str, Any]]:
@@ -330,14 +277,6 @@ def _entries(options: Any, name: str = "") -> Iterator[tuple[str, Any]]:
             yield from _entries(value, name)
     else:
         yield name, options
-
-
-def _transformers() -> Any:
-    try:
-        return importlib.import_module("transformers")
-    except ImportError:
-        remedy = "pip install 'efficient-attention-vision[hf]' (in a checkout: pip install -e '.[hf]')"
-        raise OptionError("model.name", f"models of {HF} need the package transformers; {remedy}") from None
 
 
 def _own_size(config: HostConfig) -> Grid:

@@ -17,7 +17,8 @@ from engine.runtime.files import read_digests
 from engine.runtime.reading import parsing, read_regular
 from engine.runtime.text import describe_error
 from models.convert import is_released
-from models.hosted import HF, TIMM
+from models.hosted import TIMM
+from models.of_transformers import HF
 
 CONFIG, WEIGHTS_FILES = "config.json", ("model.safetensors", "pytorch_model.bin")
 """Files of timm's `local-dir:` layout. Of the files with weights, timm takes the first that exists."""

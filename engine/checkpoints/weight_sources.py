@@ -23,7 +23,8 @@ from engine.run.load import MissingOptions
 from engine.runtime.errors import UserError
 from engine.runtime.text import describe_error, one_line
 from models import MODELS, create_model, parse_model
-from models.hosted import HF, TIMM, pretrained_host
+from models.hosted import TIMM
+from models.of_transformers import HF, pretrained_host
 
 NESTED = ("state_dict_ema", "model_ema", "state_dict", "model")
 """Keys of the weights in files of training scripts, in timm's order, averaged ones first. The first found counts."""

@@ -31,6 +31,7 @@ from models import MODELS, create_model, is_host, parse_model, split_name
 from models.assignment import Checked, Entry, as_option, assign, split_place
 from models.base import attention_layers
 from models.freeze import freeze
+from models.hosted import described
 
 MISSING = "???"
 """Value of an option that the user must give, as in OmegaConf: a checkpoint of other code may lack it."""
@@ -66,7 +67,11 @@ def load_run(path: str | Path, overrides: Sequence[str] = (), world_size: int = 
     Raises:
         ConfigError: anything that cannot be honoured.
     """
-    return _build(*_read(path, overrides), overrides, world_size)
+    tree, run = _read(path, overrides)
+    with naming_origins(tree, run, overrides):
+        name, options = split_name(run.model)
+        run = dataclasses.replace(run, model={"name": name, **described(name, options)})
+    return _build(tree, run, overrides, world_size)
 
 
 def load_unbuilt(path: str | Path, overrides: Sequence[str] = ()) -> Run:

@@ -157,6 +157,13 @@ def test_a_name_that_cannot_be_fetched_is_refused_before_data_is_touched(tmp_pat
     assert not (tmp_path / "run").exists()
 
 
+def test_a_file_fetches_no_configuration(tmp_path, monkeypatch):
+    """A checkpoint may be a stranger's: it chooses no host and no folder."""
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda *args, **kwargs: pytest.fail("fetched"))
+    with pytest.raises(ConfigError, match="model_type"):
+        parse_run({**RUN, "model": {"name": "hf:somebody/something"}}, "x")
+
+
 def test_a_folder_of_transformers_gives_configuration_and_weights(tmp_path):
     """The run then needs it no more; a classifier of other classes is made anew, and what no file has is no weight."""
     torch.manual_seed(1)
