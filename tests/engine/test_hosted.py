@@ -1,6 +1,5 @@
 """Models of timm and transformers as models of a run: built, refused, trained, resumed, aligned, analysed, exported."""
 
-import copy
 import json
 import pickle
 from pathlib import Path
@@ -19,15 +18,19 @@ from engine.checkpoints.adapt import fit_weights
 from engine.checkpoints.export import export
 from engine.checkpoints.files import load_checkpoint
 from engine.checkpoints.weight_sources import read_weights
+from engine.config.objective_options import Distill
 from engine.config.schema import Optim
+from engine.objectives.alignment import Alignment
+from engine.objectives.distillation import Teacher
 from engine.run.load import dump_run, load_run, parse_run
 from engine.runtime.errors import ConfigError, UserError
 from engine.training.optim import create_optimizer
-from models import create_model, layer_contexts
+from models import create_model, layer_contexts, replace_attention
 from models.costs import count_costs
 from models.freeze import freeze
+from models.patches import conv_stem
 from tests.analysis.models import read_rows
-from tests.support.launcher import ForkServer
+from tests.support.launcher import ROOT, ForkServer
 from tests.support.refusals import refusal
 
 EVA = {"name": "eva", "window_size": 2, "num_landmarks": 4}
@@ -261,7 +264,7 @@ def test_validation_prediction_and_exports(run_directory, tmp_path, capsys):
     checkpoint = load_checkpoint(path)
     run = parse_run(checkpoint["config"], "x")
     export(str(tmp_path / "x.safetensors"), run, checkpoint, "plain")
-    (tmp_path / "image.png").write_bytes((Path(__file__).parents[2] / "reference/bag.png").read_bytes())
+    (tmp_path / "image.png").write_bytes((ROOT / "reference/bag.png").read_bytes())
     predict.main([str(tmp_path / "x.safetensors"), str(tmp_path / "image.png")])
     assert "image.png" in capsys.readouterr().out
     assert "differs by" in export(str(tmp_path / "x.pt2"), run, checkpoint, "plain")
@@ -275,38 +278,55 @@ def test_validation_prediction_and_exports(run_directory, tmp_path, capsys):
         export(f"{tmp_path}/timm/", run, checkpoint, "plain")
 
 
-def test_alignment_is_that_of_our_own_model_with_the_same_weights(run_directory, tmp_path):
-    """Our DeiT and timm's ViT, with the same weights and mechanism: the same loss and gradients, to the bit."""
-    from engine.objectives.alignment import Alignment
-    from engine.objectives.distillation import Distill, Teacher
+MECHANISMS = {
+    "eva": {"window_size": 7, "num_landmarks": 49},
+    "lara": {"num_landmarks": 49},
+    "performer": {},
+    "linear": {},
+}
 
-    torch.manual_seed(0)
-    deit = {"name": "deit", "img_size": 16, "patch_size": 4, "embed_dim": 24, "depth": 2, "num_heads": 3}
-    deit |= {"num_classes": 10, "class_token": True}
-    found = []
-    teachers = [create_model(attention="softmax", **deit), create_model(attention="softmax", **VIT)]
-    teachers[1].load_state_dict(teachers[0].state_dict())
-    for teacher, model in zip(teachers, (deit, VIT), strict=True):
+
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_the_reference_model_in_timms_vision_transformer_is_our_own(name):
+    """Its logits, and the loss and all gradients of alignment, are ours to the bit: what the page says of our model, it
+    says of timm's."""
+    path = ROOT / "reference/fashion_mnist.safetensors"
+    checkpoint = load_checkpoint(path)
+    run = parse_run(checkpoint["config"], "x")
+    options = {"img_size": 56, "patch_size": 4, "in_chans": 1, "num_classes": 10, "embed_dim": 48, "depth": 3}
+    options |= {"num_heads": 3, "class_token": False, "global_pool": "avg", "fc_norm": False}
+
+    def of_timm() -> torch.nn.Module:
+        model = timm.models.VisionTransformer(**options)
+        model.patch_embed.proj = conv_stem(1, 48, 4)
+        return model
+
+    attention, pixels, found = {"name": name, **MECHANISMS[name]}, torch.randn(2, 1, 56, 56), []
+    for is_ours in (True, False):
+        torch.manual_seed(0)
+        if is_ours:
+            teacher, student = (create_model(attention=each, **run.model) for each in ("softmax", attention))
+        else:
+            teacher, student = replace_attention(of_timm(), "softmax"), replace_attention(of_timm(), attention)
+        teacher.load_state_dict(checkpoint["model"])
+        assert not student.load_state_dict(checkpoint["model"], strict=False).unexpected_keys
+        state = {key.replace(".attn.core.", ".attn."): x for key, x in student.state_dict(keep_vars=True).items()}
         torch.manual_seed(1)
-        student = create_model(attention=EVA, **model)
-        own = {name.replace(".attn.core.", ".attn."): x for name, x in student.named_parameters()}
-        torch.manual_seed(2)
-        for name in sorted(own):
-            torch.nn.init.normal_(own[name], std=0.2)
+        for key in sorted(state.keys() - checkpoint["model"].keys()):
+            torch.nn.init.normal_(state[key], std=0.2)
+        images = Teacher(teacher, (), None, *[((0.0,), (1.0,))] * 2)
         objective = Alignment(
-            torch.nn.Identity(),
-            Distill(teacher="init.weights", type="attention"),
-            student.eval(),
-            Teacher(copy.deepcopy(teacher), (), None, *[((0.0,), (1.0,))] * 2),
+            torch.nn.Identity(), Distill(teacher="init.weights", type="attention"), student.eval(), images
         )
-        loss = objective(objective.fitted, images(), torch.empty(0))
+        loss = objective(objective.fitted, pixels, torch.empty(0))
         loss.backward()
-        found.append((loss, {name: x.grad for name, x in own.items() if x.grad is not None}))
-    (loss, gradients), (other, others) = found
-    assert torch.equal(loss, other)
-    assert gradients.keys() == others.keys()
-    assert any(".position_bias." in name for name in gradients)
-    assert all(torch.equal(x, others[name]) for name, x in gradients.items())
+        gradients = {key: x.grad for key, x in state.items() if x.grad is not None}
+        found.append({"teacher": teacher(pixels), "logits": student(pixels), "loss": loss, **gradients})
+    ours, theirs = found
+    assert ours.keys() == theirs.keys()
+    assert {f"blocks.{n}.attn.{part}.weight" for n in range(3) for part in ("qkv", "proj")} < ours.keys()
+    assert not torch.equal(ours["teacher"], ours["logits"])
+    assert all(torch.equal(x, theirs[key]) for key, x in ours.items())
 
 
 def test_alignment_of_a_run(run_directory, tmp_path, capsys):
@@ -331,7 +351,7 @@ def test_analyses(run_directory, tmp_path, capsys, question):
     """Softmax in the place of softmax changes nothing, and another mechanism something."""
     arguments = {
         "replace": ["data.dataset=digits", "--images", "20", "--draws", "1", "--align", "2"],
-        "maps": [str(Path(__file__).parents[2] / "reference/bag.png")],
+        "maps": [str(ROOT / "reference/bag.png")],
         "error": ["data.dataset=digits", "--images", "4", "--draws", "1", "--budgets", "16", "--temperatures", "1"],
         "search": ["data.dataset=digits", "--images", "20", "--align", "2", "--budget", "macs=0.97"],
     }
