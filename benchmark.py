@@ -7,6 +7,7 @@
     python benchmark.py --attention lara lara@plain --baseline lara@plain  # fast path against the definition
     python benchmark.py --models timm:vit_tiny_patch16_224:patch_size=8 deit_tiny_p8:eva
     python benchmark.py --macs [configs/deit_tiny_p8/*.yaml]                  # the papers' rows, or any files
+    python benchmark.py --attention all --tokens 28x28 --modes inference --budget macs=0.5 ms=100      # a choice
 
 Calls are timed in turns, A B C, then C B A. A speed-up is the median of the ratios of two times of the same round, with
 quartiles. --rounds 3 gives a quick look.
@@ -21,6 +22,7 @@ import torch
 from tqdm import tqdm
 
 from bench.arguments import check_arguments, every_mechanism, image_size, positive, token_grid
+from bench.choice import BUDGETS, format_choices, parse_budget
 from bench.comparison import BATCH_TOKENS, compare, plan
 from bench.costs import CONFIGS, print_costs, print_costs_by_size
 from bench.figures import draw_figures
@@ -45,6 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if not args.configs:
                 print_costs_by_size()
             return
+        budgets = [parse_budget(text, BUDGETS) for text in args.budget]
         device = init_distributed(args.device).device
         comparisons = plan(args, device)
         torch.set_num_threads(args.threads)
@@ -60,6 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         finally:  # keeps the measurements, whatever ends the rest
             if rows:
                 print(format_results(metadata, rows), end="")
+                if budgets:
+                    print("", format_choices(rows, budgets), sep="\n")
                 if args.output:
                     draw_figures(rows, args.output)
 
@@ -91,6 +96,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--device", choices=("auto", "cuda", "cpu"), default="auto")
     add("--threads", type=PROCESSES, default=torch.get_num_threads(), help="CPU threads; default: PyTorch's choice")
     add("--output", type=Path, help="directory for table.md, results.csv, results.json and figures")
+    limits = "; ".join(f"{key}: {meaning}" for key, meaning in BUDGETS.items())
+    limits = f"second table of the layers within these limits, sorted by stored quality; {limits}"
+    add("--budget", **entries, metavar="KEY=LIMIT", help=limits)
     args = parser.parse_args(arguments)
     args.attention = every_mechanism(args.attention)
     return args

@@ -5,7 +5,6 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from attention import ATTENTION, Grid, OptionError
-from attention.options import nearest
 
 
 def side(budget: int, num_tokens: int) -> int:
@@ -86,24 +85,3 @@ def split_budget(budget: int, share: float, grid: Grid) -> dict[str, Any]:
     side = min(room, grid[1]) if is_sequence else min(math.isqrt(room), *grid)
     options = {"num_samples": (budget - (side if is_sequence else side**2)) // 2, "window_size": side}
     return {**options, "layout": "1d"} if is_sequence else options
-
-
-def parse_budget(text: str, meanings: Mapping[str, str]) -> tuple[str, float]:
-    """Parses ``"ms=5"`` as a key and a limit.
-
-    Args:
-        meanings: key -> what a budget of it limits.
-
-    Raises:
-        OptionError: an unknown key, or a limit that is not a number above 0.
-    """
-    key, _, value = text.partition("=")
-    if key not in meanings:
-        raise OptionError("--budget", f"{text!r}: unknown budget{nearest(key, meanings)}; write ms=5")
-    try:
-        limit = float(value)
-    except ValueError:
-        limit = math.nan
-    if not 0 < limit < math.inf:
-        raise OptionError("--budget", f"{text!r}: {value!r} is not a number above 0; {key} is {meanings[key]}")
-    return key, limit

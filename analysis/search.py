@@ -21,13 +21,13 @@ from matplotlib.figure import Figure
 from analysis import assignments, command_line
 from analysis.align import BATCH_SIZE, validates_on_training_images
 from analysis.assignments import Point, choose, is_best
-from analysis.budgets import parse_budget
 from analysis.certificate import NOTE, columns
 from analysis.costs import COSTS, Cost, Prices
 from analysis.hybrids import OWN, Choices, Hybrids
 from analysis.laboratory import MEASUREMENTS_FILE, Laboratory, Score
 from analysis.trained import load_trained, read_sample
 from attention import OptionError
+from bench.choice import parse_budget
 from engine.checkpoints.progress import is_score
 from engine.config.objective_options import Distill
 from engine.config.schema import Init

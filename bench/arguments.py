@@ -45,3 +45,5 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise UserError("give --attention, --models or --macs")
     if args.configs and not args.macs:
         raise UserError("configurations go with --macs, or after --models")
+    if args.budget and (args.macs or args.models or not args.attention):
+        raise UserError("--budget: give --attention, without --models and --macs")

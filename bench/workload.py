@@ -31,6 +31,8 @@ DTYPES = ("fp32", "bf16", "fp16")
 EXECUTIONS = ("eager", "compiled", "cuda-graph", "compiled-cuda-graph")
 DEPTH = 12
 """Layers of a network whose layers differ by their number: DeiT's."""
+PLACE = ", layer "
+"""Beginning of the place in the name of a layer that is not alone."""
 WARM_UP = 3
 """Number of calls before the first measurement."""
 
@@ -92,15 +94,20 @@ def attention_layer(text: str, dim: int, num_heads: int, layer: int | None = Non
     Raises:
         OptionError, ConfigError: unknown mechanism, path or option.
     """
-    name, _, options = text.partition(":")
-    name, path = _split_path(text, name)
-    factory = AttentionFactory.from_options({"name": name, **read_options(text, options)})
+    factory, path = factory_of(text), _split_path(text, text.partition(":")[0])[1]
 
     def tokens(layer: nn.Module, grid: Grid, batch: int, device: torch.device | str) -> tuple[Any, ...]:
         return torch.randn(batch, math.prod(grid), dim, device=device, requires_grad=True), grid
 
-    place, where = ({}, "") if layer is None else ({"layer": layer, "depth": DEPTH}, f", layer {layer} of {DEPTH}")
+    place, where = ({}, "") if layer is None else ({"layer": layer, "depth": DEPTH}, f"{PLACE}{layer} of {DEPTH}")
     return Subject(text + where, path, lambda grid: factory(dim=dim, num_heads=num_heads, grid=grid, **place), tokens)
+
+
+def factory_of(name: str) -> AttentionFactory:
+    """Returns the mechanism with its checked options of a layer, by the name of its subject."""
+    text = name.partition(PLACE)[0]
+    mechanism, _, options = text.partition(":")
+    return AttentionFactory.from_options({"name": _split_path(text, mechanism)[0], **read_options(text, options)})
 
 
 def layers_that_differ(text: str, dim: int, num_heads: int, grid: Grid) -> list[int | None]:

@@ -9,8 +9,11 @@ import torch
 
 import benchmark
 from attention import ATTENTION
+from bench import choice
 from bench.comparison import Comparison
-from bench.workload import MODES, Workload, attention_layer, initialise_weights, whole_model
+from bench.results import COLUMNS, ENDS
+from bench.workload import MODES, Workload, attention_layer, factory_of, initialise_weights, whole_model
+from engine.reporting.tables import Spread, spread
 from models.base import Backbone
 from models.costs import count_costs
 from tests.support.partition import chosen
@@ -204,6 +207,77 @@ def test_paths_are_compared_in_the_same_rounds(tmp_path):
     assert saved[entries[1]] < saved[entries[0]] < saved[entries[2]]
 
 
+def measured(name: str, milliseconds: float | None, peak: float, macs: int, mode: str = "inference") -> dict:
+    """A row of results.csv."""
+    row = dict.fromkeys(COLUMNS) | {"name": name, "baseline": "softmax", "mode": mode, "macs": macs}
+    if milliseconds is None:
+        return row
+    quartiles = {f"{key}{end}": 1.0 for key in ("seconds", "speedup") for end in ENDS}
+    found = {"seconds": milliseconds / 1e3, "speedup": 8 / milliseconds, "peak_bytes": peak * 2**20}
+    return row | quartiles | {"seconds_noisy": False, "speedup_noisy": False} | found
+
+
+STORED = {"softmax": 0, "mean": 30, "xca": 9, "local:window_size=9": 1, "transnormer:window_size=2": 3}
+KINDS = [f"transnormer@torch:window_size=2, layer {number} of 12" for number in (0, 6)]
+MEASURED = [measured("softmax", 8, 10, 800), measured("local", 2, 10, 400), measured("mean", 1, 5, 100)]
+MEASURED += [measured("xca@torch", 4, 20, 200), measured("ra", None, 0, 100)]
+MEASURED += [measured(name, 7, 30, 900) for name in KINDS]
+
+
+@pytest.mark.parametrize(
+    ("budgets", "names"),
+    [
+        ({"ms": 8}, ["softmax", *KINDS, "xca@torch", "mean", "local"]),  # by quality; layers without one last
+        ({"macs": 0.5}, ["xca@torch", "mean", "local"]),
+        ({"ms": 3.9}, ["mean", "local"]),
+        ({"memory": 10}, ["softmax", "mean", "local"]),
+        ({"memory": 19, "macs": 0.4}, ["mean"]),
+        ({"ms": 0.5}, []),
+    ],
+)
+def test_layers_within_budgets_by_stored_quality(budgets, names, monkeypatch):
+    stored = {layer: Spread(loss, 0.5, 3) for layer, loss in STORED.items()}
+    monkeypatch.setattr(choice, "read_quality", lambda: stored)
+    fast = [measured("softmax", 0.5, 1, 800, "train")]
+    text, _, other = choice.format_choices([*MEASURED, *fast], [*budgets.items()]).partition("mode train")
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")][2:]
+    assert [row[0] for row in rows] == names
+    if names:
+        assert f"{7 - len(names)} of 7 layers exceed a budget." in text
+        assert ["mean", "30.00 ± 0.50", "8.00 (1.00–1.00)"] in [row[:3] for row in rows]
+    else:
+        assert "No layer meets the budgets. The nearest, mean, exceeds one 2 times; raise a limit" in text
+    assert ("0 of 1 layers" in other) == ("macs" not in budgets)
+    assert other.endswith("takes: local:window_size=9")
+
+
+def test_a_choice_among_measured_layers(capsys):
+    entry = "lara:num_landmarks=49,released=True"
+    options = "--tokens", "196", "--modes", "inference", "--budget", "ms=1e6", "macs=1.5"
+    benchmark.main([*LAYERS, "--attention", entry, *options])
+    shown = capsys.readouterr().out.partition("Budgets: ms=1e+06 macs=1.5. ")[2]
+    names = [line.split(" | ")[0] for line in shown.splitlines() if line.startswith("| ")]
+    assert names[2:] == ["| softmax", f"| {entry}"]
+    assert "0 of 2 layers" in shown
+
+
+def test_the_stored_quality_is_that_of_the_measurements():
+    """Losses are relative to the mean of softmax attention, which is the trained model's own."""
+    with (choice.QUALITY.parents[1] / "docs/data/transfer.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["mode"] in ("", "evaluation") and row["aligned_top1"]]
+    trained = spread(float(row["top1"]) for row in rows if row["attention"] == "softmax").mean
+    losses = {"softmax": [0.0] * 3}
+    for row in rows:
+        if row["attention"] != "softmax":
+            layer = f"{row['attention']}:{row['options'].replace(' ', '')}".rstrip(":")
+            losses.setdefault(layer, []).append(trained - float(row["aligned_top1"]))
+    found = choice.read_quality()
+    assert found.keys() == losses.keys()
+    for layer, stored in found.items():
+        assert stored == pytest.approx(spread(losses[layer]), abs=1e-5)
+        assert factory_of(layer)(dim=48, num_heads=3, grid=(14, 14))
+
+
 @pytest.mark.parametrize("name", ["smyrf:cluster_size=4", "orthoformer:num_landmarks=4", "local:window_size=2"])
 def test_searches_among_tokens_are_noted_of_layers_and_models(name):
     for subject, size in (attention_layer(name, 12, 3), (4, 6)), (whole_model(f"deit_tiny_p16:{name}"), (64, 96)):
@@ -275,6 +349,9 @@ def test_models_are_compiled_as_in_training(tmp_path, monkeypatch):
         ("--attention eva@triton", "'eva@triton', path triton: Triton's kernels need a GPU; use the path auto"),
         ("--attention eva --execution cuda-graph", "--execution cuda-graph needs a GPU; use eager"),
         ("--attention local@lean --execution eager compiled", "compiled graphs do not attend by parts of the batch;"),
+        ("--attention eva --budget mss=5", "--budget: 'mss=5': unknown budget; did you mean 'ms'?; write ms=5"),
+        ("--attention eva --budget ms", "--budget: 'ms': '' is not a number above 0; ms is milliseconds of a call"),
+        ("--attention eva --budget macs=-1", "--budget: 'macs=-1': '-1' is not a number above 0"),
         ("--attention eva --output /dev/null/x", "--output /dev/null/x: cannot be made: Not a directory"),
     ],
 )
@@ -293,6 +370,8 @@ def test_refuses_with_one_line(arguments, message, capsys):
         ("--attention eva --tokens 50", "50 is no square number; nearest: 49"),
         ("--attention eva --tokens 2x3x4", "neither a side nor HxW"),
         ("configs/quickstart.yaml --attention eva", "configurations go with --macs"),
+        ("--attention eva --models deit_tiny_p8 --budget ms=5", "--budget: give --attention, without --models"),
+        ("--macs --budget ms=5", "--budget: give --attention, without --models"),
         ("--device cuda --attention eva", "train.device: cuda is not available here; use auto or cpu"),
     ],
 )

@@ -19,6 +19,7 @@ from analysis.laboratory import to_measured
 from analysis.measurements import Measurements
 from analysis.tune import read_results
 from attention.options import OptionError
+from bench.choice import read_quality
 from engine.checkpoints.files import load_checkpoint
 from engine.checkpoints.weight_sources import read_weights
 from engine.config.schema import Data
@@ -102,6 +103,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "measurements.jsonl": read_measurement,
     "runs.csv": lambda path: (lost_runs([], path.parent), read_results(path, 1)),
     "replace_draws.csv": read_rows,
+    "quality.csv": read_quality,
     "real.json": lambda path: read_real_labels(str(path), Images(OneImage()), [0]),
     "run.yaml": load_run,
     "sweep.yaml": lambda path: read_ablation(path, [], path.parent, []),
