@@ -12,7 +12,6 @@ import dataclasses
 import difflib
 import functools
 import inspect
-import json
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -223,14 +222,15 @@ def _freeze_unused(model: nn.Module, config: HostConfig) -> None:
 
 def host_calls(config: HostConfig) -> list[Call]:
     """The attention layers of a host, see `attention_calls`."""
-    return list(_calls_of(json.dumps(dataclasses.asdict(config), sort_keys=True)))
+    key = repr(config)
+    if key not in _CALLS:
+        with torch.device("meta"), torch.random.fork_rng(devices=[]):
+            _CALLS[key] = attention_calls(_build(config), config.img_size)
+    return _CALLS[key]
 
 
-@functools.lru_cache(maxsize=32)
-def _calls_of(text: str) -> tuple[Call, ...]:
-    config: HostConfig = parse_options(HostConfig, json.loads(text))
-    with torch.device("meta"), torch.random.fork_rng(devices=[]):
-        return tuple(attention_calls(_build(config), config.img_size))
+_CALLS: dict[str, list[Call]] = {}
+"""Options of a host, as text -> its attention layers."""
 
 
 def _build(config: HostConfig) -> nn.Module:

@@ -90,7 +90,8 @@ def read_config(path: str | Path) -> Tree:
         inherited = base.values.get(section)
         if inherited is not None and options is None:
             unset.append((section,))
-        if section != "attention" and isinstance(options, dict) and isinstance(inherited, dict):
+        is_whole = section == "attention" or (section == "model" and _is_host(options))
+        if not is_whole and isinstance(options, dict) and isinstance(inherited, dict):
             for option, value in options.items():
                 _forget(base.origins, (section, option))
                 if value is None and inherited.get(option) is not None:
@@ -100,6 +101,11 @@ def read_config(path: str | Path) -> Tree:
             _forget(base.origins, (section,))
             base.values[section] = options
     return Tree(base.values, base.origins | tree.origins, unset)
+
+
+def _is_host(model: Any) -> bool:
+    """True for models of timm and transformers, which have none of a base's options."""
+    return isinstance(model, dict) and ":" in str(model.get("name"))
 
 
 def read_yaml(path: str | Path) -> Tree:

@@ -58,8 +58,8 @@ def load_run(path: str | Path, overrides: Sequence[str] = (), world_size: int = 
 
     Args:
         path: YAML file with the sections of `Run`, and optionally ``base: FILE`` (relative to this file), whose options
-            apply where this file gives none. `attention` is taken as a whole from one of the two. Null in the place of
-            a section, or of an option that has no null, unsets what the base gives.
+            apply where this file gives none. `attention`, and the `model` of a host, is taken as a whole from one of
+            the two. Null in the place of a section, or of an option that has no null, unsets what the base gives.
         overrides: ``"key.path=value"``, the value in YAML; items of a list by their index. The last one wins.
         world_size: ranks the run is to be trained with.
     Returns:

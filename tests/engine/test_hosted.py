@@ -145,6 +145,16 @@ def test_refusals(tmp_path, model, problem):
     assert "\n" not in str(caught.value)
 
 
+def test_a_host_has_none_of_the_models_options_of_a_base(tmp_path):
+    path = tmp_path / "x.yaml"
+    path.write_text(yaml.safe_dump({"base": str(ROOT / "configs/quickstart.yaml"), "model": VIT, "attention": EVA}))
+    run = load_run(path)
+    assert run.model["kwargs"] == VIT["kwargs"]
+    assert run.data.dataset == "digits"
+    path.write_text(yaml.safe_dump({"base": str(write_run(tmp_path / "base.yaml")), "model": {"img_size": 24}}))
+    assert load_run(path).model["img_size"] == 24
+
+
 def test_our_own_models_need_a_mechanism(tmp_path):
     with pytest.raises(ConfigError, match="attention = null"):
         load_run(write_run(tmp_path / "x.yaml", model={"name": "deit"}, attention=None))
