@@ -1,7 +1,7 @@
 """Evaluates a checkpoint on the validation images, every one of them once: exact top-1, top-5 and mean loss.
 
     python validate.py runs/eva                                # a run directory, or any checkpoint file
-    python validate.py runs/eva --predictions predictions.csv --confusion confusion.png
+    python validate.py runs/eva --predictions predictions.csv --confusion confusion.png --mistakes mistakes.png
     python validate.py runs/eva --export eva.onnx              # or .safetensors, .pt2, or DIR/ for timm
     torchrun --nproc_per_node=8 validate.py runs/eva data.root=/data/imagenet
 

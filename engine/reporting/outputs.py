@@ -1,14 +1,17 @@
-"""Files that validate.py writes: predictions, accuracy, and confusion of classes."""
+"""Files that validate.py writes: predictions, accuracy and confusion of classes, and the worst mistakes."""
 
 import argparse
+import math
 from collections.abc import Callable, Iterable, Mapping
-from itertools import chain
+from itertools import chain, zip_longest
 from pathlib import Path
 
 import numpy as np
 import torch
+from matplotlib.axes import Axes
 from matplotlib.colors import PowerNorm
 
+from engine.data.images import BrokenImage
 from engine.evaluation.predictions import PredictionTable, top_columns
 from engine.reporting.plots import encode, in_style, new_figure, write_cell
 from engine.runtime.errors import UserError
@@ -23,6 +26,9 @@ NUM_COUNTED = 20
 
 NUM_NAMED = 50
 """Most classes for which it shows their names."""
+
+GRID = 5
+"""Most columns, and rows, of the mistakes of each kind of weights."""
 
 
 def add_outputs(parser: argparse.ArgumentParser) -> None:
@@ -149,9 +155,47 @@ def confusion_picture(predictions: Predictions) -> bytes:
     return encode(figure)
 
 
+@in_style
+def mistakes_picture(predictions: Predictions) -> bytes:
+    """Draws the images that each kind of weights predicts wrongly, highest loss first.
+
+    The title of each has its file, its class, and the predicted class with its probability.
+    """
+    wrong = {}
+    for kind, found in predictions.items():
+        order = found.loss.argsort(descending=True, stable=True)  # losses that are no numbers come first
+        wrong[kind] = order[(found.predicted != found.label)[order]].tolist()
+    most = min(GRID**2, max(1, *map(len, wrong.values())))
+    height, columns = math.ceil(most / GRID), min(GRID, most)
+    size = 2.4 * height + 0.6, len(predictions) * max(3, 2 * columns)  # inches
+    figure = new_figure("Which images are taken for another class?", *size)
+    parts = figure.subfigures(1, len(predictions), squeeze=False)[0]
+    for part, (kind, rows) in zip(parts, wrong.items(), strict=True):
+        part.suptitle(f"{kind} weights: the worst {min(most, len(rows))} of {len(rows):,} mistakes")
+        tiles = part.subplots(height, columns, squeeze=False).ravel().tolist()
+        for axes, row in zip_longest(tiles, rows[: len(tiles)]):
+            axes.set_axis_off()
+            if row is not None:
+                _draw_image(axes, predictions[kind], row)
+    return encode(figure)
+
+
+def _draw_image(axes: Axes, found: PredictionTable, row: int) -> None:
+    index = int(found.indices[row])
+    image = found.images[index]
+    if isinstance(image, BrokenImage):  # it could be read when it was evaluated
+        raise image
+    axes.imshow(np.asarray(image[0]).transpose(1, 2, 0), cmap="gray", vmin=0, vmax=255)  # grey has one channel
+    file = one_line(Path(found.images.filename(index)).name, 29)
+    label, predicted = (one_line(found.name(int(x[row])), 20) for x in (found.label, found.predicted))
+    title = f"{file}\n{label}\n→ {predicted or 'not finite'} {found.probability[row, 0]:.3f}"
+    axes.set_title(title, parse_math=False)
+
+
 OUTPUTS: dict[str, tuple[str, Mapping[str, Callable[[Predictions], bytes]]]] = {
     "per-class": ("the accuracy of every class", {".csv": classes_csv}),
     "predictions": ("class and probable classes of every image", {".csv": predictions_csv}),
     "confusion": ("the confusion matrix", {".csv": confusion_csv, ".png": confusion_picture}),
+    "mistakes": ("the worst mistakes as a grid of images", {".png": mistakes_picture}),
 }
 """Option -> title of a file for the help text, and suffix of its name -> function that makes its content."""

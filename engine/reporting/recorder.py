@@ -243,6 +243,7 @@ class Recorder(SilentRecorder):
         values |= self.speed.median()
         self._record("final", self.run.schedule.epochs, values)
         self._tabulate()
+        self.charts.show_result(self.run, values, self.step)
 
     def sync(self) -> None:
         with naming(self.metrics), open_regular(self.metrics) as file:

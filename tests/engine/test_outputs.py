@@ -16,6 +16,8 @@ from timm.data import RealLabelsImagenet
 from attention import OptionError
 from engine.checkpoints.adapt import build_models
 from engine.data.arrays import DigitsReader
+from engine.data.augment import create_transform
+from engine.data.images import BrokenImage
 from engine.data.loaders import show_images
 from engine.data.splits import Images
 from engine.evaluation.label_matching import ClassSubset, match_classes, read_real_labels, real_accuracy
@@ -96,6 +98,7 @@ def test_the_confusion_matrix_is_complete(records):
 def as_figures(monkeypatch):
     """Returns figures without encoding them, which takes longest."""
     monkeypatch.setattr(outputs, "encode", lambda figure: figure)
+    monkeypatch.setattr(outputs, "GRID", 3)
 
 
 @pytest.mark.usefixtures("as_figures")
@@ -125,6 +128,43 @@ def test_up_to_50_classes_have_their_names_which_do_not_overlap(count, as_figure
         assert [tick.get_text() for tick in ticks] == (found.names if count == 50 else [])
         assert not [pair for pair in pairwise(boxes) if Bbox.intersection(*pair)]
     assert not figure.axes[0].texts
+
+
+@pytest.mark.usefixtures("as_figures")
+def test_the_worst_mistakes_come_first(records, run):
+    found, logits = records["ema"]
+    label, predicted = found.label.numpy(), logits.argmax(1)
+    wrong = [i for i in np.argsort(-found.loss.numpy()) if label[i] != predicted[i]]
+    (part,) = outputs.mistakes_picture({"ema": found}).subfigs
+    assert part.get_suptitle() == f"ema weights: the worst 9 of {len(wrong)} mistakes"
+    images = Images(DigitsReader("val"))
+    images.mode, images.transform = "L", create_transform(run, 8, is_training=False, as_bytes=False)
+    names = [*NAMES[:8], "\\x1b[0m", "馬"]
+    for axes, i in zip(part.axes, wrong[:9], strict=True):
+        probability = np.exp(logits[i].max()) / np.exp(logits[i]).sum()
+        file = f"{found.indices[i]}.pgm"
+        assert axes.get_title() == f"{file}\n{names[label[i]]}\n→ {names[predicted[i]]} {probability:.3f}"
+        seen = images[int(found.indices[i])][0] * np.mean(run.data.std) + np.mean(run.data.mean)
+        np.testing.assert_allclose(axes.images[0].get_array(), 255 * seen[0], atol=0.01)
+
+
+def test_an_image_that_broke_since_its_evaluation_is_named(run):
+    found, _ = make_records(run, 0)
+    found.images.reader.header = b"no image"
+    with pytest.raises(BrokenImage, match=r"^\d/\d+\.pgm: "):
+        outputs.mistakes_picture({"plain": found})
+
+
+@pytest.mark.usefixtures("as_figures")
+@pytest.mark.parametrize(("count", "tiles"), [(0, 1), (1, 1), (2, 2), (4, 6)])
+def test_few_mistakes_have_no_blank_columns(records, count, tiles):
+    found, _ = records["ema"]
+    right = found._replace(label=found.predicted.clone())
+    right.label[:count] = (right.label[:count] + 1) % 10
+    (part,) = outputs.mistakes_picture({"ema": right}).subfigs
+    assert part.get_suptitle() == f"ema weights: the worst {count} of {count} mistakes"
+    assert [len(axes.images) for axes in part.axes] == [1] * count + [0] * (tiles - count)
+    assert not any(axes.axison for axes in part.axes)
 
 
 @pytest.mark.parametrize(

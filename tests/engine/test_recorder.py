@@ -25,13 +25,16 @@ import pytest
 import torch
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.metadata import parse_session_start_info_plugin_data
 
 from engine.checkpoints.progress import Progress, Resumption
 from engine.config.schema import Data, Run, Schedule, Train
 from engine.data.loaders import create_val_loader
 from engine.evaluation.evaluate import evaluate
+from engine.reporting.charts import chosen_options
 from engine.reporting.metrics import TOTALS
 from engine.reporting.recorder import Recorder, SilentRecorder
+from engine.run.load import load_run
 from engine.runtime.distributed import World
 from engine.runtime.files import append_whole
 from engine.runtime.provenance import provenance
@@ -39,6 +42,7 @@ from engine.runtime.terminal import ConsoleLog, progress_bar
 from tests.support.launcher import use_few_images
 from train import Trainer
 
+ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 WORLD = World(CPU)
 RUN = Run(
@@ -309,6 +313,20 @@ def test_tensorboard(tmp_path: Path):
     assert not constant.intersection(tag.partition("/")[2] for tag in scalars)
     assert b"total_batch_size: 8" in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0]
     assert not any(tag.startswith("final") for tag in scalars)  # charts of a single dot
+    assert [path for path in tmp_path.iterdir() if path.is_dir()] == []  # hyper-parameters are no run of their own
+    content = events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
+    hparams = parse_session_start_info_plugin_data(content).hparams
+    chosen = {"model.name": "deit", "attention.0.name": "eva", "data.mean": "[0.5, 0.25, 0.0]"}
+    chosen |= {"data.std": "[0.5, 0.25, 1.0]", "schedule.epochs": 2, "train.total_batch_size": 8}
+    found = {name: getattr(value, value.WhichOneof("kind")) for name, value in hparams.items()}
+    assert found == chosen | {"final.best_top1": 50.0, "final.macs": 5678}
+
+
+def test_hyper_parameters_are_no_defaults():
+    """Neither those of the model's size, nor options that follow from others."""
+    chosen = chosen_options(load_run(ROOT / "configs/deit_small_p16/eva.yaml", ["optim.lr=0.5"]))
+    names = {"model.name": "deit_small_p16", "attention.name": "eva"}
+    assert chosen == names | {"model.drop_path_rate": 0.1, "attention.released": True, "optim.lr": 0.5}
 
 
 @pytest.mark.parametrize("is_grey", [False, True])

@@ -232,7 +232,8 @@ def logits_of(path: Path, weights: str = "plain") -> tuple[np.ndarray, np.ndarra
 
 def test_files_of_single_images(run_directory, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    files = "--predictions", "p.csv", "--confusion", "c.csv"
+    monkeypatch.setattr("engine.reporting.outputs.GRID", 2)  # drawn in less time
+    files = "--predictions", "p.csv", "--confusion", "c.csv", "--mistakes", "m.png"
     report = read_report(capsys, run_directory, "--weights", "plain", *files)["plain"]
     logits, labels = logits_of(run_directory)
     rows = list(csv.DictReader(Path("p.csv").read_text().splitlines()))
@@ -246,6 +247,7 @@ def test_files_of_single_images(run_directory, tmp_path, monkeypatch, capsys):
     (_, *table) = csv.reader(Path("c.csv").read_text().splitlines())
     assert table == [["plain", str(i), *map(str, row)] for i, row in enumerate(counts)]
     assert 100 * np.trace(counts) / 360 == pytest.approx(report["top1"])
+    assert Path("m.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.fixture
