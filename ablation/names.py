@@ -74,10 +74,10 @@ def name_change(setting: Setting, option: str) -> str:
 
 
 def list_mechanisms(attention: Any) -> list[Mapping[str, Any]]:
-    """Returns the mappings of the option `attention`, which is a name, a mapping, or a list of mappings."""
+    """Returns the mappings of the option `attention`: a name, a mapping, a list of mappings, or a host's own (null)."""
     if isinstance(attention, str):
         return [{"name": attention}]
-    return [attention] if isinstance(attention, Mapping) else list(attention)
+    return [attention] if isinstance(attention, Mapping) else list(attention or [{"name": "null"}])
 
 
 def name_mechanism(own: Mapping[str, Any], texts: Mapping[tuple[str, str], Collection[str]]) -> str:

@@ -118,7 +118,7 @@ def attend_by_softmax(
     state = dict(trained.source.state)
     if temperature != 1 and any(layer.core is not layer for layer in attention_layers(trained.model)):
         problem = "divides queries and keys of this project's own models alone"
-        raise UserError(f"--temperatures {temperature:g}: {problem}; leave it out")
+        raise UserError(f"--temperatures {temperature:g}: {problem}; give --temperatures 1")
     for name, x in state.items():
         if name.endswith((".attn.qkv.weight", ".attn.qkv.bias")):
             q, k, *others = x.chunk(3)

@@ -30,7 +30,7 @@ from models.assignment import Mechanism
 from models.base import NO_DECAY
 from models.block import compiled
 from models.hosts import Call, attention_calls, on_meta, replace_calls
-from models.of_transformers import HF, RESERVED, class_of, configuration, fetched_configuration
+from models.of_transformers import HF, RESERVED, class_of, configuration, fetched_configuration, merged
 
 TIMM = "timm:"
 """Prefix of an architecture of timm."""
@@ -134,7 +134,7 @@ class OfTransformers(Hosted):
         model = cast(Any, self)
         if enable:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        else:
+        elif model.is_gradient_checkpointing:
             model.gradient_checkpointing_disable()
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
@@ -161,6 +161,8 @@ def parse_host(name: str, options: Mapping[str, Any]) -> HostConfig:
     for key, value in _entries(kwargs):
         if key in RESERVED or key.startswith("_"):
             raise OptionError(f"model.kwargs.{key}", "chooses no architecture; leave it out")
+        if not isinstance(value, str | int | float | Mapping | list | tuple | None):
+            raise OptionError(f"model.kwargs.{key}", f" = {value!r}: expected numbers, text or a mapping")
         if isinstance(value, int) and abs(value) > MAX_SIZE:
             raise OptionError(f"model.kwargs.{key}", f" = {value}: above the largest valid size {MAX_SIZE}")
     if name.startswith(HF):
@@ -169,13 +171,15 @@ def parse_host(name: str, options: Mapping[str, Any]) -> HostConfig:
                 raise OptionError(f"model.{key}", "is timm's; give the option of transformers in model.kwargs")
         if "model_type" not in kwargs:
             raise OptionError("model.kwargs", f" has no model_type, and a file fetches no configuration of {name}")
-        config = dataclasses.replace(config, kwargs=configuration(name, kwargs))
+        config = dataclasses.replace(config, kwargs=configuration(kwargs))
     elif not timm.is_model(architecture := name.removeprefix(TIMM).partition(".")[0]):
         near = difflib.get_close_matches(architecture, timm.list_models(), n=1)
         remedy = f"did you mean {TIMM + near[0]!r}?" if near else "see timm.list_models()"
         raise OptionError("model.name", f"{name!r} is no architecture of timm; {remedy}")
     elif timm.model_entrypoint(architecture).__module__.partition(".")[0] != "timm":
         raise OptionError("model.name", f" = {name!r}: registered with timm by other code; leave out {TIMM!r}")
+    elif twice := {"drop_rate", "drop_path_rate"} & kwargs.keys():
+        raise OptionError(f"model.kwargs.{min(twice)}", f"is given as model.{min(twice)}; leave it out")
     return dataclasses.replace(config, img_size=config.img_size or _own_size(config))
 
 
@@ -188,7 +192,7 @@ def described(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     kwargs = options.get("kwargs") or {}
     if not name.startswith(HF) or not isinstance(kwargs, Mapping) or "model_type" in kwargs:
         return {**options}
-    return {**options, "kwargs": fetched_configuration(name) | {**kwargs}}
+    return {**options, "kwargs": merged(fetched_configuration(name), kwargs)}
 
 
 def create_host(name: str, attention: Mechanism | Sequence[Mechanism] | None = "softmax", **options: Any) -> nn.Module:
@@ -204,7 +208,8 @@ def create_host(name: str, attention: Mechanism | Sequence[Mechanism] | None = "
     model = _build(config)
     if attention is not None:
         replace_calls(model, host_calls(config), attention)
-    if not next(model.parameters()).is_meta:
+    is_meta = next(model.parameters()).is_meta
+    if attention is None or not is_meta:
         _freeze_unused(model, config)
     return model
 
@@ -213,8 +218,13 @@ def _freeze_unused(model: nn.Module, config: HostConfig) -> None:
     """Excludes weights that no logit depends on from training: mask tokens, norms of unused outputs, ..."""
     probe = on_meta(model).train()
     images = torch.empty(2, config.in_chans, *to_2tuple(config.img_size), device="meta")
-    with torch.enable_grad():
-        probe(images).sum().backward()
+    try:
+        with torch.enable_grad():
+            probe(images).sum().backward()
+    except Exception as error:  # the host's own
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        problem = f" = {config.img_size}: {config.name} refuses images of this size ({reason})"
+        raise OptionError("model.img_size", problem) from None
     used = {name for name, weight in probe.named_parameters() if weight.grad is not None}
     for name, weight in model.named_parameters():
         weight.requires_grad_(weight.requires_grad and name in used)
@@ -256,10 +266,12 @@ def _build(config: HostConfig) -> nn.Module:
 def _build_of_transformers(config: HostConfig) -> nn.Module:
     options: Any = copy.deepcopy(config.kwargs)
     options.get("vision_config", options)["num_channels"] = config.in_chans
-    kind, there = class_of(options | {"num_labels": config.num_classes})
+    kind, there = class_of(options | {"num_labels": max(1, config.num_classes)})
     model: Any = kind._from_config(there, attn_implementation="sdpa")
-    if not hasattr(model, "classifier"):
-        model.classifier = nn.Linear(there.hidden_size, config.num_classes) if config.num_classes else nn.Identity()
+    if not config.num_classes:
+        model.classifier = nn.Identity()
+    elif not hasattr(model, "classifier"):
+        model.classifier = nn.Linear(there.hidden_size, config.num_classes)
     accepts = any("interpolate_pos_encoding" in inspect.signature(m.forward).parameters for m in model.modules())
     model.interpolates = accepts and to_2tuple(config.img_size) != _own_size(config)
     model.num_classes = config.num_classes
@@ -284,6 +296,9 @@ def _own_size(config: HostConfig) -> Grid:
     if config.name.startswith(HF):
         kwargs: Any = config.kwargs
         size = kwargs.get("vision_config", kwargs).get("image_size", 224)
+        if not (type(size) is int or (isinstance(size, list | tuple) and [*map(type, size)] == [int, int])):
+            problem = f" = {size!r}: expected a number of pixels, or height and width"
+            raise OptionError("model.kwargs.image_size", problem)
     else:
         try:
             size = cast(Any, timm.get_pretrained_cfg(config.name.removeprefix(TIMM))).input_size[-2:]

@@ -1,12 +1,14 @@
 """Configurations and classes of models of transformers, without any code of a hub."""
 
 import importlib
-from collections.abc import Mapping
-from typing import Any, cast
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 from torch import Tensor, nn
 
 from attention import OptionError
+from attention.options import nearest
 
 HF = "hf:"
 """Prefix of a name of the Hugging Face hub, or of a folder, with a model of transformers."""
@@ -18,23 +20,26 @@ RESERVED = {
 }
 """Options of constructors that choose files, code or graphs, or that `HostConfig` has."""
 
+TYPES = (
+    *("vit", "deit", "dinov2", "dinov2_with_registers", "dinov3_vit", "ijepa", "vit_msn"),
+    *("siglip", "siglip_vision_model", "clip", "clip_vision_model"),
+)
+"""Types of models that are taken: a file may name no other, some of which fetch or read what their options name."""
+
 WITHOUT_EFFECT = {
     *("architectures", "transformers_version", "id2label", "label2id", "num_labels", "torch_dtype", "dtype"),
-    "problem_type",
+    *("problem_type", "text_config"),
 }
-"""Entries of a transformers configuration that change no model of images here."""
+"""Entries of a configuration that change no model of images here."""
 
 
 def class_of(options: Mapping[str, Any]) -> tuple[Any, Any]:
     """The class of transformers for a configuration, one with a classifier if there is one, and the configuration."""
     transformers = _transformers()
     names = transformers.models.auto.modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
-    kind, others = options["model_type"], {key: x for key, x in options.items() if key != "model_type"}
-    config = transformers.AutoConfig.for_model(kind, **others)
-    if hasattr(config, "mask_ratio"):
-        raise OptionError("model.kwargs.model_type", f" = {kind!r} hides patches; its encoder is of the type vit")
-    name = names.get(kind)
-    if name is None:
+    with _quiet():
+        config = transformers.CONFIG_MAPPING[options["model_type"]](**options)
+    if (name := names.get(options["model_type"])) is None:
         return transformers.AutoModel._model_mapping[type(config)], config
     return getattr(transformers, name if isinstance(name, str) else name[0]), config
 
@@ -43,28 +48,83 @@ def fetched_configuration(name: str) -> dict[str, Any]:
     """The plain configuration of a model of transformers, of the hub or of a folder.
 
     Raises:
-        OptionError: it cannot be had.
+        OptionError: it cannot be had, or is of another type than `TYPES`.
     """
+    found = _fetched(name)
+    kind = found.model_type
+    return _without(_known(found.to_diff_dict() | {"model_type": kind}, _default(kind, f"model.name = {name}"), None))
+
+
+def configuration(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of a configuration that describe an architecture.
+
+    Raises:
+        OptionError: it is of another type than `TYPES`, or has other options.
+    """
+    default = _default(options["model_type"], "model.kwargs.model_type")
+    return _without(_known(options, default, "model.kwargs"))
+
+
+def merged(options: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+    """`options` with the `others`, which win; nested mappings are merged."""
+    both = {**options, **others}
+    for key in options.keys() & others.keys():
+        if isinstance(options[key], Mapping) and isinstance(others[key], Mapping):
+            both[key] = merged(options[key], others[key])
+    return both
+
+
+def pretrained_host(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
+    """A model of transformers with its published weights, and those of them that were in its files.
+
+    Args:
+        name: of the hub, or a folder, after the prefix `HF`.
+    Raises:
+        OptionError: see `fetched_configuration`. OSError, ValueError and others of transformers: the weights cannot be
+            loaded.
+    """
+    labels = _fetched(name).id2label or {}
+    kind, config = class_of(fetched_configuration(name) | {"id2label": dict(labels), "num_labels": len(labels)})
+    options = {"attn_implementation": "sdpa", "trust_remote_code": False, "output_loading_info": True}
+    with _quiet():
+        model, info = kind.from_pretrained(name.removeprefix(HF), config=config, **options)
+    return model, {key: x for key, x in model.state_dict().items() if key not in info["missing_keys"]}
+
+
+def _fetched(name: str) -> Any:
+    """The configuration of the hub or of a folder."""
+    transformers = _transformers()
     try:
-        found = _transformers().AutoConfig.from_pretrained(name.removeprefix(HF), trust_remote_code=False)
-    except OptionError:
-        raise
+        with _quiet():
+            return transformers.AutoConfig.from_pretrained(name.removeprefix(HF), trust_remote_code=False)
     except Exception as error:  # of the hub, or of a file
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         remedy = "name a model of the hub that can be fetched, or a folder with its config.json"
         raise OptionError("model.name", f" = {name}: has no configuration ({reason}); {remedy}") from None
-    return configuration(name, found.to_diff_dict() | {"model_type": found.model_type})
 
 
-def configuration(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of a configuration that describe an architecture.
+def _default(kind: Any, key: str) -> Any:
+    """The default configuration of a type."""
+    if kind not in TYPES:
+        raise OptionError(key, f" = {kind!r}: no type of models that is taken; choose of {', '.join(TYPES)}")
+    with _quiet():
+        return _transformers().CONFIG_MAPPING[kind]()
 
-    Raises:
-        OptionError: transformers does not know its type.
-    """
-    if (kind := options["model_type"]) not in _transformers().CONFIG_MAPPING:
-        raise OptionError("model.kwargs.model_type", f" = {kind!r} of {name} is no type of models of transformers")
-    return cast(dict[str, Any], _without(options))
+
+def _known(options: Mapping[str, Any], default: Any, key: str | None) -> dict[str, Any]:
+    """The options that the `default` configuration has too. Others are refused under `key`, or with None left out."""
+    known = {}
+    for name, value in options.items():
+        if not hasattr(default, name):
+            if key is not None:
+                raise OptionError(f"{key}.{name}", f"unknown option{nearest(name, default.to_dict())}")
+        elif hasattr(inner := getattr(default, name), "to_diff_dict"):
+            if not isinstance(value, Mapping):
+                raise OptionError(f"{key}.{name}", f"expected a mapping of options, got {value!r}")
+            known[name] = _known(value, inner, key and f"{key}.{name}")
+        else:
+            known[name] = value
+    return known
 
 
 def _without(options: Any) -> Any:
@@ -75,18 +135,16 @@ def _without(options: Any) -> Any:
     return {key: _without(x) for key, x in options.items() if key not in ignored and not key.startswith("_")}
 
 
-def pretrained_host(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
-    """A model of transformers with its published weights, and those of them that were in its files.
-
-    Args:
-        name: of the hub, or a folder; with or without the prefix `HF`.
-    Raises:
-        OptionError: see `parse_host`. OSError, ValueError and others of transformers: the weights cannot be loaded.
-    """
-    kind, config = class_of(fetched_configuration(name))
-    options = {"attn_implementation": "sdpa", "trust_remote_code": False, "output_loading_info": True}
-    model, info = kind.from_pretrained(name.removeprefix(HF), config=config, **options)
-    return model, {key: x for key, x in model.state_dict().items() if key not in info["missing_keys"]}
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Context in which transformers prints no reports on weights and configurations; errors are raised."""
+    logging = _transformers().logging
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
 
 
 def _transformers() -> Any:

@@ -75,9 +75,7 @@ def read_description(directory: Path) -> Any:
         if "architecture" not in there and (kinds := there.get("architectures") or there.get("model_type")):
             kind = one_line(", ".join(kinds) if isinstance(kinds, list) else str(kinds), 60)
             problem = f"it seems to be a folder of the transformers library, of the model {kind}"
-            remedy = (
-                "give its attention another mechanism there (docs/integration.md), or take timm's weights, timm:NAME"
-            )
+            remedy = f"name it hf:{directory}, or take timm's weights, timm:NAME"
             raise UserError(f"{directory / CONFIG}: no description of a model by timm; {problem}; {remedy}")
     return there
 

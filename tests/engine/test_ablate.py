@@ -183,7 +183,6 @@ def test_runs_made_with_other_options_are_refused_before_any_run(config, launche
 @pytest.mark.parametrize(
     ("first", "second", "change", "is_same"),
     [
-        (["train.elastic=true", "train.grad_accum_steps=2"], ["train.elastic=true"], {}, True),
         ([], ["data.workers=3", "train.log_every=7"], {}, True),
         ([], [], {"attention": "softmax"}, True),  # by its name alone
         ([], [], {"data": {"dataset": "digits"}}, True),  # another number of workers

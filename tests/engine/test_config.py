@@ -545,7 +545,7 @@ def test_null_unsets_what_the_base_gives(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("attention: null", "attention: required, but not given"),
+        ("attention: null", "attention = null: name a mechanism"),
         ("model: {name: null}", "model.name: expected the name of a model, got None"),
         ("augment: {smoothing: null}", "run.yaml:2: augment.smoothing: expected float, got None"),
         ("augment: {mixap: null}", "run.yaml:2: augment.mixap: unknown option; did you mean 'mixup'?"),

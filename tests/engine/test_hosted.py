@@ -1,5 +1,6 @@
 """Models of timm and transformers as models of a run: built, refused, trained, resumed, aligned, analysed, exported."""
 
+import datetime
 import json
 import pickle
 from pathlib import Path
@@ -52,7 +53,8 @@ RUN = {
 
 def of_type(kind: str, **options) -> dict:
     """The option `model` of a small model of transformers."""
-    kwargs = {"model_type": kind, **({"vision_config": SMALL} if kind in ("siglip", "clip") else SMALL)}
+    sizes = {name: size for name, size in SMALL.items() if name != "intermediate_size" or "dinov2" not in kind}
+    kwargs = {"model_type": kind, **({"vision_config": sizes} if kind in ("siglip", "clip") else sizes)}
     return {"name": "hf:anything", "num_classes": 5, "kwargs": kwargs, **options}
 
 
@@ -126,8 +128,13 @@ def test_any_model_of_timm_is_trained_with_its_own_attention(tmp_path):
         ({**VIT, "kwargs": {"depth": 10**5}}, "parameters, or"),
         ({**VIT, "kwargs": {"embed_dim": 3 * 2**17}}, "parameters, or"),
         (of_type("vit", drop_path_rate=0.1), r"model\.drop_path_rate: is timm's"),
-        (of_type("vit_mae"), "type vit"),
-        (of_type("llama3"), "no type of models"),
+        (of_type("vit_mae"), "no type of models that is taken"),
+        ({**of_type("vit"), "kwargs": {**SMALL, "model_type": ["vit"]}}, "no type of models that is taken"),
+        ({**of_type("vit"), "kwargs": {**SMALL, "model_type": "vit", "hidden_sise": 48}}, "did you mean 'hidden_size'"),
+        ({**of_type("vit"), "kwargs": {**SMALL, "model_type": "vit", "image_size": "abc"}}, "image_size = 'abc'"),
+        ({**of_type("siglip"), "kwargs": {"model_type": "siglip", "vision_config": 3}}, "expected a mapping"),
+        ({**VIT, "kwargs": {"foo": datetime.date(2020, 1, 1)}}, "expected numbers, text or a mapping"),
+        ({**VIT, "kwargs": {"drop_path_rate": 0.1}}, "given as model.drop_path_rate"),
         (
             {**of_type("siglip"), "kwargs": {"model_type": "siglip", "vision_config": {"_attn_implementation": "x/y"}}},
             "leave it out",
@@ -168,6 +175,45 @@ def test_a_name_that_cannot_be_fetched_is_refused_before_data_is_touched(tmp_pat
     assert "has no configuration" in message
     assert message.count("\n") == 1
     assert not (tmp_path / "run").exists()
+
+
+def test_a_classifier_of_a_folder_loads_and_is_matched_by_its_classes(tmp_path):
+    torch.manual_seed(1)
+    config = transformers.AutoConfig.for_model("vit", **SMALL, id2label={n: f"bird {n}" for n in range(7)})
+    there = transformers.ViTForImageClassification(config).eval()
+    there.save_pretrained(tmp_path / "vit")
+    name = f"hf:{tmp_path / 'vit'}"
+    source = read_weights(name)
+    assert source.classes == [f"bird {n}" for n in range(7)]
+    model = create_model(name, num_classes=7, attention="softmax").eval()
+    taken, outcome = fit_weights(model, source, "x")
+    assert not outcome["fresh"] + outcome["re-made"] + outcome["dropped"]
+    model.load_state_dict(taken)
+    assert torch.equal(model(images()), there(images()).logits)
+    _, outcome = fit_weights(create_model(name, num_classes=3), source, "x")
+    assert [entry.name for entry in outcome["re-made"]] == ["classifier.weight", "classifier.bias"]
+
+
+def test_options_of_a_part_are_added_to_those_of_a_folder(tmp_path):
+    config = transformers.AutoConfig.for_model("siglip", vision_config=SMALL)
+    config.save_pretrained(tmp_path / "siglip")
+    model = {"name": f"hf:{tmp_path / 'siglip'}", "kwargs": {"vision_config": {"hidden_act": "gelu"}}, "num_classes": 0}
+    run = load_run(write_run(tmp_path / "x.yaml", model=model, attention="linear", train={"amp": None}))
+    assert run.model["kwargs"]["vision_config"]["hidden_size"] == 24
+    assert run.model["kwargs"]["vision_config"]["hidden_act"] == "gelu"
+    assert create_model(attention="linear", **run.model)(images()).shape == (2, 24)
+
+
+def test_models_with_attention_pooling_are_counted():
+    model = {"name": "timm:vit_base_patch16_siglip_224", "img_size": 32, "num_classes": 3}
+    model["kwargs"] = {"embed_dim": 24, "depth": 1, "num_heads": 3, "patch_size": 8}
+    assert count_costs(model, "softmax") == count_costs(model, None)
+
+
+def test_images_that_a_model_does_not_take_are_refused_with_its_own_attention(tmp_path):
+    model = {"name": "timm:crossvit_tiny_240", "img_size": 64, "num_classes": 3}
+    with pytest.raises(ConfigError, match=r"img_size = 64: .* refuses images"):
+        load_run(write_run(tmp_path / "x.yaml", model=model, attention=None))
 
 
 def test_a_file_fetches_no_configuration(tmp_path, monkeypatch):

@@ -341,7 +341,8 @@ def printed_by_size() -> list[str]:
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as out:
         patch.setattr(benchmark, "read_papers", list)
         benchmark.main(["--macs"])
-    return out.getvalue().splitlines()[6:]
+    lines = out.getvalue().splitlines()
+    return lines[next(number for number, line in enumerate(lines) if line.startswith("| DeiT-Tiny with")) :]
 
 
 def test_benchmark_prints_every_mechanism_by_size(printed_by_size):
