@@ -77,7 +77,9 @@ def list_mechanisms(attention: Any) -> list[Mapping[str, Any]]:
     """Returns the mappings of the option `attention`: a name, a mapping, a list of mappings, or a host's own (null)."""
     if isinstance(attention, str):
         return [{"name": attention}]
-    return [attention] if isinstance(attention, Mapping) else list(attention or [{"name": "null"}])
+    if attention is None:
+        return [{"name": "null"}]
+    return [attention] if isinstance(attention, Mapping) else list(attention)
 
 
 def name_mechanism(own: Mapping[str, Any], texts: Mapping[tuple[str, str], Collection[str]]) -> str:

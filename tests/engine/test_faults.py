@@ -293,7 +293,7 @@ DISKS = {
     "events, by the system": {"limit": 20_000},
     "log, by the system": {"limit": 400},
     "log": {"faults": [("engine.reporting.recorder.json.dumps", 7, "full")]},
-    "events": {"faults": [("engine.reporting.charts.append_whole", 17, "full")]},
+    "events": {"faults": [("engine.reporting.charts.append_whole", 15, "full")]},
     "directory not synced": {"faults": [("os.fsync", 25, "full")]},
     "directory removed": {"faults": [("engine.runtime.files.write_atomically", 6, "remove")]},
 }

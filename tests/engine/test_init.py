@@ -394,7 +394,7 @@ def test_parameters_in_a_file_are_weights(tmp_path):
 def test_a_folder_of_transformers_is_named(tmp_path):
     write(tmp_path / "model.safetensors", {"vit.embeddings.cls_token": torch.zeros(1)})
     (tmp_path / "config.json").write_text('{"architectures": ["ViTForImageClassification"], "model_type": "vit"}')
-    problem = "it seems to be a folder of the transformers library, of the model ViTForImageClassification; give"
+    problem = "it seems to be a folder of the transformers library, of the model ViTForImageClassification; name it hf:"
     for name in (str(tmp_path), f"timm:local-dir:{tmp_path}"):
         with pytest.raises(UserError, match=problem):
             read_weights(name)
