@@ -22,6 +22,7 @@ from engine.data.splits import Images, classes_of, open_split, report_split
 from engine.evaluation.label_matching import match_classes
 from engine.run.described import parse_described
 from engine.runtime.distributed import init_distributed
+from engine.runtime.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,9 @@ def load_trained(args: argparse.Namespace, reads_images: bool = True) -> Trained
     is_own = is_made_here(args.checkpoint)
     run = parse_described(checkpoint["config"], str(found), args.overrides, is_own=is_own, reads_images=reads_images)
     check_predicts_classes(run, str(found))
+    if run.attention is None:
+        remedy = "add attention=softmax, which computes the same where a mechanism has a place"
+        raise UserError(f"{found}: the model has its own attention (null), which is not seen from here; {remedy}")
     device = init_distributed(run.train.device).device
     models, resampled = build_models(run, checkpoint, [kind])
     if resampled:

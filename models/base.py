@@ -11,7 +11,7 @@ from torch.func import functional_call
 
 from attention import Attention, Grid, OptionError
 from models.block import INIT_STD, Block, compiled, init_linears
-from models.hosts import Replaced
+from models.host_layers import Replaced
 
 MAX_TOKENS = 2**16
 """Largest number of tokens of a model's grid: masks and tables grow with it without showing in the weights."""

@@ -14,7 +14,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, ClassVar, cast
 
 import timm
@@ -30,7 +30,7 @@ from models.assignment import Mechanism
 from models.base import NO_DECAY
 from models.block import compiled
 from models.hosts import Call, attention_calls, on_meta, replace_calls
-from models.of_transformers import HF, RESERVED, class_of, configuration, fetched_configuration, merged
+from models.of_transformers import HF, RESERVED, WITHOUT_EFFECT, class_of, configuration, fetched_configuration, merged
 
 TIMM = "timm:"
 """Prefix of an architecture of timm."""
@@ -64,7 +64,10 @@ class HostConfig(Options):
 
     @property
     def num_heads(self) -> list[int]:
-        return [call.num_heads for call in host_calls(self)]
+        """The number of heads of each attention layer; empty for a model without layers that can be replaced."""
+        with suppress(OptionError):
+            return [call.num_heads for call in host_calls(self)]
+        return []
 
 
 class Hosted(nn.Module):
@@ -159,7 +162,7 @@ def parse_host(name: str, options: Mapping[str, Any]) -> HostConfig:
     config: HostConfig = parse_options(HostConfig, {**options, "name": name}, "model")
     kwargs = config.kwargs or {}
     for key, value in _entries(kwargs):
-        if key in RESERVED or key.startswith("_"):
+        if key in RESERVED | WITHOUT_EFFECT or key.startswith("_"):
             raise OptionError(f"model.kwargs.{key}", "chooses no architecture; leave it out")
         if not isinstance(value, str | int | float | Mapping | list | tuple | None):
             raise OptionError(f"model.kwargs.{key}", f" = {value!r}: expected numbers, text or a mapping")

@@ -205,7 +205,8 @@ def test_the_stored_samples_are_those_of_the_seed():
 
 
 def test_certificates_held_in_at_least_95_percent_of_samples():
-    """Of every conversion and size. Those of the rate scatter around the exact coverage, by 0.7 % of 1,000 samples."""
+    """The bound covers the true fall in at least 95 % of the samples of each conversion and size. The coverage of the
+    rate scatters around the exact one, by 0.7 % with 1,000 samples."""
     counts = {size: [int(row[f"covered_{size}"]) for row in STORED] for size in SIZES}
     assert min(map(min, counts.values())) == min(int(row["covered"]) for row in STORED) >= 950
     page = (ROOT / "docs/results_trained.md").read_text()

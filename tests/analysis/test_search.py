@@ -175,8 +175,11 @@ def test_files_of_the_front_are_runs_of_train(checkpoint, tmp_path, monkeypatch,
 
 def test_assignments_whose_loss_is_not_finite_are_said_and_not_on_the_front(checkpoint, tmp_path, monkeypatch, capsys):
     """All but the model's own."""
-    scores = lambda hybrids, choices: Score(50.0, math.inf if "linear" in choices else 1.0, 0)  # noqa: E731
-    monkeypatch.setattr(search.Hybrids, "score", scores)
+
+    def score(hybrids, choices):
+        return Score(50.0, math.inf if "linear" in choices else 1.0, 0)
+
+    monkeypatch.setattr(search.Hybrids, "score", score)
     searched(checkpoint, tmp_path, *LINEAR)
     assert "warning: the loss of 3 of 4 assignments is not finite; they are not" in capsys.readouterr().out
     assert [(row["layer 0"], row["layer 1"]) for row in read_rows(tmp_path / "front.csv")] == [(OWN, OWN)]

@@ -284,7 +284,12 @@ def test_a_run_whose_process_is_killed_is_taken_over(config, launcher, monkeypat
     """A sweep that waits, without another run left, takes it over."""
     output = announce(config, text=ONE)
     with held_elsewhere(output / "attention=softmax/ablate.lock") as process:
-        sleep = lambda seconds: seconds == worker.POLL_SECONDS and (process.kill(), process.wait())  # noqa: E731
+
+        def sleep(seconds):
+            if seconds == worker.POLL_SECONDS:
+                process.kill()
+                process.wait()
+
         monkeypatch.setattr(worker.time, "sleep", sleep)
         sweep(config, launcher)
     assert rows(output)[0]["top-1 (%)"] == "97.50"

@@ -123,6 +123,7 @@ def test_any_model_of_timm_is_trained_with_its_own_attention(tmp_path):
         ({"name": "timm:hf-hub:timm/vit_tiny_patch16_224"}, "no architecture of timm"),
         ({**VIT, "depth": 3}, r"model\.depth: unknown option of timm:.*model\.kwargs"),
         ({**VIT, "kwargs": {"pretrained": True}}, r"model\.kwargs\.pretrained"),
+        ({**of_type("vit"), "kwargs": {**SMALL, "model_type": "vit", "num_labels": 3}}, r"model\.kwargs\.num_labels"),
         ({**VIT, "kwargs": {"embed_dim": 25}}, "cannot be built"),
         ({**VIT, "kwargs": {"depth": 10**9}}, "above the largest valid size"),
         ({**VIT, "kwargs": {"depth": 10**5}}, "parameters, or"),
@@ -283,6 +284,25 @@ def run_directory(tmp_path_factory) -> Path:
         server.close()
     assert statuses == [0]
     return place / "run"
+
+
+def test_a_run_without_a_mechanism_is_validated_exported_and_not_analysed(tmp_path, capsys):
+    """A model without attention; one with its own is analysed as what computes the same."""
+    server = ForkServer()
+    try:
+        resnet = {"name": "timm:resnet10t", "img_size": 32, "num_classes": 10}
+        for name, model in {"resnet": resnet, "vit": VIT}.items():
+            config = write_run(tmp_path / "x.yaml", model=model, attention=None, optim={"lr": 0.002, "lr_base_size": 8})
+            assert server.run([str(config), "--output", str(tmp_path / name)], tmp_path / "log")[0] == [0]
+    finally:
+        server.close()
+    validate.main([str(tmp_path / "resnet"), "--export", str(tmp_path / "x.safetensors")])
+    predict.main([str(tmp_path / "x.safetensors"), str(ROOT / "reference/bag.png")])
+    assert "bag.png" in capsys.readouterr().out
+    arguments = ["--images", "4", "--draws", "1", "--attention", "softmax", "--output", tmp_path / "out"]
+    assert "attention=softmax" in refusal(analyze.main, ["replace", tmp_path / "vit", *arguments], capsys)
+    analyze.main([*map(str, ["replace", tmp_path / "vit", "attention=softmax", *arguments])])
+    assert float(read_rows(tmp_path / "out/replace.csv")[0]["change"]) == 0
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.complete)])

@@ -15,7 +15,8 @@ from torch import nn
 from attention import ATTENTION, LayerContext, OptionError
 from models import replace_attention
 from models.census import FAMILIES, main
-from models.hosts import Replaced, attention_calls
+from models.host_layers import Replaced
+from models.hosts import attention_calls
 from tests.support.comparisons import BF16_RMS, FP32_RMS, FP64, rms_ratio
 from tests.support.facts import CASES, light
 

@@ -1,0 +1,203 @@
+"""The attention layer of a host, whose call of torch's `scaled_dot_product_attention` goes to a mechanism."""
+
+import functools
+import inspect
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from attention import Attention, Grid, kernels
+
+
+class PassGrid:
+    """Forward hook of the convolution that makes the tokens: the (H, W) grid of the present forward pass.
+
+    Attributes:
+        grid: of the latest pass.
+        is_plain: True while the model runs without a mask, see `Replaced.attended`.
+        pending: grid -> passes that wait for their backward pass, in which activation checkpointing computes layers
+            again.
+    """
+
+    def __init__(self) -> None:
+        self.grid: Grid | None = None
+        self.is_plain = False
+        self.pending: Counter[Grid] = Counter()
+
+    def __call__(self, module: nn.Module, args: Any, image: Tensor) -> None:
+        H, W = image.shape[-2:]
+        self.grid = (int(H), int(W)) if torch.jit.is_tracing() else (H, W)
+        if image.requires_grad and not torch.compiler.is_compiling():
+            self.pending[self.grid] += 1
+            image.register_hook(functools.partial(self.finish, self.grid))
+
+    def start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.is_plain = len(args) < 2 and kwargs.get("attention_mask") is None
+
+    def stop(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.is_plain = False
+
+    def finish(self, grid: Grid, gradient: Tensor) -> None:
+        self.pending[grid] -= 1
+
+    def of(self, number: int) -> Grid | None:
+        """The grid of a layer with so many tokens; None in a backward pass that may be of passes of two shapes."""
+        if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
+            return self.grid
+        grids = [grid for grid, passes in self.pending.items() if passes > 0 and math.prod(grid) == number]
+        return self.grid if not grids else grids[0] if len(grids) == 1 else None
+
+    def __reduce__(self) -> tuple[type["PassGrid"], tuple[()]]:
+        return PassGrid, ()  # copies know of no pass
+
+
+class Replaced(nn.Module):
+    """Mixin of a host's attention module: its call of `scaled_dot_product_attention` goes to `core`.
+
+    Attributes:
+        host: the module's own class. host_name: the module's name in its host.
+        core: the mechanism, without projections.
+        pass_grid: the grid of the present forward pass; None for tokens without order.
+        extra: further inputs of `attend`, all None.
+    """
+
+    host: ClassVar[type[nn.Module]]
+    host_name: str
+    core: Attention
+    pass_grid: PassGrid | None
+    extra: tuple[None, ...]
+
+    def forward(self, *args: Any, grid: Grid | None = None, **kwargs: Any) -> Any:
+        """The host's forward pass; `grid` is the (H, W) grid of tokens that no forward pass of the model made."""
+        if grid is not None and self.pass_grid is not None:
+            self.pass_grid.grid = grid
+        calls = Calls(self.attended)
+        with calls:
+            output = super().forward(*args, **kwargs)
+        if calls.number != 1:
+            problem = f"{calls.number} calls of scaled_dot_product_attention, of which {self.core.label} replaces one"
+            remedy = "keep timm's fused attention, or attn_implementation='sdpa', and ask for no attention weights"
+            raise ValueError(f"{self.host_name}: {problem}; {remedy}")
+        return output
+
+    def project(self, x: Tensor, grid: Grid, **others: Any) -> tuple[Any, ...]:
+        """Returns the arguments that the host's module passes to `core.attend_all`: queries, keys and values, or fewer.
+
+        The module's forward pass on tokens x (B, P + N, C) ends there.
+        """
+
+        def stop(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            raise _Projected(self.projected(query, key, value))
+
+        try:
+            with Calls(stop):
+                super().forward(x, **others)
+        except _Projected as found:
+            return found.projected
+        raise AssertionError(f"{self.host_name} calls no attention")
+
+    def arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+        """Tokens, and all other arguments by name, of a call of `forward` in the present forward pass."""
+        bound = inspect.signature(self.host.forward).bind(self, *args, **kwargs)
+        (_, (_, x), *others), extra = bound.arguments.items(), dict[str, Any]()
+        names = {p.name: p.kind for p in bound.signature.parameters.values()}
+        for name, value in others:
+            extra |= value if names[name] is inspect.Parameter.VAR_KEYWORD else {name: value}
+        return x, extra | {"grid": self.pass_grid.grid if self.pass_grid else (1, x.shape[1])}
+
+    def attended(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Attended values in the place of `scaled_dot_product_attention(query, key, value, ...)`."""
+        core = self.core
+        # transformers makes a mask of ones in exported graphs, and with torch 2.11 in compiled ones
+        if torch.compiler.is_exporting() and self.pass_grid and self.pass_grid.is_plain:
+            kwargs["attn_mask"] = None
+        if problem := call_problem(query, key, value, *args, **kwargs):
+            raise ValueError(f"{self.host_name}: {core.label} cannot serve a layer that {problem}")
+        N = query.shape[2] - core.num_prefix_tokens
+        grid = self.pass_grid.of(N) if self.pass_grid else None
+        if core.ignores_order():
+            grid = 1, N
+        elif grid is None or grid[0] * grid[1] != N:
+            of_pass = f"a {grid[0]}x{grid[1]} grid" if grid else "no grid, or grids of two shapes"
+            problem = f"{N} tokens after {core.num_prefix_tokens} prefix tokens, but this pass has {of_pass}"
+            raise ValueError(f"{self.host_name}: {core.label} got {problem}; keep all patches, in their order")
+        return kernels.by_path(core.attend_all, self.projected(query, key, value), grid)
+
+    def projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Any, ...]:
+        query, key = query.to(value.dtype), key.to(value.dtype)  # as torch's attention does under autocast
+        return (value,) if self.core.num_projections == 1 else (query, key, value, *self.extra)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _create_empty, (self.host,), self.__dict__
+
+
+class _Projected(Exception):
+    """End of a forward pass at its attention, see `Replaced.project`."""
+
+    def __init__(self, projected: tuple[Any, ...]):
+        super().__init__()
+        self.projected = projected
+
+
+class Calls(TorchFunctionMode):
+    """Context in which `serve` gets the calls of `scaled_dot_product_attention`, which `number` counts."""
+
+    def __init__(self, serve: Callable[..., Tensor]):
+        super().__init__()
+        self.serve = serve
+        self.number = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        self.number += 1
+        return self.serve(*args, **(kwargs or {}))
+
+
+def call_problem(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> str:
+    """The reason why no mechanism can serve a call of `scaled_dot_product_attention`; "" if there is none."""
+    d = query.shape[-1]
+    if query.ndim != 4:
+        return f"has queries of shape {tuple(query.shape)}, windows in a dimension of their own"
+    if attn_mask is not None:
+        return "adds a mask or a position bias to its logits (attn_mask)"
+    if is_causal:
+        return "is causal (is_causal)"
+    if enable_gqa or query.shape[1] != key.shape[1]:
+        return f"has grouped heads, {query.shape[1]} of queries and {key.shape[1]} of keys"
+    if query.shape[2] != key.shape[2]:
+        return f"has keys of another length, {key.shape[2]} for {query.shape[2]} queries"
+    if d != value.shape[3]:
+        return f"has heads of {d} channels for queries and of {value.shape[3]} for values"
+    if scale is not None and not math.isclose(scale * d**0.5, 1, rel_tol=1e-5):
+        return f"scales its logits by {scale:.4g} and not by {d**-0.5:.4g}"
+    if dropout_p:
+        return f"drops attention weights (dropout {dropout_p:.4g}; make it 0, and set the mechanism's attn_drop)"
+    return ""
+
+
+@functools.cache
+def with_core(host: Any) -> type[Replaced]:
+    """The class of a host's attention module with a `core`."""
+    return cast(type[Replaced], type(f"Replaced{host.__name__}", (Replaced, host), {"host": host}))
+
+
+def _create_empty(host: Any) -> Replaced:
+    """A module without attributes, which copies and pickles then have."""
+    cls = with_core(host)
+    return cls.__new__(cls)
