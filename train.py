@@ -32,7 +32,7 @@ from engine.runtime.distributed import World, autocast, init_distributed, seed_e
 from engine.runtime.errors import refuse_bad_input
 from engine.runtime.locks import lock_directory
 from engine.runtime.signals import STOPPED, SignalHandler, end_at_interrupt
-from engine.runtime.terminal import ConsoleLog
+from engine.runtime.terminal import ConsoleLog, print_fields
 from engine.training.command_line import parse_arguments
 from engine.training.compilation import compiled_blocks
 from engine.training.device import check_device, chosen_kernels
@@ -118,7 +118,7 @@ class Trainer:
         if progress.epoch < epochs:
             self.begin()
         elif self.world.is_primary:
-            print(f"{self.output} is finished:  {progress.epoch} epochs  {format_values(progress.metrics)}")
+            print_fields(f"{self.output} is finished:  {progress.epoch} epochs  {format_values(progress.metrics)}")
         while progress.epoch < epochs and not stopped:
             self.sampler.set_epoch(progress.epoch, progress.images)
             stopped = self.train_epoch(self.prepare_batches()) or self.evaluate_and_save()

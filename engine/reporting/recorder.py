@@ -43,7 +43,7 @@ from engine.runtime.distributed import World
 from engine.runtime.files import append_whole, naming, write_atomically
 from engine.runtime.provenance import provenance
 from engine.runtime.reading import open_regular
-from engine.runtime.terminal import CONSOLE, progress_bar
+from engine.runtime.terminal import CONSOLE, print_fields, progress_bar
 from engine.runtime.text import one_line
 
 CONFIG = "config.yaml"
@@ -171,7 +171,7 @@ class Recorder(SilentRecorder):
         self.close()
         if error is None:
             files = f"{EPOCHS} (a row per epoch)  {METRICS} (all records)  {CONSOLE}"
-            print(f"logs of {self.directory}:  {files}  tensorboard --logdir {self.directory}", flush=True)
+            print_fields(f"logs of {self.directory}:  {files}  tensorboard --logdir {self.directory}")
 
     def start(self, epoch: int, processes: int, resumption: Resumption = NOTHING, **values: Any) -> None:
         config = dump_yaml(dump_run(self.run))
@@ -294,7 +294,7 @@ class Recorder(SilentRecorder):
         line = f"{kind:5}  {self._place(epoch)}  {text}".rstrip()
         if kind == "train":
             self.bar.set_postfix_str(SHOWN["loss"].format(values["loss"]), refresh=False)
-        print(line, flush=True)
+        print_fields(line)
 
 
 def _short(value: Any) -> Any:

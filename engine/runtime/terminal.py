@@ -24,6 +24,9 @@ tqdm.set_lock(threading.RLock())
 CONSOLE = "console.log"
 """File of a run directory."""
 
+INDENT = " " * 7
+"""Beginning of every line but the first of a line that a terminal has no room for."""
+
 
 def append_line(directory: Path, line: str) -> None:
     """Adds a line to the console log of `directory`, unless it cannot be written: the console shows it anyway."""
@@ -104,6 +107,32 @@ class Copied:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
+
+
+def print_fields(line: str) -> None:
+    """Prints a line of fields, which two spaces separate; a terminal shows it on several lines if it is too long.
+
+    A console log has it as one line.
+    """
+    stream = sys.stdout
+    shown = break_line(line, (os.get_terminal_size(stream.fileno()).columns or 80) - 1) if stream.isatty() else line
+    if isinstance(stream, Copied):
+        stream.add(line)
+        stream.show(f"{shown}\n")
+    else:
+        print(shown, flush=True)
+
+
+def break_line(line: str, width: int) -> str:
+    """Breaks a line between fields into lines of at most `width` characters, where that is possible."""
+    first, *fields = line.split("  ")
+    lines = [first]
+    for field in fields:
+        if len(lines[-1]) + 2 + len(field) <= width:
+            lines[-1] += f"  {field}"
+        else:
+            lines.append(f"{INDENT}{field.lstrip()}")
+    return "\n".join(lines)
 
 
 def progress_bar(title: str, total: int | None, *, initial: int = 0, hidden: bool = False) -> tqdm:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tqdm import tqdm
 
-from engine.runtime.terminal import ConsoleLog, progress_bar
+from engine.runtime.terminal import ConsoleLog, print_fields, progress_bar
 from tests.engine.test_recorder import terminal
 
 
@@ -70,16 +70,18 @@ def test_nested_bars_leave_lines_alone(width: int, tmp_path: Path, monkeypatch: 
                     inner.mininterval = bar.mininterval = 0
                     inner.update(2)
                     print("warning: one", "word", number, file=sys.stderr)
-                    print(f"train  loss {number}", flush=True)
+                    print_fields(f"train  loss {number}  " + "  ".join(["0123456789"] * 8))
                 bar.update(3)
         with tqdm(total=2, desc="download") as foreign:  # on sys.stderr, as a library draws one
             foreign.update(2)
     lines = (tmp_path / "console.log").read_text().splitlines()
-    assert lines == [line for n in range(3) for line in (f"warning: one word {n}", f"train  loss {n}")]
+    text = "  ".join(["0123456789"] * 8)
+    assert lines == [line for n in range(3) for line in (f"warning: one word {n}", f"train  loss {n}  {text}")]
     *shown, download = screen(drawn.content)
     assert download.startswith("download: 100%|")
     assert "evaluation" in drawn.content.decode()
-    assert shown == lines
+    assert " ".join(" ".join(shown).split()) == " ".join(" ".join(lines).split())
+    assert len(shown) == (9 if width == 80 else 6)
 
 
 @pytest.mark.parametrize("is_pipe", [True, False])

@@ -268,7 +268,7 @@ def terminal(width: int, monkeypatch: pytest.MonkeyPatch) -> Iterator["Drawn"]:
 
 @pytest.mark.parametrize("width", [80, 200])
 def test_progress_bar_on_a_terminal(tmp_path, monkeypatch, width):
-    """The bar makes way for the lines."""
+    """The bar makes way for the lines, which a narrow terminal breaks between fields."""
     with terminal(width, monkeypatch) as drawn, ConsoleLog() as console:
         console.keep(tmp_path)
         record_run(tmp_path)
@@ -278,8 +278,10 @@ def test_progress_bar_on_a_terminal(tmp_path, monkeypatch, width):
     assert re.fullmatch(r"epoch 1/2: 100%\|█{20,}\| ETA 00:00, [\d.]+k? images/s, loss 2\.5000", bars[-1])
     assert {len(line) for line in bars} == {width - 1}  # tqdm keeps out of the last column
     assert [line.split()[0] for line in lines if line[0] != " "] == ["start", "train", "eval", "final"]
+    assert len(lines) == (7 if width == 80 else 4)
+    assert all(len(line) < width for line in lines)
     logged = (tmp_path / "console.log").read_text().splitlines()
-    assert logged == [line.rstrip() for line in lines]
+    assert [line.split() for line in logged] == [text.split() for text in re.split(r"\n(?! )", "\n".join(lines))]
 
 
 @pytest.mark.parametrize("width", [80, 120])
