@@ -33,7 +33,7 @@ from engine.run.load import dump_run
 from engine.runtime.errors import UserError
 from engine.runtime.files import check_directory
 from engine.runtime.memory import peak_bytes
-from engine.runtime.ownership import claim_results, with_digest
+from engine.runtime.ownership import claim_results
 from engine.runtime.provenance import digest_code, provenance
 from engine.runtime.reading import parsing
 from models.base import attention_layers, is_same_attention
@@ -160,7 +160,7 @@ class Laboratory:
         with torch.no_grad():
             peak = peak_bytes(partial(model, self.own.images), trained.device)
         if self.training is not None and self.steps is not None:
-            claim_results(self.aligned, with_digest(weights.name))
+            claim_results(self.aligned, [weights.name])
             clock = time.process_time if trained.device.type == "cpu" else time.perf_counter
             began = clock()
             align_by_seed(trained, model, self.training, self.steps, seed)

@@ -46,7 +46,6 @@ from engine.runtime.ownership import (
     make_output,
     owned_files,
     remove_owned,
-    with_digest,
 )
 
 NUM_IMAGES = 1000
@@ -252,7 +251,7 @@ def report(
 
 def front_files(name: str) -> list[str]:
     """Returns the names of the files of a point of the front."""
-    return [f"{name}.yaml", *with_digest(f"{name}.safetensors")]
+    return [f"{name}.yaml", f"{name}.safetensors"]
 
 
 def tabulate_layers(points: Sequence[Point], own: Score) -> list[dict[str, str]]:

@@ -108,7 +108,7 @@ def count_changes(directory: Path, laboratory: Laboratory) -> int | None:
     """Counts the images that the last weights of a run predict otherwise (the best were chosen on them); None: it has
     no weights.
     """
-    if not (kept := find_checkpoint(directory, "last", need_digest=False)):
+    if not (kept := find_checkpoint(directory, "last")):
         return None
     tuned = load_trained(argparse.Namespace(checkpoint=kept[0], select="last", weights="plain", overrides=[]))
     sample = read_sample(tuned, len(laboratory.sample.images))

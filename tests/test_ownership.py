@@ -26,7 +26,7 @@ from engine.data import prepare
 from engine.reporting.recorder import RUN_FILES
 from engine.runtime.distributed import World
 from engine.runtime.errors import UserError
-from engine.runtime.files import TOKEN, write_atomically, write_verified
+from engine.runtime.files import TOKEN, write_atomically
 from engine.runtime.locks import hold_lock, lock_directory
 from engine.runtime.ownership import (
     MARKER,
@@ -35,7 +35,6 @@ from engine.runtime.ownership import (
     make_output,
     owned_files,
     remove_owned,
-    with_digest,
     write_together,
 )
 
@@ -154,16 +153,14 @@ TABLE: dict[str, tuple[tuple[str, ...], Callable[[Path], object], str | None]] =
     "an export, DIR": (("README.md", "model.safetensors.tmp"), lambda d: write_together(d, {"config.json": b""}), None),
     **{
         f"an export, DIR/{name}": ((name,), lambda d: check_target(f"{d}/"), "is there already")
-        for name in ("config.json", *with_digest("model.safetensors"))
+        for name in ("config.json", "model.safetensors")
     },
-    "an export, FILE": (("x.safetensors.sha256",), lambda d: check_target(f"{d}/x.safetensors"), "is there already"),
     **{
         f"a prepared split, {name}": ((name,), run_preparation, "is there already")
         for name in ("train.npz", "train.pixels")
     },
     "an index": (("train.index.safetensors",), run_index, "is there already"),
     "a file": (("x.csv.tmp", ".x.csv.unfinished"), lambda d: write_atomically(d / "x.csv", b"1"), None),
-    "a file with its digest": (("x.tmp", "x.sha256.tmp"), lambda d: write_verified(d / "x", b"1"), None),
     "removal of what was claimed by others": (("a", "b"), lambda d: remove_owned(d, ["a", "b"]), None),
 }
 
@@ -213,8 +210,7 @@ def test_a_checkpoint_that_was_put_there_by_hand_is_not_rotated(tmp_path: Path, 
     other = tmp_path / "two"
     other.mkdir()
     (first,) = (tmp_path / "one").glob("step_*_epoch_1.pt")
-    for path in (first, first.with_name(f"{first.name}.sha256")):
-        (other / path.name).write_bytes(path.read_bytes())
+    (other / first.name).write_bytes(first.read_bytes())
     before = first.read_bytes()
     (other / "step_99.pt").write_text("mine")
     with pytest.raises(SystemExit):

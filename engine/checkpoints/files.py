@@ -1,10 +1,10 @@
 """Checkpoints of a run: written completely or not at all, verified when read, plain types only.
 
 A run directory holds `step_S.pt`, made within an epoch and before its evaluation, and `step_S_epoch_E.pt`, made after
-epoch E and its evaluation, each with its SHA-256 beside it in the format of sha256sum. A checkpoint is a dict. Its
-metadata: `config` (the resolved configuration, plain), `processes` and `images` (their numbers), `progress` (the fields
-of `Progress`), and `IDENTITY`. Its state dicts: `model`, `optimizer`, `scaler`, if a weight average is kept
-`model_ema`, timm's name for it. Random state is not saved: see `engine.data.sampler`.
+epoch E and its evaluation. CRCs inside it tell damage. A checkpoint is a dict. Its metadata: `config` (the resolved
+configuration, plain), `processes` and `images` (their numbers), `progress` (the fields of `Progress`), and `IDENTITY`.
+Its state dicts: `model`, `optimizer`, `scaler`, if a weight average is kept `model_ema`, timm's name for it. Random
+state is not saved: see `engine.data.sampler`.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from engine.checkpoints.local_dir import read_local_dir
 from engine.checkpoints.progress import Progress, check_progress
 from engine.checkpoints.released import Unsupported, from_released_file
 from engine.runtime.errors import UserError
-from engine.runtime.files import read_digests, write_verified
+from engine.runtime.files import write_atomically
 from engine.runtime.text import names_to_nfc
 
 METADATA = ("config", "processes", "images", "progress")
@@ -61,32 +61,31 @@ def find_checkpoint(
     which: Literal["best", "last"],
     quiet: bool = False,
     weights: Weights = "plain",
-    need_digest: bool = True,
 ) -> tuple[Path, dict[str, Any]] | None:
     """Returns the path and content of the best or the newest checkpoint in `directory`; None if there is none.
 
     Args:
         which: "best": the checkpoint of the epoch that ranks first by these `weights`, see `Progress`, or the newest if
             none has a finite score.
-        quiet: do not name on stderr the damaged checkpoints that are passed over. need_digest: see `load_checkpoint`.
+        quiet: do not name on stderr the damaged checkpoints that are passed over.
     Raises:
         UserError: all of them are damaged.
     """
     paths = list_checkpoints(directory)
-    last = _first_whole(paths, quiet, need_digest)
+    last = _first_whole(paths, quiet)
     if last is None and paths:
         if list_checkpoints(directory) == paths:
-            problem = "none of its checkpoints is whole" + ", with its SHA-256 beside it" * need_digest
-            raise UserError(f"{directory}: {problem}; copy them again, or start afresh in another directory")
+            remedy = "copy them again, or start afresh in another directory"
+            raise UserError(f"{directory}: none of its checkpoints is whole; {remedy}")
         # a running training has replaced them meanwhile
-        return find_checkpoint(directory, which, quiet, weights, need_digest)
+        return find_checkpoint(directory, which, quiet, weights)
     if last is None or which == "last":
         return last
     progress = parse_options(Progress, last[1]["progress"])
     ranking = progress.ranking if weights == "plain" else progress.ema_ranking
     ranked = {match[2]: path for path in paths if (match := CHECKPOINT_NAME.fullmatch(path.name)) and match[2]}
     best = [ranked[str(epoch)] for score, epoch in ranking if str(epoch) in ranked and math.isfinite(score)]
-    return _first_whole(best, quiet, need_digest) or last
+    return _first_whole(best, quiet) or last
 
 
 def find_weights(
@@ -94,8 +93,7 @@ def find_weights(
 ) -> list[tuple[Path, dict[str, Any], list[Weights]]]:
     """Returns path and content of the checkpoints to take weights from, with the kinds to take from each.
 
-    Averaged weights come last. Of a run directory, a checkpoint without its SHA-256 counts by the CRCs inside it, as
-    one that is named does; a line on stderr says so.
+    Averaged weights come last.
 
     Args:
         source: a run directory, a file, or what `identify` has found there.
@@ -108,7 +106,7 @@ def find_weights(
     file = None if found.kind is Kind.RUN else (found.path, load_checkpoint(found))
     chosen: dict[Path, tuple[dict[str, Any], list[Weights]]] = {}
     for kind in [weights] if weights else WEIGHTS:
-        checkpoint = file or find_checkpoint(found.path, which, weights=kind, need_digest=False)
+        checkpoint = file or find_checkpoint(found.path, which, weights=kind)
         if checkpoint is None:
             raise UserError(f"{found.path}: no checkpoint there")
         at, content = checkpoint
@@ -116,10 +114,6 @@ def find_weights(
             chosen.setdefault(at, (content, []))[1].append(kind)
     if not chosen:
         raise UserError(f"{at}: holds no {weights} weights, only {', '.join(kept_weights(content))}")
-    for at in chosen:
-        if found.kind is Kind.RUN and not read_digests(at) and at.exists():  # a running training may have removed both
-            problem = "without the SHA-256 that should stand beside it; whole by the CRCs inside it"
-            print(f"{at}: {problem}", file=sys.stderr, flush=True)
     return [(at, *entry) for at, entry in chosen.items()]
 
 
@@ -175,10 +169,10 @@ def parse_weights(text: str) -> Weights:
     raise argparse.ArgumentTypeError(f"{text!r} is no kind of weights, {' or '.join(WEIGHTS)}{renamed}")
 
 
-def _first_whole(paths: Sequence[Path], quiet: bool, need_digest: bool) -> tuple[Path, dict[str, Any]] | None:
+def _first_whole(paths: Sequence[Path], quiet: bool) -> tuple[Path, dict[str, Any]] | None:
     for path in paths:
         try:
-            return path, load_checkpoint(path, need_digest)
+            return path, load_checkpoint(path)
         except UserError as error:
             if not quiet:
                 print(f"{error}; passed over", file=sys.stderr, flush=True)
@@ -186,7 +180,7 @@ def _first_whole(paths: Sequence[Path], quiet: bool, need_digest: bool) -> tuple
 
 
 def save_checkpoint(path: Path, checkpoint: Mapping[str, Any]) -> None:
-    """Writes `checkpoint` to `path`, with its SHA-256.
+    """Writes `checkpoint` to `path`.
 
     Raises:
         ValueError: `load_checkpoint` would refuse it; nothing is written. OSError: it cannot be written.
@@ -198,22 +192,21 @@ def save_checkpoint(path: Path, checkpoint: Mapping[str, Any]) -> None:
         _check_values(read_archive(content).own())
     except (ValueError, pickle.UnpicklingError) as error:  # too little memory is another matter
         raise ValueError(f"{path}: not written, as it could not be read again: {error}") from error
-    write_verified(path, content)
+    write_atomically(path, content)
 
 
-def load_checkpoint(source: Path | Found, need_digest: bool = False) -> dict[str, Any]:
+def load_checkpoint(source: Path | Found) -> dict[str, Any]:
     """Reads a checkpoint file into main memory; the file need not be trusted.
 
-    No code in the file is run, and no more memory is used than a few times its size. A SHA-256 beside it must match.
+    No code in the file is run, and no more memory is used than a few times its size.
 
     Args:
         source: the file, or what `identify` has found, other than a run directory.
-        need_digest: refuse a file without a SHA-256 beside it.
     Raises:
         UserError: there is no such file, or it is not a regular file, is damaged, or describes no model of this
             project.
     """
-    found = identify_file(source, need_digest) if isinstance(source, Path) else source
+    found = identify_file(source) if isinstance(source, Path) else source
     try:
         checkpoint = _read(found)
         _check_values(checkpoint)

@@ -3,7 +3,6 @@
 `identify` alone decides it. It reads a file once; the readers of its content follow the kind that it found.
 """
 
-import hashlib
 import os
 import re
 from collections.abc import Mapping
@@ -13,7 +12,6 @@ from typing import Any, NamedTuple
 
 from engine.checkpoints.format import Content, read_archive, read_safetensors
 from engine.runtime.errors import UserError
-from engine.runtime.files import read_digests
 from engine.runtime.reading import parsing, read_regular
 from engine.runtime.text import describe_error
 from models.convert import is_released
@@ -105,23 +103,15 @@ def identify(name: str | Path, follow_links: bool = False) -> Found:
     return found._replace(kind=Kind.LOCAL_DIR) if found.kind in FOREIGN else found
 
 
-def identify_file(path: Path, need_digest: bool = False, follow_links: bool = False) -> Found:
-    """Identifies a file by its suffix or its content. A SHA-256 beside it must match, or be there (`need_digest`).
+def identify_file(path: Path, follow_links: bool = False) -> Found:
+    """Identifies a file by its suffix or its content.
 
     Raises:
         UserError: there is no such file, or it is not a regular file, or is damaged.
     """
     if path.suffix in GRAPHS:
         return Found(Kind.GRAPH, path)
-    digests = read_digests(path)  # a running training removes the file before its digest,
-    content = read_regular(path, follow_links=follow_links)
-    digests += read_digests(path)  # and replaces both
-    if not digests and need_digest:
-        remedy = f"`sha256sum {path.name} > {path.name}.sha256`, there, writes it"
-        raise UserError(f"{path}: without the SHA-256 that should stand beside it; {remedy}")
-    if digests and hashlib.sha256(content).hexdigest() not in digests:
-        raise UserError(f"{path}: damaged, or no checkpoint that can be loaded safely: its SHA-256 is another")
-    return identify_content(content, path)
+    return identify_content(read_regular(path, follow_links=follow_links), path)
 
 
 def identify_content(content: bytes, path: Path) -> Found:

@@ -1,8 +1,7 @@
-"""Files, written completely or not at all: files with a SHA-256, results for the user."""
+"""Files, written completely or not at all, and results for the user."""
 
 import csv
 import errno
-import hashlib
 import io
 import os
 import re
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.runtime.errors import UserError
-from engine.runtime.reading import open_descriptor, open_regular, read_regular
+from engine.runtime.reading import open_descriptor
 
 TOKEN = f"eav-{secrets.token_hex(16)}"
 """Random part of the names of this process's unfinished files, which no other process knows: they are its own."""
@@ -198,57 +197,3 @@ def explain_unwritten(path: Path) -> Iterator[None]:
         raise UserError(f"{path}: replaced, but perhaps not on the disk: {error.strerror}; write it again") from error
     except OSError as error:
         raise UserError(f"{path}: cannot be written: {error.strerror}; what was there is unchanged") from error
-
-
-def write_verified(path: Path, content: bytes | memoryview) -> None:
-    """Writes `content` to `path`, and its SHA-256 beside it.
-
-    While a file is replaced, the digests of its old and its new content both stand beside it: after an interruption or
-    a failure at any time, `path` has one of the two, and is intact. Errors are those of `write_atomically`.
-    """
-    new, old, known = hashlib.sha256(content).hexdigest(), _sha256(path), read_digests(path)
-    valid = [old] if old and (old in known or not known) else []
-    _write_digests(path, [new, *valid])
-    write_atomically(path, content)
-    if valid:
-        with suppress(OSError):  # the old digest may stay: the file is there
-            _write_digests(path, [new])
-
-
-def _write_digests(path: Path, digests: Sequence[str]) -> None:
-    """Writes `digests` beside `path`, in the format of sha256sum."""
-    write_atomically(digest_path(path), "".join(f"{digest}  {path.name}\n" for digest in digests).encode())
-
-
-def _sha256(path: Path) -> str | None:
-    """Returns the SHA-256 of `path`, None if it cannot be read."""
-    try:
-        with open_regular(path) as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError:
-        return None
-
-
-def is_intact(path: Path) -> bool:
-    """Returns whether the SHA-256 of `path` stands beside it."""
-    return _sha256(path) in read_digests(path)
-
-
-def is_digest(path: Path) -> bool:
-    """Returns whether nothing but SHA-256 stands in the file of the SHA-256 of `path`, if there is one."""
-    beside = digest_path(path)
-    return not os.path.lexists(beside) or all(re.fullmatch("[0-9a-f]{64}|", line) for line in read_digests(path))
-
-
-def digest_path(path: Path) -> Path:
-    """Returns the path of the file with the SHA-256 of `path`."""
-    return path.with_name(path.name + ".sha256")
-
-
-def read_digests(path: Path) -> list[str]:
-    """Returns the SHA-256 beside `path`: none if it cannot be read, two while `path` is replaced."""
-    try:
-        text = read_regular(digest_path(path), 1024).decode(errors="replace")
-    except UserError:
-        return []
-    return [line[:64] for line in text.split("\n")]

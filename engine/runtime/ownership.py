@@ -12,7 +12,6 @@ from engine.runtime.errors import UserError
 from engine.runtime.files import (
     FailedAfterReplacing,
     append_whole,
-    digest_path,
     explain_unwritten,
     make_directory,
     sync_directory,
@@ -86,7 +85,7 @@ def write_together(directory: Path, files: Mapping[str, bytes]) -> None:
     """Writes all of `files`, or none if one cannot be written, into a directory that is made if need be.
 
     Raises:
-        UserError: one cannot be written, or one or its SHA-256 is there and was not made by this program.
+        UserError: one cannot be written, or is there and was not made by this program.
     """
     with (
         explain_unwritten(directory),
@@ -94,11 +93,10 @@ def write_together(directory: Path, files: Mapping[str, bytes]) -> None:
     ):
         for name, content in files.items():
             write_atomically(Path(unfinished, name), content)
-        claim(directory, RESULTS, [each for name in files for each in with_digest(name)])
+        claim(directory, RESULTS, files)
         if folders := [name for name in files if (directory / name).is_dir()]:
             raise IsADirectoryError(errno.EISDIR, f"{folders[0]} is a directory")
         for number, name in enumerate(files):
-            remove_owned(directory, [digest_path(Path(name)).name])  # the digest of a replaced file
             try:
                 os.replace(Path(unfinished, name), directory / name)
             except OSError as error:
@@ -106,11 +104,6 @@ def write_together(directory: Path, files: Mapping[str, bytes]) -> None:
                     raise
                 raise FailedAfterReplacing(error.errno, f"{name}: {error.strerror}") from error
         sync_directory(directory)
-
-
-def with_digest(name: str) -> list[str]:
-    """Returns a name and that of its file of a SHA-256, which are claimed together."""
-    return [name, digest_path(Path(name)).name]
 
 
 def make_output(directory: Path, files: Collection[str]) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from attention.options import nearest, parse_options
-from engine.checkpoints.files import IDENTITY, find_checkpoint, save_checkpoint
+from engine.checkpoints.files import IDENTITY, find_checkpoint, load_checkpoint, save_checkpoint
 from engine.checkpoints.format import MAX_CLASS_NAMES
 from engine.checkpoints.identify import CHECKPOINT_NAME, list_checkpoints
 from engine.checkpoints.progress import Progress, Resumption
@@ -22,8 +22,7 @@ from engine.config.schema import Run
 from engine.run.load import dump_run, parse_run
 from engine.runtime.distributed import World
 from engine.runtime.errors import ConfigError, UserError
-from engine.runtime.files import is_intact
-from engine.runtime.ownership import RESULTS, claim, owned_files, remove_owned, with_digest
+from engine.runtime.ownership import RESULTS, claim, owned_files, remove_owned
 from engine.training.differences import (
     CONTENT,
     NAMES_ONLY,
@@ -86,7 +85,7 @@ class Checkpoints:
             path = self.directory / f"{name}.pt"
             # A checkpoint that the user put there, from which the run resumes, has this very state.
             if path != self.resumed_from or path in owned_files(self.directory, RESULTS):
-                claim(self.directory, RESULTS, with_digest(path.name))
+                claim(self.directory, RESULTS, [path.name])
                 save_checkpoint(path, self._content(progress, stateful))
                 self._rotate({epoch for _, epoch in progress.ranking + progress.ema_ranking})
         self.saved_at = time.monotonic()
@@ -101,13 +100,15 @@ class Checkpoints:
 
     def _rotate(self, best: Collection[int]) -> None:
         newest, *others = list_checkpoints(self.directory)
-        if not is_intact(newest):
-            print(f"{newest}: not what was written to it; all older checkpoints are kept", file=sys.stderr, flush=True)
+        try:
+            load_checkpoint(newest)
+        except UserError as error:
+            print(f"{error}; all older checkpoints are kept", file=sys.stderr, flush=True)
             return
         for path in others[NUM_LAST - 1 :]:
             match = CHECKPOINT_NAME.fullmatch(path.name)
             if match is None or match[2] is None or int(match[2]) not in best:
-                remove_owned(self.directory, with_digest(path.name))
+                remove_owned(self.directory, [path.name])
 
 
 class Resumed:

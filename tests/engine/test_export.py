@@ -230,7 +230,7 @@ def test_a_directory_that_cannot_be_written_stays(tmp_path, monkeypatch):
 
 def test_a_directory_does_not_replace_what_another_command_wrote(tmp_path):
     export_plain(f"{tmp_path}/model.safetensors", trained(DEIT))
-    with pytest.raises(UserError, match=r"model.safetensors: is there already, .*; move them away"):
+    with pytest.raises(UserError, match=r"model.safetensors: is there already, .*; move it away"):
         export_plain(str(tmp_path), trained(DEIT, "xca"))
     assert load_checkpoint(tmp_path / "model.safetensors")["config"]["attention"]["name"] == "softmax"
 

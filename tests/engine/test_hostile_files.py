@@ -31,7 +31,6 @@ from engine.reporting.metrics import EpochTable, find_records, read_records
 from engine.reporting.runs import read_epochs, summarise
 from engine.run.load import load_run
 from engine.runtime.errors import UserError
-from engine.runtime.files import read_digests
 from engine.runtime.locks import is_locked, lock_holder
 from engine.runtime.ownership import MARKER, owned_files
 from engine.runtime.reading import open_regular, parsing, read_text
@@ -109,7 +108,6 @@ READERS: dict[str, Callable[[Path], object]] = {
     "sweep.yaml": lambda path: read_ablation(path, [], path.parent, []),
     "classes.txt": lambda path: read_names(str(path)),
     "lock": read_lock,
-    "x.pt.sha256": lambda path: read_digests(path.with_suffix("")),
     MARKER: lambda path: owned_files(path.parent, "cache"),
     "ablate.failed": read_text,
     "train.csv": lambda path: read_split(path, "csv"),
