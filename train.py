@@ -20,7 +20,7 @@ from engine.checkpoints.initial_weights import create_initial_model
 from engine.config.micro_batches import describe_batch_norm
 from engine.config.schema import Run
 from engine.data.identity import identify_data, warn_of_one_split
-from engine.data.loaders import check_workers, create_loaders, has_lost_workers, stop_waiting_if
+from engine.data.loaders import create_loaders
 from engine.data.splits import classes_of
 from engine.data.verify import check_images
 from engine.evaluation.evaluate import evaluate_all
@@ -112,7 +112,7 @@ class Trainer:
 
         Raises:
             FloatingPointError, BrokenImage: a loss or gradient is not finite, or too many images are broken.
-            WorkersLost: loader workers were killed again and again; raised after saving. WorkersStuck: they hang.
+            WorkersFailed: loader workers were killed or hang.
         """
         progress, epochs, stopped = self.progress, self.run.schedule.epochs, False
         if progress.epoch < epochs:
@@ -123,8 +123,6 @@ class Trainer:
             self.sampler.set_epoch(progress.epoch, progress.images)
             stopped = self.train_epoch(self.prepare_batches()) or self.evaluate_and_save()
             self.world.barrier()  # no rank ends, or starts an epoch that might fail, while the checkpoint is written
-        if stopped:
-            check_workers(self.train_loader, self.world)
         return progress.epoch == epochs
 
     def begin(self) -> None:
@@ -142,7 +140,6 @@ class Trainer:
         kind = Recorder if self.world.is_primary else SilentRecorder
         self.recorder = self.cleanup.enter_context(kind(self.output, run, progress, self.total_steps, self.world))
         self.signals = self.cleanup.enter_context(SignalHandler())
-        stop_waiting_if(self.signals.stop_requested, self.train_loader, self.val_loader)
         paths = {"kernels": taken, "compile": compilation, "cuda_graph": cuda_graph}
         self.recorder.start(progress.epoch, self.world.size, self.resumption, **paths, **self.costs)
 
@@ -197,7 +194,7 @@ class Trainer:
             with nullcontext() if self.world.size == 1 or is_last else self.network.no_sync():
                 with autocast(self.options.amp, self.world.device):
                     loss = self.objective(self.network, images, targets) / num_micro
-                stop = self.signals.stop_requested() or has_lost_workers(self.train_loader)
+                stop = self.signals.stop_requested()
                 self.scaler.scale(loss).backward()
             loss_sum += loss.detach().double()
             num_broken += self.train_loader.batch_sampler.batch_size - len(images)

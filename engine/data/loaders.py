@@ -22,7 +22,7 @@ from engine.data.augment import BatchAugment, Size, create_mixup, create_transfo
 from engine.data.images import BrokenImage
 from engine.data.sampler import EpochSampler, SeededDataset
 from engine.data.splits import Images, classes_of, count_classes, open_images, report_split
-from engine.data.workers import RestartingLoader, WorkersLost
+from engine.data.workers import WorkerLoader
 from engine.objectives import choose_objective
 from engine.runtime.distributed import World, seed_everything
 from engine.runtime.text import describe_difference, one_line
@@ -33,7 +33,7 @@ ERASING = 1
 VERIFY = "`python -m engine.data.verify ROOT` lists the broken images of a data set"
 
 
-class ImageLoader(RestartingLoader):
+class ImageLoader(WorkerLoader):
     """Batches of `Images` without broken ones: each of those makes its batch smaller by one.
 
     No other image replaces a broken one. The order and the number of batches do not change, so that ranks stay in step.
@@ -126,28 +126,6 @@ def check_broken(broken: int, limit: float) -> None:
     """Raises BrokenImage for more than `limit` broken images in an epoch, over all ranks."""
     if broken > limit:
         raise BrokenImage(f"{broken} images of this epoch are broken, more than data.max_broken = {limit}; {VERIFY}")
-
-
-def has_lost_workers(loader: Loader) -> bool:
-    """Returns whether a run should save and end because workers of `loader` were killed too often."""
-    return _image_loader(loader).has_lost_workers
-
-
-def check_workers(loader: Loader, world: World) -> None:
-    """Ends a run that has lost loader workers. WorkersLost: on any rank; raised on every one."""
-    lost = [str(rank) for rank, (flag,) in enumerate(world.gather([has_lost_workers(loader)])) if flag]
-    if lost:
-        workers = _image_loader(loader).num_workers
-        raise WorkersLost(
-            f"loader workers of rank {', '.join(lost)} were killed again and again (out of memory?); lower data.workers"
-            f" = {workers}; the run is saved, and the same command resumes it"
-        )
-
-
-def stop_waiting_if(stop_requested: Callable[[], bool], *loaders: Loader) -> None:
-    """Makes `loaders` ask `stop_requested` while they wait for their workers."""
-    for loader in loaders:
-        _image_loader(loader).stop_requested = stop_requested
 
 
 def _image_loader(loader: Loader) -> ImageLoader:

@@ -29,7 +29,7 @@ from engine.data.images import BrokenImage
 from engine.data.loaders import create_loaders, images_of
 from engine.data.sampler import EpochSampler
 from engine.data.splits import Images, classes_of, describe_ignored, open_split
-from engine.data.workers import RestartingLoader
+from engine.data.workers import WorkerLoader
 from engine.runtime.arguments import PROCESSES, ArgumentParser, Count
 from engine.runtime.distributed import World
 from engine.runtime.errors import refuse_bad_input
@@ -130,7 +130,7 @@ def open_splits(args: argparse.Namespace) -> dict[str, Images]:
 
 def read_all(images: Images, workers: int, title: str) -> Generator[tuple[Any, int] | BrokenImage, None, None]:
     """Yields every sample of `images` in order, read by `workers` processes, and shows a progress bar."""
-    loader = RestartingLoader(images, batch_size=16, num_workers=workers, collate_fn=list)
+    loader = WorkerLoader(images, batch_size=16, num_workers=workers, collate_fn=list)
     with tqdm(total=len(images), desc=title, unit=" images", dynamic_ncols=True) as bar:
         for samples in loader:
             yield from samples

@@ -4,7 +4,7 @@
 1   failed: a loss that is not finite, a broken image, too little memory or disk, a rank that does not answer, loader
     workers that are killed or hang, blocks that cannot be compiled or captured
 2   refused before it began: configuration, data, a directory in use
-75  stopped by a signal and saved (not if loader workers hang); the same command resumes it (`engine.runtime.signals`)
+75  stopped by a signal and saved; the same command resumes it (`engine.runtime.signals`)
 """
 
 import sys
@@ -16,10 +16,9 @@ from torch.distributed import distributed_c10d
 
 from engine.config.schema import Train
 from engine.data.images import BrokenImage, DataError
-from engine.data.workers import WorkersLost, WorkersStuck
+from engine.data.workers import REMEDY, WorkersFailed
 from engine.runtime.distributed import World
 from engine.runtime.memory import is_out_of_memory
-from engine.runtime.signals import STOPPED
 from engine.training.compilation import CompilationFailed
 from engine.training.graphs import CaptureFailed
 
@@ -34,11 +33,8 @@ def explain_failures(options: Train, world: World) -> Iterator[None]:
     """Context in which such a failure ends the process with one line and status `FAILED`; bugs pass."""
     try:
         yield
-    except (FloatingPointError, BrokenImage, DataError, WorkersLost, CompilationFailed, CaptureFailed) as error:
+    except (FloatingPointError, BrokenImage, DataError, WorkersFailed, CompilationFailed, CaptureFailed) as error:
         _end(world, str(error))
-    except WorkersStuck as error:
-        remedy = "the last checkpoint stands; check the storage of data.root, or raise data.timeout_minutes"
-        _end(world, f"{error}; {remedy}", STOPPED if error.stopped else FAILED)
     except OSError as error:
         what = error.strerror or str(error).strip().splitlines()[-1]
         _end(world, f"{error.filename or 'log or events'}: {what}; the last checkpoint stands")
@@ -48,6 +44,8 @@ def explain_failures(options: Train, world: World) -> Iterator[None]:
             _end(world, f"out of memory; {_remedies(options, world)} ({text})")
         if "gloo/transport" in text:  # on CUDA, NCCL ends the process
             _end(world, f"{_find_missing(world)} ({text})")
+        if text.startswith("DataLoader worker"):  # torch raises it at any time
+            _end(world, f"{text}; {REMEDY}")
         raise
 
 
@@ -75,7 +73,7 @@ def _find_missing(world: World) -> str:
     return "no answer from another rank"
 
 
-def _end(world: World, message: str, status: int = FAILED) -> None:
+def _end(world: World, message: str) -> None:
     who = f"rank {world.rank}: " if world.size > 1 else ""
     print(f"error: {who}{message}", file=sys.stderr, flush=True)
-    raise SystemExit(status) from None
+    raise SystemExit(FAILED) from None

@@ -344,7 +344,7 @@ def meta_trainer(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         objective=Classification(nn.CrossEntropyLoss()), scaler=torch.amp.GradScaler("cpu", enabled=False),
         optimizer=create_optimizer(model, run.optim, 4), ema=ema,
         signals=SimpleNamespace(stop_requested=lambda: False), checkpoints=SimpleNamespace(is_overdue=lambda: False),
-        train_loader=SimpleNamespace(batch_sampler=SimpleNamespace(batch_size=2), has_lost_workers=False),
+        train_loader=SimpleNamespace(batch_sampler=SimpleNamespace(batch_size=2)),
     )  # fmt: skip
 
 

@@ -146,11 +146,8 @@ def _kill_workers(*args: Any, **kwargs: Any) -> None:
         worker.kill()
 
 
-def _hang_workers(*args: Any, **kwargs: Any) -> None:
-    import multiprocessing
-
-    for worker in multiprocessing.active_children():
-        os.kill(worker.pid, signal.SIGSTOP)
+def _hang(*args: Any, **kwargs: Any) -> None:
+    time.sleep(60)
 
 
 def _remove_output(path: Path, content: bytes) -> None:
@@ -190,7 +187,7 @@ ACTIONS: dict[str, Callable] = {
     "memory": _no_memory,
     "remove": _remove_output,
     "workers": _kill_workers,
-    "hang": _hang_workers,
+    "hang": _hang,
     "leak tensor": _leak_tensor,
     "leak objects": _leak_objects,
 }
