@@ -115,11 +115,6 @@ def run_preparation(directory: Path) -> None:
     prepare.main([str(source.parents[1]), str(directory), "--splits", "train", "--workers", "0"])
 
 
-def run_index(directory: Path) -> None:
-    (directory / "train-0.tar").write_bytes(bytes(10240))
-    prepare.main([str(directory), "--splits", "train", "--dataset", "wds", "--index"])
-
-
 def run_refused_training(directory: Path) -> None:
     run_training(directory, "data.val_split=nowhere")
 
@@ -159,7 +154,6 @@ TABLE: dict[str, tuple[tuple[str, ...], Callable[[Path], object], str | None]] =
         f"a prepared split, {name}": ((name,), run_preparation, "is there already")
         for name in ("train.npz", "train.pixels")
     },
-    "an index": (("train.index.safetensors",), run_index, "is there already"),
     "a file": (("x.csv.tmp", ".x.csv.unfinished"), lambda d: write_atomically(d / "x.csv", b"1"), None),
     "removal of what was claimed by others": (("a", "b"), lambda d: remove_owned(d, ["a", "b"]), None),
 }

@@ -3,7 +3,8 @@
 The weights show sizes and layers, and the arguments in the file the rest (heads, windows, groups, feature maps). Every
 deviation of that code becomes our option for it. An option that neither gives is `MISSING` and must be given by the
 user: under wrong options weights load strictly and give wrong numbers. An argument for something that only that code
-can do is refused by name. Options of training stay at their defaults.
+can do is refused by name. Options of training stay at their defaults. Models with other attention are described by a
+configuration (`convert --config`).
 """
 
 import math
@@ -12,7 +13,6 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, NoReturn
 
-import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, ImageNetInfo
 from timm.layers import to_2tuple
 from torch import Tensor
@@ -67,7 +67,7 @@ class Arguments:
         if value is None:
             return MISSING
         if not isinstance(value, str | int) or value not in choices:
-            refuse(name, value, f"this project has {', '.join(map(str, choices))} only")
+            refuse(name, value, f"this can be {', '.join(map(str, choices))} only")
         return choices[value]
 
 
@@ -100,18 +100,8 @@ def from_released_file(found: Mapping[str, Any]) -> dict[str, Any]:
     }
     if args.values.get("data_set") == "IMAGENET" and model["num_classes"] == 1000:
         checkpoint["classes"] = ImageNetInfo().label_names()
-    is_random = isinstance(attention, Mapping) and attention.get("proposal") == "unbiased"
-    convert = _with_eval_seeds if is_random else from_released
     weights = {"model": state, "model_ema": found.get("model_ema")}
-    return checkpoint | {key: convert(value) for key, value in weights.items() if isinstance(value, Mapping)}
-
-
-def _with_eval_seeds(state: State) -> dict[str, Tensor]:
-    """Adds the evaluation seeds of our randomized attention to its weights: that code draws anew in each evaluation."""
-    converted, generator = from_released(state), torch.Generator().manual_seed(0)
-    for name in [name for name in converted if re.search(r"^(blocks|stages\.[012])\..*\.qkv\.weight$", name)]:
-        converted[name.replace("qkv.weight", "eval_seed")] = torch.randint(2**32, (2,), generator=generator)
-    return converted
+    return checkpoint | {key: from_released(value) for key, value in weights.items() if isinstance(value, Mapping)}
 
 
 def _deit(state: State, args: Arguments) -> dict[str, Any]:
@@ -211,16 +201,11 @@ def _local(layer: State, args: Arguments, grid: Grid | None) -> dict[str, Any]:
     }
 
 
-def _windows_of_grid(layer: State, args: Arguments, grid: Grid | None) -> dict[str, Any]:
-    """Returns the options of `_local`, for mechanisms that work on grids only in that code."""
+def _eva(layer: State, args: Arguments, grid: Grid | None) -> dict[str, Any]:
     if args.values.get("attn_2d") is False:
         refuse("attn_2d", False, "it fails on images in that code too")
-    return _local(layer, args, grid)
-
-
-def _eva(layer: State, args: Arguments, grid: Grid | None) -> dict[str, Any]:
     return {
-        **_windows_of_grid(layer, args, grid),
+        **_local(layer, args, grid),
         "num_landmarks": _num_groups(args, grid),
         "mu": "qk" if "adaptive_mu_q.0.weight" in layer else "zero",
         "landmark_transform": "ln_linear" if "adaptive_mu_k.1.weight" in layer else "linear",
@@ -254,45 +239,10 @@ def _lara(layer: State, args: Arguments, grid: Grid | None) -> dict[str, Any]:
     }
 
 
-def _random_features(layer: State, args: Arguments) -> dict[str, Any]:
-    """Returns the options of the samples omega: evaluation has one set of them."""
-    if args.values.get("cos_weighting"):
-        refuse("cos_weighting", True, "this project has no random features with it")
-    (omega,) = (layer[key] for key in ("eval_proj", "random_proj") if key in layer)
-    if "eval_proj" in layer:
-        redraw, sampling = "redraw", {}
-    else:
-        redraw = args.choose("sample_scheme", {"fixed": "fixed", "learnable": "learnable"})
-        sampling = {"omega_sampling": "orthogonal"}
-    return {"released": True, "num_samples": omega.shape[1], "feature_redraw": redraw, **sampling}
-
-
-def _performer(layer: State, args: Arguments, grid: Grid | None) -> dict[str, Any]:
-    features = args.choose("proj_method", {"favorp": "favorp", "fourier": "trigonometric", "relu": "relu"})
-    return {"features": features, **_random_features(layer, args)}
-
-
-def _scatterbrain(layer: State, args: Arguments, grid: Grid | None) -> dict[str, Any]:
-    if args.values.get("overlap_window"):
-        refuse("overlap_window", True, "its outputs are no numbers in that code")
-    if args.values.get("sample_scheme") == "learnable":
-        refuse("sample_scheme", "learnable", "this project has no scatterbrain with it")
-    args.choose("proj_method", {"favorp": "positive"})
-    return _windows_of_grid(layer, args, grid) | _random_features(layer, args)
-
-
-def _ra(layer: State, args: Arguments, grid: Grid | None) -> dict[str, Any]:
-    num_samples = args.take("num_samples", int)
-    return {"released": True, "proposal": {-1: "biased", 0: "mean_key", MISSING: MISSING}.get(num_samples, "unbiased")}
-
-
 MECHANISMS = {
     "softmax": lambda layer, args, grid: {},
     "local": _local,
     "eva": _eva,
     "lara": _lara,
-    "performer": _performer,
-    "scatterbrain": _scatterbrain,
-    "ra": _ra,
 }
 """Mechanism, by the same name in that code -> function (layer's weights, arguments, (H, W) grid) -> our options."""

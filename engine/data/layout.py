@@ -102,28 +102,19 @@ class Samples(Sequence[tuple[str, int]]):
             text += joined
             ends.extend(accumulate(lengths, initial=ends.pop()))
             labels.extend(repeat(label, len(names)))
-        self.text: bytes | memoryview = bytes(text)
-        self.ends: array[int] | np.ndarray = ends
-        self.labels = np.array(labels)
-
-    @classmethod
-    def of(cls, text: np.ndarray, ends: np.ndarray, labels: np.ndarray) -> "Samples":
-        """Samples in arrays that may be mapped from a file: the bytes of all names, where each begins, and labels."""
-        samples = cls(())
-        samples.text, samples.ends, samples.labels = text.data, ends, labels
-        return samples
+        self.text, self.ends, self.labels = bytes(text), ends, np.array(labels)
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def __getitem__(self, index: int) -> tuple[str, int]:  # type: ignore[override]  # no slices
         index = range(len(self))[index]
-        path = bytes(self.text[self.ends[index] : self.ends[index + 1]])
+        path = self.text[self.ends[index] : self.ends[index + 1]]
         return path.decode(errors="surrogateescape"), int(self.labels[index])
 
     def paths(self) -> Iterator[str]:
         """Yields all paths in order."""
-        return (bytes(self.text[begin:end]).decode(errors="surrogateescape") for begin, end in pairwise(self.ends))
+        return (self.text[begin:end].decode(errors="surrogateescape") for begin, end in pairwise(self.ends))
 
 
 class Layout(NamedTuple):

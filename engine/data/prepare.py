@@ -2,7 +2,6 @@
 
     python -m engine.data.prepare /data/imagenet /data/prepared                   # short side 256
     python -m engine.data.prepare /data/imagenet /data/prepared --short-side 0    # full size: the same training
-    python -m engine.data.prepare /data/wds --dataset wds --index    # where the samples of WebDataset shards lie
 
 Images become 8-bit RGB with a short side of 256 pixels, the size to which validation at 224 pixels resizes them before
 its centre crop. Validation stays bit-identical where it resizes to just this size: `model.img_size` is square and,
@@ -12,7 +11,6 @@ twice. Training crops are taken from the smaller images; at full size training s
 about 0.35 TB, at full size 0.75 TB.
 """
 
-import argparse
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,35 +21,25 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from attention.options import OptionError
-from engine.config.schema import Data
-from engine.data import webdataset
 from engine.data.cache import INDEX, encode, pixels_of, write_cache
 from engine.data.images import BrokenImage
-from engine.data.splits import Images, describe_ignored, find_split
+from engine.data.splits import Images, describe_ignored
 from engine.data.verify import add_source, open_splits, read_all
 from engine.runtime.arguments import ArgumentParser, Count
 from engine.runtime.errors import UserError, refuse_bad_input
 from engine.runtime.signals import end_at_interrupt
-from engine.runtime.text import one_line
 
 
 @end_at_interrupt()
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = ArgumentParser(description="Decode a data set once, for faster loading.")
     add_source(parser)
-    parser.add_argument("output", type=Path, nargs="?", help="directory of the prepared data set")
+    parser.add_argument("output", type=Path, help="directory of the prepared data set")
     parser.add_argument(
         "--short-side", type=Count(0, 2**16), default=256, help="short side of the images, pixels; 0: unchanged (256)"
     )
-    index = "wds: write an index beside each split, from which runs open it at once; decodes nothing, no output"
-    parser.add_argument("--index", action="store_true", help=index)
     args = parser.parse_intermixed_args(arguments)  # options may stand between root and output
-    if args.index == (args.output is not None) or (args.index and args.dataset != "wds"):
-        parser.error("give an output directory, or --index without one for --dataset wds")
     with refuse_bad_input():
-        if args.index:
-            return index_splits(args)
         for name, images in open_splits(args).items():
             short_side = min((side for side in (args.short_side, images.reader.short_side) if side), default=None)
             try:
@@ -60,24 +48,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 raise UserError(f"{args.output}: {error.strerror or error}") from error
             if text := describe_ignored(images):
                 print(f"{name}: {text}", file=sys.stderr, flush=True)
-
-
-def index_splits(args: argparse.Namespace) -> None:
-    """Writes the index of every split of WebDataset shards.
-
-    Raises:
-        OptionError: a split is missing or cannot be read. UserError: the index cannot be written.
-    """
-    for name in args.splits:
-        _, path = find_split(Data(dataset=args.dataset, root=args.root), name, "--splits")
-        index = webdataset.index_of(path)
-        try:
-            layout = webdataset.write_index(path, args.workers)
-        except OSError as error:
-            raise UserError(f"{index}: {error.strerror or error}") from error
-        except Exception as error:  # of a damaged shard
-            raise OptionError("--splits", f"{path!r}: {one_line(str(error))}") from error
-        print(f"{index}: {len(layout.samples):,} images of {len(layout.class_to_idx):,} classes")
 
 
 def prepare(name: str, images: Images, output: Path, short_side: int | None, workers: int) -> None:

@@ -15,12 +15,10 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors import safe_open
-from safetensors.numpy import load_file, save_file
 from torchvision.datasets import CIFAR10
 
 from engine.config.schema import Augment, Data, Run, Train
-from engine.data import datasets, idx, prepare, verify, webdataset
+from engine.data import datasets, idx, prepare, verify
 from engine.data.identity import identify_split
 from engine.data.images import BrokenImage
 from engine.data.loaders import create_loaders
@@ -28,7 +26,7 @@ from engine.data.splits import classes_of, open_split
 from engine.runtime.distributed import World
 from tests.engine.test_resume import Runs, choose_kill
 from tests.support.launcher import ForkServer
-from tests.support.refusals import assert_split_refused, refusal
+from tests.support.refusals import assert_split_refused
 
 CLASSES = ["0", "1", "2", "3"]
 LABELS = np.repeat(range(4), 50)
@@ -378,92 +376,6 @@ def test_hidden_members_of_a_shard_are_no_samples(tmp_path):
     images = open_wds(tmp_path)
     assert [*images.reader.filenames()] == ["train-0/00001.png", "train-0/00002.png"]
     assert {*images.reader.ignored} == {f"train-0/{name}" for name in [*hidden, "@eaDir/00001.cls"]}
-
-
-def write_index(root, workers: int = 1) -> None:
-    prepare.main([str(root), "--dataset", "wds", "--index", "--splits", "train", "--workers", str(workers)])
-
-
-@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.complete)])
-def test_an_index_opens_the_same_data_set_without_reading_a_shard(tmp_path, capsys, monkeypatch, workers):
-    """Names, order, classes, other files and identity."""
-    write_wds(tmp_path)
-    write_shard(tmp_path / "train-20.tar", [{"notes.txt": b""}])
-    listed = open_wds(tmp_path)
-    write_index(tmp_path, workers)
-    assert f"{tmp_path / 'train.index.safetensors'}: 200 images of 4 classes" in capsys.readouterr().out
-    modes = [(tmp_path / name).stat().st_mode for name in ("train-0.tar", "train.index.safetensors")]
-    assert modes[0] == modes[1]  # whoever may read a shard may read the index
-    monkeypatch.setattr(webdataset, "list_shard", None)
-    found = open_wds(tmp_path)
-    assert [*found.reader.filenames()] == [*listed.reader.filenames()]
-    assert found.reader.ignored == listed.reader.ignored == ["train-20/notes.txt"]
-    assert found.reader.class_to_idx == listed.reader.class_to_idx
-    assert identify_split("train", found) == identify_split("train", listed)
-    for one, other in zip(listed, found, strict=True):
-        assert (one[0].tobytes(), one[1]) == (other[0].tobytes(), other[1])
-
-
-OUTSIDE = r"damaged \(ValueError: places outside of the shards\)"
-BEYOND = r"damaged \(ValueError: images that end after their shard\)"
-
-
-@pytest.mark.parametrize(
-    ("change", "problem"),
-    [
-        (lambda root: write_shard(root / "train-3.tar", [sample(1)]), "'train-3.tar' differs; remove it"),
-        (lambda root: (root / "train-3.tar").unlink(), "'train-3.tar' differs; remove it"),
-        (lambda root: (root / "train-3.tar").touch(), "'train-3.tar' differs; remove it"),
-        (lambda root: write_shard(root / "train-11.tar", [sample(1)]), "'train-11.tar' differs; remove it"),
-        (lambda root: rewrite(root, sizes=1 << 40), BEYOND),
-        (lambda root: rewrite(root, begins=1 << 62, sizes=1 << 62), BEYOND),
-        (lambda root: rewrite(root, begins=-1), OUTSIDE),
-        (lambda root: rewrite(root, shards=11), OUTSIDE),
-        (lambda root: rewrite(root, shards=-1), OUTSIDE),
-        (lambda root: rewrite(root, {"shards": "7"}), r"damaged \(TypeError"),
-        (
-            lambda root: rewrite(root, {"ignored": "[7]"}),
-            "damaged .*files or classes that have no names",
-        ),
-        (lambda root: rewrite(root, {"classes": '["0", "0", "1", "2"]'}), r"damaged \(ValueError: labels of no class"),
-        (lambda root: rewrite(root, labels=4), r"damaged \(ValueError: labels of no class"),
-        (lambda root: rewrite(root, labels=-1), r"damaged \(ValueError: labels of no class"),
-    ],
-)
-def test_an_index_of_other_shards_is_refused(tmp_path, change, problem):
-    write_wds(tmp_path)
-    write_index(tmp_path)
-    change(tmp_path)
-    assert_shards_refused(tmp_path, rf"^data.train_split: '.*train-\*.tar': train.index.safetensors.*{problem}")
-    (tmp_path / "train.index.safetensors").unlink()
-    write_index(tmp_path)
-    open_wds(tmp_path)
-
-
-def rewrite(root, texts: dict[str, str] | None = None, **values: int) -> None:
-    """Changes texts of the index, and the last values of its arrays."""
-    path = root / "train.index.safetensors"
-    with safe_open(path, "numpy") as file:
-        notes = file.metadata()
-    arrays = load_file(path)
-    for name, value in values.items():
-        arrays[name][-1] = value
-    save_file(arrays, path, notes | (texts or {}))
-
-
-@pytest.mark.parametrize("arguments", [["out", "--index", "--dataset", "wds"], ["--index"], []])
-def test_an_index_needs_shards_and_no_output(tmp_path, capsys, arguments):
-    error = refusal(prepare.main, [tmp_path, *arguments], capsys)
-    assert "give an output directory, or --index without one for --dataset wds" in error
-
-
-def test_shards_that_cannot_be_listed_get_no_index(tmp_path, capsys):
-    write_shard(tmp_path / "train-0.tar", [sample(1) | {"00001.cls": b"cat"}])
-    with pytest.raises(SystemExit):
-        write_index(tmp_path)
-    assert "--splits: '" in (error := capsys.readouterr().err)
-    assert "its .cls holds b'cat', no number of a class" in error
-    assert [path.name for path in tmp_path.iterdir()] == ["train-0.tar"]
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,6 @@ from engine.runtime.errors import UserError
 from engine.runtime.locks import is_locked, lock_holder
 from engine.runtime.ownership import MARKER, owned_files
 from engine.runtime.reading import open_regular, parsing, read_text
-from tests.engine.test_formats import sample, write_shard
 
 SECONDS = 20
 
@@ -71,11 +70,6 @@ def read_split(path: Path, dataset: str) -> None:
     images = open_split(Data(dataset=dataset, root=str(path.parent)), "train_split")
     list(images)
     images.reader.fingerprints()
-
-
-def read_index(path: Path) -> None:
-    write_shard(path.with_name("train-0.tar"), [sample(1)])
-    read_split(path, "wds")
 
 
 def read_measurement(path: Path) -> None:
@@ -115,7 +109,6 @@ READERS: dict[str, Callable[[Path], object]] = {
     "train.npz": lambda path: read_split(path, "cache"),
     "train-images-idx3-ubyte": lambda path: read_split(path, "idx"),
     "train-images-idx3-ubyte.gz": lambda path: read_split(path, "idx"),
-    "train.index.safetensors": read_index,
     "train-0.tar": lambda path: read_split(path, "wds"),
     "x.pt": load_checkpoint,
     "x.safetensors": lambda path: read_weights(str(path)),

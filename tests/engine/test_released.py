@@ -37,7 +37,6 @@ WINDOWS = {"window_size": 7, "attn_2d": True, "overlap_window": False, "use_rpe"
 EVA = {"attn_name": "eva", **WINDOWS, "num_landmarks": 49, "adaptive_proj": "default", "use_t5_rpe": False}
 LARA = {"attn_name": "lara", "num_landmarks": 49, "mis_type": "mis-opt", "proposal_gen": "pool-mixed"}
 LARA |= {"alpha_coeff": 2.0, "use_antithetics": False, "use_multisample": False}
-FAVORP = {"attn_name": "performer", "proj_method": "favorp", "cos_weighting": False, "sample_scheme": "default"}
 EVA_FILE, PVT_FILE = "evit_d64_p8_eva.safetensors", "pvt_16-32-64-128_lara.safetensors"
 GOLDEN = {
     EVA_FILE: {"model": "evit_d64_p8", "num_heads": 2, "data_set": "IMAGENET", **EVA},
@@ -62,7 +61,7 @@ def write_released(path: Path, state: dict, arguments: dict | None, monkeypatch,
     library.NestedNamespace = type("NestedNamespace", (argparse.Namespace,), {"__module__": library.__name__})
     content = {"model": state, "optimizer": {"state": {}}, "epoch": 299, "model_ema": None}
     if arguments is not None:
-        nested = {key: x for key, x in arguments.items() if key != "attn_name" and key in {**EVA, **LARA, **FAVORP}}
+        nested = {key: x for key, x in arguments.items() if key != "attn_name" and key in {**EVA, **LARA}}
         own = {key: x for key, x in arguments.items() if key not in nested}
         attention, norm_layer = library.NestedNamespace(**nested), functools.partial(nn.LayerNorm, eps=1e-6)
         own |= {"norm_layer": norm_layer, "qkv_bias": (True,), "attn_args": attention, "attn_specific_args": attention}
@@ -147,35 +146,16 @@ def test_weights_alone_load_with_every_option_given(tmp_path):
         assert_logits(read(path, *options, "attention.mu_scale=1.0"), EVA_FILE)
 
 
-def test_features_of_random_samples_are_not_guessed(tmp_path, monkeypatch):
-    """Weights of Performer are the same for all features; without a name they are also those of Scatterbrain."""
-    sizes = {"img_size": 32, "embed_dim": 24, "depth": 1, "num_heads": 2}
-    model = create_model("deit", {"name": "performer", "num_samples": 6}, **sizes)
-    state = {key.replace("omega", "eval_proj"): x for key, x in model.state_dict().items()}
-    state = {key.replace("norm.", "norm_before_pooling.", key.startswith("norm.")): x for key, x in state.items()}
-    state["pos_embed"] = state["pos_embed"].unflatten(1, (2, 2))
-    args = {"model": "evit_tiny_p16", "num_heads": 2, "data_set": "IMAGENET", **FAVORP}
-    attention = read(write_released(tmp_path / "all.pth", state, args, monkeypatch)).blocks[0].attn.config
-    assert (attention.features, attention.num_samples, attention.feature_redraw) == ("favorp", 6, "redraw")
-    for argument, option in {"proj_method": "attention.features", "attn_name": "attention"}.items():
-        left = {key: value for key, value in args.items() if key != argument}
-        path = write_released(tmp_path / f"{argument}.pth", state, left, monkeypatch)
-        with pytest.raises(MissingOptions, match=f"none is guessed: give {option}=... "):
-            read(path)
-
-
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        ({"proj_method": "dpfp"}, "--proj-method dpfp: this project has favorp, fourier, relu only"),
-        ({"cos_weighting": True}, "--cos-weighting True: "),
-        ({"attn_name": "causal_eva"}, "--attn-name causal_eva: this project has softmax, local"),
+        ({"attn_2d": False}, "--attn-2d False: "),
+        ({"attn_name": "performer"}, "--attn-name performer: this can be softmax, local, eva, lara only"),
         ({"num_heads": "\x1b[2J"}, "--num-heads \\x1b[2J: that is no int"),
     ],
 )
 def test_what_only_that_code_can_do_is_refused_by_name(args, says, tmp_path, monkeypatch):
-    args = {**GOLDEN[EVA_FILE], **FAVORP, **args}
-    state = weights_of(EVA_FILE) | {"blocks.0.attn.eval_proj": torch.zeros(2, 6, 32)}
+    args, state = {**GOLDEN[EVA_FILE], **args}, weights_of(EVA_FILE)
     path = write_released(tmp_path / "ckpt.pth", state, args, monkeypatch)
     with pytest.raises(UserError) as caught:
         read(path)
