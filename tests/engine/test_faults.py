@@ -288,14 +288,14 @@ def test_ranks_that_meet_a_broken_image_end_alike(call: int, pairs: Runs, fork_s
 
 
 DISKS = {
-    "checkpoint": {"faults": [("engine.runtime.files.write_atomically", 6, "full")]},
+    "checkpoint": {"faults": [("engine.checkpoints.files.write_atomically", 3, "full")]},
     "checkpoint, by the system": {"limit": 100_000},
     "events, by the system": {"limit": 20_000},
     "log, by the system": {"limit": 400},
     "log": {"faults": [("engine.reporting.recorder.json.dumps", 7, "full")]},
     "events": {"faults": [("engine.reporting.charts.append_whole", 15, "full")]},
     "directory not synced": {"faults": [("os.fsync", 25, "full")]},
-    "directory removed": {"faults": [("engine.runtime.files.write_atomically", 6, "remove")]},
+    "directory removed": {"faults": [("engine.checkpoints.files.write_atomically", 3, "remove")]},
 }
 
 

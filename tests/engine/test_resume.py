@@ -57,9 +57,9 @@ LAST = ("engine.evaluation.evaluate.autocast", 9, "SIGKILL")
 KILLS: dict[str, list[tuple[str, int, str]]] = {
     "step": [(target, STEPS, "SIGKILL") for target in WITHIN_STEP],
     "write": [
-        ("os.replace", 16, "SIGKILL"),
+        ("os.replace", 13, "SIGKILL"),
         ("os.fsync", 32, "SIGKILL"),
-        ("engine.runtime.files.write_atomically", 16, "half"),
+        ("engine.checkpoints.files.write_atomically", 8, "half"),
     ],
     "evaluation": [("engine.evaluation.evaluate.autocast", 12, "SIGKILL")],
 }
@@ -176,9 +176,9 @@ def test_a_killed_hybrid_ends_in_the_same_bits(amount: int, fork_server: ForkSer
 def test_a_run_killed_in_the_second_save_of_a_step_ends_in_the_same_bits(runs: Runs, figure: Callable):
     """The first checkpoint is damaged. Kills come before each rename, at each flush to the disk, and in writing."""
     killed, signal = 0, ("engine.evaluation.evaluate.autocast", 1, "SIGTERM")
-    kills = [("os.replace", call, "SIGKILL") for call in range(1, 6)]
+    kills = [("os.replace", call, "SIGKILL") for call in range(1, 4)]
     kills += [("os.fsync", call, "SIGKILL") for call in range(1, 11, 2)]
-    kills += [("engine.runtime.files.write_atomically", call, "half") for call in range(1, 5)]
+    kills += [("engine.checkpoints.files.write_atomically", call, "half") for call in range(1, 3)]
     for kill in kills:
         statuses, _, output = runs.launch(signal)
         assert statuses == [75]
