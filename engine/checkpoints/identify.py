@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from engine.checkpoints.format import Content, read_archive, read_safetensors
 from engine.runtime.errors import UserError
-from engine.runtime.reading import parsing, read_regular
+from engine.runtime.reading import parsing, read_bounded
 from engine.runtime.text import describe_error
 from models.convert import is_released
 from models.hosted import TIMM
@@ -111,7 +111,12 @@ def identify_file(path: Path, follow_links: bool = False) -> Found:
     """
     if path.suffix in GRAPHS:
         return Found(Kind.GRAPH, path)
-    return identify_content(read_regular(path, follow_links=follow_links), path)
+    if path.is_symlink() and not follow_links:
+        raise UserError(f"{path}: a symbolic link; name the file itself")
+    try:
+        return identify_content(read_bounded(path, None), path)
+    except FileNotFoundError:
+        raise UserError(f"{path}: no checkpoint there") from None
 
 
 def identify_content(content: bytes, path: Path) -> Found:

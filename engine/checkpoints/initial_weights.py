@@ -18,7 +18,7 @@ from engine.checkpoints.adapt import (
     table,
 )
 from engine.checkpoints.identify import list_checkpoints
-from engine.checkpoints.weight_sources import describe_order, describe_unnamed, read_weights
+from engine.checkpoints.weight_sources import describe_unnamed, read_weights
 from engine.config.schema import Run
 from engine.runtime.distributed import World
 from engine.runtime.errors import UserError
@@ -86,8 +86,6 @@ def load_initial_weights(model: nn.Module, run: Run, world: World, classes: Sequ
             print(f"  grid     not known from this file; its position embeddings are taken for {sides}", flush=True)
         if classes is not None and (note := describe_classes(head, source.classes, classes)):
             print(f"  classes  {note}", flush=True)
-            if source.classes is None and (order := describe_order(classes)):
-                print(f"warning: {place}: classes: {order}", file=sys.stderr, flush=True)
         for line in others:
             print(f"warning: {line}", file=sys.stderr, flush=True)
         for key, value in source.images.items():

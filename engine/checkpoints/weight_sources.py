@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, cast
 import timm
 import torch
 from timm.models import clean_state_dict
-from timm.utils.misc import natural_key
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
@@ -156,21 +155,6 @@ def _bounded_by(directory: Path) -> Iterator[None]:
 def describe_unnamed(classes: Sequence[str]) -> str:
     """Returns a note that a classifier without class names is taken for that of the data's `classes`."""
     return f"not known from this file; the {len(classes)} of its classifier are taken for the data's, in order"
-
-
-def describe_order(classes: Sequence[str]) -> str:
-    """Returns how the natural order of `classes` differs from torchvision's, which weights may have.
-
-    "": it does not, or the classes are in no natural order.
-    """
-    by_text = sorted(classes)
-    natural = sorted(by_text, key=natural_key)
-    if list(classes) != natural or natural == by_text:
-        return ""
-    ours, theirs = next(pair for pair in zip(natural, by_text, strict=True) if pair[0] != pair[1])
-    a, b = one_line(repr(ours), 100), one_line(repr(theirs), 100)
-    orders = f"the data's are in natural order ({a} before {b}), torchvision sorts them as text ({b} before {a})"
-    return f"{orders}; data.classes=FILE gives another order"
 
 
 def _read_state(found: Found) -> Source:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from attention import OptionError
-from engine.checkpoints.weight_sources import describe_order, describe_unnamed
+from engine.checkpoints.weight_sources import describe_unnamed
 from engine.data.splits import Images
 from engine.evaluation.predictions import PredictionTable
 from engine.runtime.errors import UserError
@@ -47,8 +47,7 @@ def match_classes(known: Sequence[str] | None, here: Sequence[str], num_classes:
         reason = names or "the checkpoint has no names of them, by which to match some"
         raise OptionError("model.num_classes", f" = {num_classes}, but the images have {len(here)} classes; {reason}")
     if known is None:
-        order, note = describe_order(here), f"classes: {describe_unnamed(here)}"
-        return [*range(num_classes)], f"warning: {note}: {order}" if order else note
+        return [*range(num_classes)], f"classes: {describe_unnamed(here)}"
     numbers = [int(name) if name.isdecimal() else -1 for name in here]
     if sorted(numbers) == [*range(num_classes)] and not any(name in position for name in here):
         note = f"classes: the data's names, 0 to {num_classes - 1}, are taken for positions in the checkpoint's"

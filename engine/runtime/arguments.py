@@ -1,6 +1,4 @@
-"""Parser of command lines with `--plugin`; refuses an option given twice where only one of its values would count, and
-numbers outside their range.
-"""
+"""Parser of command lines with `--plugin`; refuses numbers outside their range."""
 
 import argparse
 import re
@@ -48,14 +46,13 @@ PROCESSES = Count(high=1024)
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """argparse's parser, in which an option that stores its value can be given once (`action="append"`: repeatedly).
+    """argparse's parser.
 
     Plugins are imported before any other argument is parsed, wherever `--plugin` stands.
     """
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
-        self.register("action", None, StoreOnce)
         text = "module or .py file that registers mechanisms of your own; repeatable"
         self.add_argument(FLAG, metavar="MODULE", help=text, default=argparse.SUPPRESS)  # for the help alone
 
@@ -77,16 +74,3 @@ def _load_plugins(arguments: Sequence[str] | None) -> list[str]:
     """Loads the plugins that a command line names, by default this process's; returns its other arguments."""
     with refuse_bad_input():
         return take_plugins(sys.argv[1:] if arguments is None else arguments)
-
-
-class StoreOnce(argparse.Action):
-    """Stores the value of an argument; a second value of an option is an error."""
-
-    is_given = False
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        if option_string and self.is_given:
-            remedy = "give it once, with all its values" if self.nargs else "give it once"
-            raise argparse.ArgumentError(self, f"given twice, and only the last would count; {remedy}")
-        self.is_given = True
-        setattr(namespace, self.dest, values)

@@ -3,9 +3,6 @@
 import hashlib
 import os
 import random
-import re
-import socket
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,7 +17,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from engine.runtime.errors import UserError
-from engine.runtime.text import describe_error, one_line
+from engine.runtime.text import describe_error
 
 Amp = Literal["bf16", "fp16"] | None
 """Precision of automatic mixed precision; None: off."""
@@ -28,11 +25,8 @@ Amp = Literal["bf16", "fp16"] | None
 AMP_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-MAX_RANKS = 10**6
-"""Most ranks that a launcher may state."""
-
-CONNECT_SECONDS = 0.5
-"""Interval (s) at which a rank tries to reach the first."""
+LAUNCHER = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT")
+"""Environment variables of a launcher that are whole numbers."""
 
 
 @dataclass(frozen=True)
@@ -174,22 +168,13 @@ def world_size() -> int:
     """
     if "WORLD_SIZE" not in os.environ:  # timm would treat any SLURM allocation of several tasks as a launch
         return 1
-    remedy = "start ranks with torchrun, which sets it, or unset WORLD_SIZE to run in one process"
-    if not os.environ.get("MASTER_ADDR"):
-        raise UserError(f"MASTER_ADDR = {os.environ.get('MASTER_ADDR')!r}: expected a host; {remedy}")
-    limits = {"WORLD_SIZE": (1, MAX_RANKS), "MASTER_PORT": (1, 2**16 - 1), "RANK": (0, 0), "LOCAL_RANK": (0, 0)}
-    if "LOCAL_WORLD_SIZE" in os.environ:
-        limits["LOCAL_WORLD_SIZE"] = (1, 0)
-    size = 1
-    for name, (low, high) in limits.items():
-        text = os.environ.get(name)
-        high = high or size - (low == 0)
-        if text is None or not re.fullmatch("[0-9]{1,9}", text) or not low <= int(text) <= high:
-            raise UserError(
-                f"{name} = {one_line(repr(text), 100)}: expected a whole number from {low} to {high}; {remedy}"
-            )
-        size = int(text) if name == "WORLD_SIZE" else size
-    return size
+    wrong = [name for name in LAUNCHER if not os.environ.get(name, "").isdecimal()]
+    if wrong := wrong + ["MASTER_ADDR"] * (not os.environ.get("MASTER_ADDR")):
+        problem = f"{wrong[0]} = {os.environ.get(wrong[0])!r:.100}: no value of a launcher"
+        raise UserError(
+            f"{problem}; start ranks with torchrun, which sets it, or unset WORLD_SIZE to run in one process"
+        )
+    return int(os.environ["WORLD_SIZE"])
 
 
 def init_distributed(device: Literal["auto", "cuda", "cpu"], timeout_minutes: float = 10.0) -> World:
@@ -216,7 +201,6 @@ def init_distributed(device: Literal["auto", "cuda", "cpu"], timeout_minutes: fl
         torch.cuda.set_device(local)
     backend, timeout = "nccl" if device == "cuda" else "gloo", timedelta(minutes=timeout_minutes)
     try:
-        _reach_master(timeout)
         dist.init_process_group(backend, timeout=timeout)
     except (OSError, RuntimeError) as error:
         master = ":".join(os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT"))
@@ -224,28 +208,6 @@ def init_distributed(device: Literal["auto", "cuda", "cpu"], timeout_minutes: fl
         remedy = "start all ranks with the address of the first, or raise train.timeout_minutes"
         raise UserError(f"MASTER_ADDR:MASTER_PORT = {master}: {problem}; {remedy}") from None
     return World(local, dist.get_rank(), dist.get_world_size())
-
-
-def _reach_master(timeout: timedelta) -> None:
-    """Waits until the store of the process group can be reached; torch would wait deaf to signals, and print stacks.
-
-    Raises:
-        OSError: it cannot be reached in time.
-    """
-    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    is_host = os.environ["RANK"] == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    deadline = time.monotonic() + timeout.total_seconds()
-    while True:
-        try:
-            if is_host:
-                socket.getaddrinfo(*address)
-            else:
-                socket.create_connection(address, max(1.0, deadline - time.monotonic())).close()
-            return
-        except (OSError, UnicodeError) as error:  # a name may be no host's at all
-            if time.monotonic() > deadline:
-                raise OSError(*error.args) from None
-            time.sleep(CONNECT_SECONDS)
 
 
 def average_in_rank_order(state: None, bucket: dist.GradBucket) -> Future[Tensor]:

@@ -95,8 +95,8 @@ def open_descriptor(path: str | Path, flags: int = 0) -> int:
     return descriptor
 
 
-def read_bounded(path: Path, limit: int) -> bytes:
-    """Reads a regular file of at most `limit` bytes.
+def read_bounded(path: Path, limit: int | None) -> bytes:
+    """Reads a regular file of at most `limit` bytes; None: of any number that fits into memory.
 
     Raises:
         UserError: it is no such file, or cannot be read. FileNotFoundError: there is none.
@@ -104,33 +104,13 @@ def read_bounded(path: Path, limit: int) -> bytes:
     try:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
-            content = file.read(limit + 1) if size <= limit else b""
+            content = file.read() if limit is None else file.read(limit + 1) if size <= limit else b""
     except FileNotFoundError:
         raise
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-    if max(size, len(content)) > limit:
-        raise UserError(f"{path}: larger than {limit:,} bytes")
-    return content
-
-
-def read_regular(path: Path, limit: int = -1, follow_links: bool = False) -> bytes:
-    """Reads `path`, which must be a regular file: a link may lead anywhere, a pipe or device may never end.
-
-    Args:
-        limit: bytes to read at most; -1: all. follow_links: read the file that a link leads to.
-
-    Raises:
-        UserError: it is not a regular file, or cannot be read.
-    """
-    try:
-        with open_regular(path, 0 if follow_links else os.O_NOFOLLOW) as file:
-            return file.read(limit)
     except MemoryError:
         raise UserError(f"{path}: larger than memory") from None
     except OSError as error:
-        if error.errno == errno.ELOOP and not follow_links:
-            raise UserError(f"{path}: a symbolic link; name the file itself") from None
-        if error.errno == errno.ENOENT:
-            raise UserError(f"{path}: no checkpoint there") from None
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    if limit is not None and max(size, len(content)) > limit:
+        raise UserError(f"{path}: larger than {limit:,} bytes")
+    return content

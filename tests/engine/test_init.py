@@ -555,13 +555,6 @@ def test_classes_without_names_are_said_to_be_taken_in_order(in_file, tmp_path, 
     assert f"\n  classes  {expected}\n" in capsys.readouterr().out
 
 
-def test_weights_without_names_warn_of_torchvisions_order(tmp_path, capsys):
-    source = write(tmp_path / "vit.pth", build(stem="linear").state_dict())
-    start(run_of(f"init.weights={source}"), tmp_path, ["c2", "c10", "e", "f", "g"])
-    order = "the data's are in natural order ('c2' before 'c10'), torchvision sorts them as text"
-    assert f"warning: init.weights={source}: classes: {order}" in capsys.readouterr().err
-
-
 def test_an_own_run_its_checkpoint_and_its_export_start_another(tmp_path, capsys):
     """The source has a grid that is not square. The table is printed once, and not when the run resumes."""
     run, before, output = run_of("model.img_size=[32, 48]"), tmp_path / "before", tmp_path / "after"

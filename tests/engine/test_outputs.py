@@ -225,13 +225,6 @@ IN_ORDER = "not known from this file; the 4 of its classifier are taken for the 
         (None, ["a", "b", "c", "d"], [0, 1, 2, 3], f"classes: {IN_ORDER}"),
         (None, ["2", "1", "0", "3"], [0, 1, 2, 3], f"classes: {IN_ORDER}"),  # the order that data.classes gives
         (None, ["c10", "c2", "e", "f"], [0, 1, 2, 3], f"classes: {IN_ORDER}"),  # as torchvision sorts them
-        (
-            None,
-            ["c2", "c10", "e", "f"],
-            [0, 1, 2, 3],
-            f"warning: classes: {IN_ORDER}: the data's are in natural order ('c2' before 'c10'), torchvision sorts them"
-            " as text ('c10' before 'c2'); data.classes=FILE gives another order",
-        ),
     ],
 )
 def test_classes_of_other_data(known, here, columns, note):

@@ -142,11 +142,6 @@ def test_every_export_that_is_asked_for_is_written(run_directory, tmp_path, caps
     assert targets[0].read_bytes() == targets[1].read_bytes()
 
 
-def test_an_option_of_one_value_is_given_once(run_directory, capsys):
-    error = refusal(validate.main, [run_directory, "--select", "best", "data.workers=0", "--select", "last"], capsys)
-    assert error.endswith("error: argument --select: given twice, and only the last would count; give it once\n")
-
-
 def test_the_former_meaning_of_weights_says_its_new_name(run_directory, capsys):
     error = refusal(validate.main, [run_directory, "--weights", "best"], capsys)
     assert "--weights: 'best' is no kind of weights, plain or ema; the best checkpoint is --select best" in error
