@@ -38,7 +38,7 @@ from engine.runtime.arguments import PROCESSES, ArgumentParser
 from engine.runtime.errors import ConfigError, refuse_bad_input
 from engine.runtime.files import check_directory, write_file
 from engine.runtime.locks import hold_lock
-from engine.runtime.ownership import RESULTS, check_claim, make_output, remove_owned
+from engine.runtime.ownership import check_claim, make_output, remove_owned
 from engine.runtime.reading import read_bounded
 from engine.runtime.terminal import warn_once
 from engine.runtime.text import one_line
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         check_output(cases, output)
         report = functools.partial(report_sweep, ablation.caption, settings, left_out)
         if args.dry_run:
-            check_claim(output, RESULTS, OUTPUT_FILES)
+            check_claim(output, OUTPUT_FILES)
             print(report(), describe_sweep(settings, args.jobs), sep="\n")
             return print(*(shlex.join(case.command) for case in cases), sep="\n")
         make_output(output, OUTPUT_FILES)
@@ -112,7 +112,7 @@ def check_output(cases: Sequence[Case], output: Path) -> None:
     for case in cases:
         check_directory(case.directory)
         if not case.result():
-            check_claim(case.directory, RESULTS, [failure_mark(case).name])
+            check_claim(case.directory, [failure_mark(case).name])
     check_options(cases)
     check_data(cases)
 

@@ -22,7 +22,6 @@ from engine.config.schema import Run
 from engine.data.identity import identify_data, warn_of_one_split
 from engine.data.loaders import create_loaders
 from engine.data.splits import classes_of
-from engine.data.verify import check_images
 from engine.evaluation.evaluate import evaluate_all
 from engine.reporting.console import format_values
 from engine.reporting.recorder import RUN_FILES, Recorder, SilentRecorder
@@ -53,8 +52,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parse_arguments(arguments)
     with ConsoleLog() as console, refuse_bad_input():
         run = load_run(args.config, args.overrides, world_size())
-        if args.check:
-            sys.exit(not check_images(run))
         set_arithmetic(run.train.deterministic, run.train.tf32)
         world = init_distributed(run.train.device, run.train.timeout_minutes)
         # Report refusals before the process group is destroyed; otherwise another rank fails first.

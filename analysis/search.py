@@ -40,7 +40,6 @@ from engine.runtime.errors import UserError
 from engine.runtime.files import check_directory, dicts_to_csv, write_file
 from engine.runtime.memory import limit_memory, refuse_too_large
 from engine.runtime.ownership import (
-    RESULTS,
     check_claim,
     claim_results,
     make_output,
@@ -87,7 +86,7 @@ def main(args: argparse.Namespace) -> None:
     check_options(args, kind)
     make_output(args.output, [*FILES, MEASUREMENTS_FILE])
     check_directory(args.output / "front")
-    check_claim(args.output / "front", RESULTS, [name for i in range(100) for name in front_files(f"{i:02}")])
+    check_claim(args.output / "front", [name for i in range(100) for name in front_files(f"{i:02}")])
     mechanisms = command_line.read_mechanisms(args.attention)
     trained = load_trained(args)
     laboratory = Laboratory(trained, read_sample(trained, args.images), args.output, ["evaluation"], args.align)
@@ -225,7 +224,7 @@ def report(
         write_file(args.output / file, dicts_to_csv(lines))
     write_file(args.output / FILES[2], encode(draw(title, cost, points, front, budgets.values())))
     directory = args.output / "front"
-    remove_owned(directory, [path.name for path in owned_files(directory, RESULTS)])  # those of an earlier search
+    remove_owned(directory, [path.name for path in owned_files(directory)])  # those of an earlier search
     claim_results(directory, [file for name in names.values() for file in front_files(name.rpartition("/")[2])])
     for point, name in names.items():
         weights = args.output / f"{name}.safetensors"

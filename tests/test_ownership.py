@@ -30,7 +30,6 @@ from engine.runtime.files import TOKEN, write_atomically
 from engine.runtime.locks import hold_lock, lock_directory
 from engine.runtime.ownership import (
     MARKER,
-    RESULTS,
     claim,
     make_output,
     owned_files,
@@ -246,7 +245,7 @@ def test_the_files_of_a_run_of_an_earlier_version_are_its_own(tmp_path: Path):
     (tmp_path / "lock").write_text("process 12 on host since Monday\n")
     for _ in range(2):
         with run():
-            assert [path.name for path in owned_files(tmp_path, RESULTS)] == ["config.yaml"]
+            assert [path.name for path in owned_files(tmp_path)] == ["config.yaml"]
 
 
 def test_files_have_the_permissions_that_the_umask_leaves(tmp_path: Path):
@@ -259,16 +258,16 @@ def test_files_have_the_permissions_that_the_umask_leaves(tmp_path: Path):
 
 
 def test_claims_add_up_and_a_cut_line_spoils_none(tmp_path: Path):
-    claim(tmp_path, RESULTS, ["a"])
+    claim(tmp_path, ["a"])
     with (tmp_path / MARKER).open("ab") as file:
         file.write(b'\n{"kind": "resu')
-    claim(tmp_path, RESULTS, ["b"])
+    claim(tmp_path, ["b"])
     for name in "abc":
         (tmp_path / name).touch()
-    assert [path.name for path in owned_files(tmp_path, RESULTS)] == ["a", "b"]
-    claim(tmp_path, RESULTS, ["a", "b"])
+    assert [path.name for path in owned_files(tmp_path)] == ["a", "b"]
+    claim(tmp_path, ["a", "b"])
     with pytest.raises(UserError, match=r"c: is there already, and this program has no record .*; move it away"):
-        claim(tmp_path, RESULTS, ["a", "c"])
+        claim(tmp_path, ["a", "c"])
 
 
 HOLD = "import sys, time; from pathlib import Path; from engine.runtime.locks import hold_lock\n"

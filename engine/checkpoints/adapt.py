@@ -17,7 +17,6 @@ from engine.checkpoints.weight_sources import Source, source_of
 from engine.checkpoints.weights import (
     build_model,
     check_state,
-    describe_blocks,
     describe_misfits,
     list_not_finite,
     load_weights,
@@ -73,7 +72,8 @@ def build_models(run: Run, checkpoint: Mapping, kinds: Sequence[Weights]) -> tup
         check_heads(there.num_heads, parse_model(*split_name(run.model)).num_heads, "the checkpoint")
         return models, ""
     trained = parse_described(checkpoint["config"], "the checkpoint's configuration")
-    title, models = f"model.img_size = {run.model['img_size']}, {_sizes_before(checkpoint, trained)}", {}
+    former = one_line(str(trained_config(checkpoint)["model"].get("img_size", trained.model["img_size"])), 20)
+    title, models = f"model.img_size = {run.model['img_size']}, trained at {former}", {}
     for kind in kinds:
         place, state = WEIGHTS[kind], checkpoint[WEIGHTS[kind]]
         check_state(trained, state, place)
@@ -87,15 +87,6 @@ def build_models(run: Run, checkpoint: Mapping, kinds: Sequence[Weights]) -> tup
     changes = list_fitted(source.model, models[kind])
     line = f"{title}; resampled: {_join(outcome['adapted']) or 'nothing'}"
     return models, f"{line}; fitted to the grid: {', '.join(changes)}" if changes else line
-
-
-def _sizes_before(checkpoint: Mapping, exported: Run) -> str:
-    """Returns the image size of the training, and that of the export where it is another."""
-    size = exported.model["img_size"]
-    trained = trained_config(checkpoint)["model"].get("img_size", MISSING)
-    if to_2tuple(trained) in (to_2tuple(size), to_2tuple(MISSING)):
-        return f"trained at {size}"
-    return f"trained at {one_line(str(trained), 20)}, exported at {size}"
 
 
 def list_fitted(source: nn.Module, model: nn.Module) -> list[str]:
@@ -170,9 +161,7 @@ def _adapt(
         state = model.fitting(original) if isinstance(model, Hosted) else original | _cut_projections(original, model)
         blocks = [{name: x for name, x in tensors.items() if shared.search(name)} for tensors in (state, expected)]
         if misfits := describe_misfits(*blocks):
-            there, here = (describe_blocks(tensors) for tensors in (state, expected))
-            problem = f"weights of another architecture: {there}, where the model has {here} ({one_line(misfits, 200)})"
-            raise UserError(f"{place}: {problem}; {OF_ANOTHER}")
+            raise UserError(f"{place}: weights of another architecture ({one_line(misfits, 300)}); {OF_ANOTHER}")
         theirs = source.num_heads if source.model is None else list_heads(source.model)
         if theirs is not None:
             check_heads(theirs, list_heads(model), place)

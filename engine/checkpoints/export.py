@@ -33,7 +33,7 @@ from engine.config.schema import Run, num_channels
 from engine.run.load import dump_run
 from engine.runtime.errors import UserError
 from engine.runtime.files import write_file
-from engine.runtime.ownership import RESULTS, check_claim, write_together
+from engine.runtime.ownership import check_claim, write_together
 from engine.runtime.text import one_line
 from models import is_host
 
@@ -60,7 +60,7 @@ def check_target(target: str) -> None:
     if kind not in PACKAGES:
         raise UserError(f"{target}: no kind of export; choose a directory DIR/ or a file .safetensors, .onnx or .pt2")
     if kind == "/":
-        check_claim(Path(target), RESULTS, [WEIGHTS_FILES[0], CONFIG])
+        check_claim(Path(target), [WEIGHTS_FILES[0], CONFIG])
     for package in PACKAGES[kind]:
         try:
             importlib.import_module(package)

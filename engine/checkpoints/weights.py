@@ -10,7 +10,6 @@ from torch import nn
 from engine.config.schema import Run
 from engine.objectives import choose_objective
 from engine.runtime.errors import UserError
-from engine.runtime.text import one_line
 from models import create_model
 
 
@@ -73,20 +72,6 @@ def describe_misfits(state: Mapping[str, torch.Tensor], expected: Mapping[str, t
             ],
         }
     )
-
-
-def describe_blocks(state: Mapping[str, torch.Tensor]) -> str:
-    """Describes the blocks of every stage, ``2 + 2 blocks of width 64, 128``, or without blocks the first names."""
-    stages: dict[str, set[str]] = {}
-    for name in state:
-        if match := re.match(r"(.*?\bblocks\.)(\d+)\.", name):
-            stages.setdefault(match[1], set()).add(match[2])
-    if not stages:
-        return f"no blocks, but {one_line(', '.join(state), 80)}"
-    norms = [f"{prefix}{min(indices, key=int)}.norm1.weight" for prefix, indices in stages.items()]
-    widths = dict.fromkeys(str(state[name].numel()) for name in norms if name in state)
-    of_width = f" of width {', '.join(widths)}" if widths else ""
-    return f"{' + '.join(str(len(indices)) for indices in stages.values())} blocks{of_width}"
 
 
 def _describe(problems: Mapping[str, list[str]]) -> str:

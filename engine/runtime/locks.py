@@ -15,7 +15,7 @@ from typing import TextIO
 from engine.runtime.distributed import World
 from engine.runtime.errors import UserError
 from engine.runtime.files import TOKEN, remove_unfinished
-from engine.runtime.ownership import RESULTS, claim
+from engine.runtime.ownership import claim
 from engine.runtime.reading import open_regular
 from engine.runtime.text import one_line
 
@@ -71,7 +71,7 @@ def _lock(directory: Path, names: Collection[str]) -> tuple[TextIO | None, str]:
         is_former = (
             bool(former) and "unfinished" not in former
         )  # the lock of a version that kept no record of its files
-        claim(directory, RESULTS, names, are_known=is_former)
+        claim(directory, names, are_known=is_former)
         if is_held and (token := re.search(r"^unfinished (\S+)\n", former, re.MULTILINE)):
             remove_unfinished(directory, token[1])
         file.seek(0)

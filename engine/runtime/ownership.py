@@ -25,58 +25,49 @@ MARKER = "made_by_eav.json"
 MAX_MARKER = 2**26
 """Bytes of a marker file."""
 
-RESULTS = "results"
-"""Kind of the claims on files of runs, sweeps and analyses, which may lie among files of others."""
 
+def claim(directory: Path, names: Iterable[str], are_known: bool = False) -> None:
+    """Makes the directory, whose files of these names may be replaced or removed later.
 
-def claim(directory: Path, kind: str, names: Iterable[str], are_known: bool = False) -> None:
-    """Makes `directory` one of our own, of this kind, whose files of these names may be replaced or removed later.
-
-    The names of earlier claims of the same kind stay valid. A directory of `RESULTS` may hold other files, too.
+    The names of earlier claims stay valid. The directory may hold files of others, too.
 
     Args:
         are_known: files of these names that are there were made by this program, in a version that kept no record.
     Raises:
-        UserError: a file of such a name is there already, and no earlier claim has it; or the directory holds files,
-            and no claim of this kind. OSError: it cannot be made or written.
+        UserError: a file of such a name is there already, and no earlier claim has it. OSError: it cannot be made or
+            written.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    names, is_empty = {*names}, all(path.name == MARKER for path in directory.iterdir())
-    known = _names(directory, kind) if are_known else check_claim(directory, kind, names)
-    if known is None and kind != RESULTS and not is_empty:
-        raise UserError(f"{directory}: holds files that are not of a {kind} of this program; name another directory")
-    if known is None or not names <= known:
-        content = json.dumps({"kind": kind, "names": sorted(names - (known or set()))})
+    names = {*names}
+    if not are_known:
+        check_claim(directory, names)
+    if new := names - _names(directory):
+        content = json.dumps({"kind": "results", "names": sorted(new)})
         append_whole(directory / MARKER, f"\n{content}\n".encode(), sync=True)  # a cut line does not spoil the next
 
 
-def check_claim(directory: Path, kind: str, names: Iterable[str]) -> set[str] | None:
-    """Refuses files of these names in `directory` that no claim of this kind names; returns all names of such claims.
-
-    Returns None if there is no such claim.
-    """
+def check_claim(directory: Path, names: Iterable[str]) -> None:
+    """Refuses files of these names in `directory` that no claim names."""
     there = [name for name in names if os.path.lexists(directory / name)]  # before another process claims and makes it
-    known = _names(directory, kind)
-    if strange := sorted({*there} - (known or set())):
+    if strange := sorted({*there} - _names(directory)):
         problem = "is there already, and this program has no record of having made it"
         others = f" (nor {', '.join(strange[1:])})" if strange[1:] else ""
         them = "them" if others else "it"
         raise UserError(f"{directory / strange[0]}: {problem}{others}; move {them} away, or name another directory")
-    return known
 
 
-def owned_files(directory: Path, kind: str) -> list[Path]:
-    """Returns the regular files in `directory` that claims of this kind name; none where there is no such claim."""
-    if not (names := _names(directory, kind)):
+def owned_files(directory: Path) -> list[Path]:
+    """Returns the regular files in `directory` that claims name."""
+    if not (names := _names(directory)):
         return []
     with os.scandir(directory) as entries:  # the claim may name far more files than there are
         return sorted(directory / x.name for x in entries if x.name in names and x.is_file(follow_symlinks=False))
 
 
 def remove_owned(directory: Path, names: Iterable[str]) -> None:
-    """Removes those of the files that are in `directory` and that a claim of `RESULTS` names."""
+    """Removes those of the files that are in `directory` and that a claim names."""
     names = {*names}
-    for path in owned_files(directory, RESULTS):
+    for path in owned_files(directory):
         if path.name in names:
             path.unlink(missing_ok=True)
 
@@ -93,7 +84,7 @@ def write_together(directory: Path, files: Mapping[str, bytes]) -> None:
     ):
         for name, content in files.items():
             write_atomically(Path(unfinished, name), content)
-        claim(directory, RESULTS, files)
+        claim(directory, files)
         if folders := [name for name in files if (directory / name).is_dir()]:
             raise IsADirectoryError(errno.EISDIR, f"{folders[0]} is a directory")
         for number, name in enumerate(files):
@@ -119,21 +110,20 @@ def make_output(directory: Path, files: Collection[str]) -> None:
 def claim_results(directory: Path, files: Iterable[str]) -> None:
     """Claims files of results. UserError: they cannot be claimed, see `claim`, or the marker cannot be written."""
     try:
-        claim(directory, RESULTS, files)
+        claim(directory, files)
     except OSError as error:
         raise UserError(f"{directory}: cannot be written: {error.strerror}") from None
 
 
-def _names(directory: Path, kind: str) -> set[str] | None:
-    """Returns the names that the claims of this kind on `directory` hold; None: there is no such claim."""
+def _names(directory: Path) -> set[str]:
+    """Returns the names that the claims on `directory` hold."""
     try:
         lines = read_bounded(directory / MARKER, MAX_MARKER).splitlines()
     except (UserError, FileNotFoundError):
-        return None
-    found: set[str] | None = None
+        return set()
+    found: set[str] = set()
     for line in filter(None, lines):
         with suppress(UserError), parsing(MARKER):  # a killed process may have begun a line
-            content = json.loads(line)
-            if content["kind"] == kind and all(isinstance(name, str) for name in content["names"]):
-                found = (found or set()) | {*content["names"]}
+            names = json.loads(line)["names"]
+            found |= {*names} if all(isinstance(name, str) for name in names) else set()
     return found

@@ -19,25 +19,15 @@ def describe_difference(
     first: Sequence[str], second: Sequence[str], places: Sequence[str] = ("training", "validation")
 ) -> str:
     """Returns the names that only one of two lists of class names has, at most ten of each; else, that their order
-    differs. Names that look alike are escaped. `places` says where each list comes from.
+    differs. `places` says where each list comes from.
     """
     first, second = (sorted({*names} - {*others}) for names, others in ((first, second), (second, first)))
-    alike = {*map(_skeleton, first)} & {*map(_skeleton, second)}
-
-    def show(name: str) -> str:
-        return (ascii(name) if _skeleton(name) in alike or not name.isprintable() else name)[:100]
-
     texts = [
-        f"only in {place}: {', '.join(map(show, names[:10]))}{', ...' if names[10:] else ''} ({len(names)})"
+        f"only in {place}: {', '.join(one_line(x, 100) for x in names[:10])}{', ...' * bool(names[10:])} ({len(names)})"
         for place, names in zip(places, (first, second), strict=True)
         if names
     ]
     return "; ".join(texts) or "the same names in another order"
-
-
-def _skeleton(name: str) -> str:
-    """Returns a name without accents, spaces and what is not seen: names that look alike have the same."""
-    return "".join(c for c in unicodedata.normalize("NFKD", name) if unicodedata.category(c)[0] not in "MCZ")
 
 
 def to_nfc(text: str) -> str:

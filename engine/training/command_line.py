@@ -30,16 +30,11 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("config", type=find_config, help="YAML file, see configs/")
     add("overrides", nargs="*", metavar="key.path=value", help="options in place of the file's: optim.lr=1e-3")
-    task = parser.add_mutually_exclusive_group(required=True)
-    task.add_argument("--output", type=Path, help="directory of the run; an unfinished run resumes")
-    task.add_argument("--check", action="store_true", help="read every image instead, and list what would be refused")
+    add("--output", type=Path, required=True, help="directory of the run; an unfinished run resumes")
     add("--allow-change", action="append", default=[], metavar="KEY", help=f"{CHANGEABLE}; repeatable")
     text = "print the resolved configuration, parameters, MACs, steps, images, memory, and what would be resumed"
     add("--dry-run", action="store_true", help=f"{text}; start and write nothing")
-    args = parser.parse_intermixed_args(arguments)
-    if args.check and (args.dry_run or args.allow_change):
-        parser.error("--check: reads images alone; leave out --dry-run and --allow-change")
-    return args
+    return parser.parse_intermixed_args(arguments)
 
 
 def describe_sections() -> str:

@@ -15,7 +15,7 @@ from engine.data.loaders import Loader, images_of
 from engine.data.sampler import EpochSampler
 from engine.runtime.errors import UserError
 from engine.runtime.files import write_atomically
-from engine.runtime.ownership import RESULTS, claim
+from engine.runtime.ownership import claim
 from engine.training.resume import Checkpoints, Stateful
 
 
@@ -108,7 +108,7 @@ def dump_step(
     }
     path = checkpoints.directory / f"failed_step_{record['step']}.json"
     try:
-        claim(path.parent, RESULTS, [path.name, path.with_suffix(".pt").name])
+        claim(path.parent, [path.name, path.with_suffix(".pt").name])
     except UserError as error:  # the reason of the failure comes after it
         print(f"warning: {error}; the update is not recorded", file=sys.stderr, flush=True)
         return

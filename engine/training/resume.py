@@ -22,7 +22,7 @@ from engine.config.schema import Run
 from engine.run.load import dump_run, parse_run
 from engine.runtime.distributed import World
 from engine.runtime.errors import ConfigError, UserError
-from engine.runtime.ownership import RESULTS, claim, owned_files, remove_owned
+from engine.runtime.ownership import claim, owned_files, remove_owned
 from engine.training.differences import (
     CONTENT,
     NAMES_ONLY,
@@ -84,8 +84,8 @@ class Checkpoints:
             name = f"step_{progress.step}" + (f"_epoch_{progress.epoch}" if not progress.images else "")
             path = self.directory / f"{name}.pt"
             # A checkpoint that the user put there, from which the run resumes, has this very state.
-            if path != self.resumed_from or path in owned_files(self.directory, RESULTS):
-                claim(self.directory, RESULTS, [path.name])
+            if path != self.resumed_from or path in owned_files(self.directory):
+                claim(self.directory, [path.name])
                 save_checkpoint(path, self._content(progress, stateful))
                 self._rotate({epoch for _, epoch in progress.ranking + progress.ema_ranking})
         self.saved_at = time.monotonic()
@@ -134,7 +134,7 @@ class Resumed:
         progress = self.progress = parse_options(Progress, found[1]["progress"]) if found else Progress()
         if world.gather([progress.epoch, progress.step]) != [[progress.epoch, progress.step]] * world.size:
             raise UserError(f"{directory}: not every rank sees the same checkpoint; use a file system that all share")
-        for path in {*list_checkpoints(directory)} - {*owned_files(directory, RESULTS)}:
+        for path in {*list_checkpoints(directory)} - {*owned_files(directory)}:
             match = CHECKPOINT_NAME.fullmatch(path.name)
             if match and (int(match[1]), bool(match[2])) > (progress.step, not progress.images):
                 problem = "no whole checkpoint, and none that this run made; it would be written over"

@@ -18,7 +18,7 @@ from analysis.laboratory import Score
 from bench.timing import time_rounds
 from engine.run.load import load_run
 from engine.runtime.arguments import MOST
-from engine.runtime.ownership import RESULTS, claim
+from engine.runtime.ownership import claim
 from tests.analysis.models import load_model, read_rows, refusal
 
 OWN_MACS = 100
@@ -144,7 +144,7 @@ def searched(checkpoint: Path, output: Path, *arguments: str, **sizes: int) -> l
 @pytest.mark.complete
 def test_files_of_the_front_are_runs_of_train(checkpoint, tmp_path, monkeypatch, capsys):
     """Each YAML has the attention by block, and weights that give the stated top-1."""
-    claim(tmp_path / "front", RESULTS, ["77.yaml"])
+    claim(tmp_path / "front", ["77.yaml"])
     (tmp_path / "front/77.yaml").touch()
     eva = "{name: eva, window_size: 2, num_landmarks: 4}"
     options = "--attention", "linear", eva, "--budget", "macs=0.97", "macs=1"

@@ -27,7 +27,7 @@ from engine.checkpoints.files import find_checkpoint, save_checkpoint
 from engine.data.idx import IMAGES, LABELS, write_idx
 from engine.run.load import dump_run
 from engine.runtime import files
-from engine.runtime.ownership import RESULTS, claim
+from engine.runtime.ownership import claim
 from engine.runtime.processes import run_to_end
 from engine.runtime.signals import STOPPED
 from engine.training.differences import NAMES_ONLY
@@ -301,7 +301,7 @@ def test_a_run_that_failed_in_another_process_is_tried_again_by_the_next_command
     _, [setting], _ = read_ablation(config, [], config.parent / "out", shlex.split(launcher))
     (case,) = setting.cases
     assert not worker.is_busy(case)
-    claim(case.directory, RESULTS, [worker.failure_mark(case).name])
+    claim(case.directory, [worker.failure_mark(case).name])
     worker.failure_mark(case).touch()
     worker.train_all([case], 1, True, lambda: None)
     assert not case.result()

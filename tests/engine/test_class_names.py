@@ -16,7 +16,6 @@ from engine.config.schema import Data
 from engine.data import prepare
 from engine.data.identity import identify_split
 from engine.data.splits import classes_of, open_split
-from engine.runtime.text import describe_difference
 from tests.engine.test_readers import make_tar
 from tests.engine.test_validate import ROOT, TINY
 
@@ -115,17 +114,3 @@ def test_a_suggestion_that_looks_alike_says_what_was_given():
     assert nearest("\u0435va", ["eva", "lara"]) == "; did you mean 'eva'? (got '\\u0435va')"
     assert nearest("\xe9l\xe9phan", ["\xe9l\xe9phant"]) == "; did you mean '\xe9l\xe9phant'?"
     assert nearest("evb", ["eva", "lara"]) == "; did you mean 'eva'?"
-
-
-@pytest.mark.parametrize(
-    ("names", "shown"),
-    [
-        (("été", "e\u0301te\u0301"), ("'\\xe9t\\xe9'", "'e\\u0301te\\u0301'")),
-        (("cat", "cat "), ("'cat'", "'cat '")),
-        (("❤", "❤\ufe0f"), ("'\\u2764'", "'\\u2764\\ufe0f'")),
-        (("été", "hiver"), ("été", "hiver")),
-    ],
-)
-def test_names_that_look_alike_are_escaped(names, shown):
-    first, second = ([name] for name in names)
-    assert describe_difference(first, second) == f"only in training: {shown[0]} (1); only in validation: {shown[1]} (1)"

@@ -102,7 +102,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "sweep.yaml": lambda path: read_ablation(path, [], path.parent, []),
     "classes.txt": lambda path: read_names(str(path)),
     "lock": read_lock,
-    MARKER: lambda path: owned_files(path.parent, "cache"),
+    MARKER: lambda path: owned_files(path.parent),
     "ablate.failed": read_text,
     "train.csv": lambda path: read_split(path, "csv"),
     "train.tar": lambda path: read_split(path, "tar"),

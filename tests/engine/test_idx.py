@@ -6,10 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from engine.config.schema import Data
-from engine.data import sample, verify
+from engine.data import sample
 from engine.data.identity import identify_split
 from engine.data.splits import classes_of, open_split
 from tests.support.refusals import assert_split_refused, refusal
@@ -125,31 +124,3 @@ def test_the_shipped_sample_is_balanced():
     assert classes_of(images) == list("0123456789")
     assert np.bincount(images.reader.labels).tolist() == [200] * 10
     assert images.reader.images.shape == (2000, 28, 28)
-
-
-def test_statistics_are_those_of_the_pixels(tmp_path, capsys):
-    """Grey images have one mean and one deviation, colour images three."""
-    write(tmp_path)
-    for index, (name, width) in enumerate([("a", 4), ("a", 7), ("b", 9)]):
-        (tmp_path / "colours" / name).mkdir(parents=True, exist_ok=True)
-        pixels = np.random.default_rng(index).integers(0, 256, (5, width, 3), dtype=np.uint8)
-        Image.fromarray(pixels).save(tmp_path / "colours" / name / f"{index}.png")
-    (tmp_path / "colours" / "b" / "broken.png").write_bytes(b"")
-    mean, std = PIXELS.mean() / 255, PIXELS.std() / 255
-    with pytest.raises(SystemExit):
-        verify.main([str(tmp_path), *["--dataset", "idx", "--splits", "train", "--workers", "0", "--statistics"]])
-    assert capsys.readouterr().out.splitlines()[1:] == [
-        "  images of a class: 2 to 2, median 2; fewest in '2', most in '2'",
-        "  width 5 to 5, median 5; height 3 to 3, median 3 pixels",
-        f"  data.mean=[{mean:.4f}] data.std=[{std:.4f}]  # of all their pixels",
-    ]
-    with pytest.raises(SystemExit):
-        verify.main([str(tmp_path), *["--splits", "colours", "--workers", "0", "--statistics"]])
-    arrays = [np.random.default_rng(i).integers(0, 256, (5, w, 3), dtype=np.uint8) for i, w in enumerate((4, 7, 9))]
-    colours = np.concatenate(arrays, 1).reshape(-1, 3) / 255
-    values = [", ".join(f"{value:.4f}" for value in of(colours, axis=0)) for of in (np.mean, np.std)]
-    assert capsys.readouterr().out.splitlines()[2:] == [
-        "  images of a class: 1 to 2, median 1.5; fewest in 'b', most in 'a'",
-        "  width 4 to 9, median 7; height 5 to 5, median 5 pixels",
-        f"  data.mean=[{values[0]}] data.std=[{values[1]}]  # of all their pixels",
-    ]

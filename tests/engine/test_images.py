@@ -5,14 +5,12 @@ import io
 import math
 import os
 import re
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-import train
 from engine.config.schema import Augment, Data, Run, Train
 from engine.data import verify
 from engine.data.images import BrokenImage, DataError, decode
@@ -127,61 +125,6 @@ def test_training_skips_and_counts(root, capsys, size, workers):
         assert [line for line in told if not line.startswith("skipped: ")] == (ignored if rank == 0 else [])
     assert len(seen) == len(set(seen)) == epoch
     assert reported == BROKEN & set(seen)
-
-
-CHECKED = f"""\
-model: {{name: deit, img_size: 16, patch_size: 8, embed_dim: 12, depth: 1, num_heads: 2, num_classes: {NUM}}}
-attention: {{name: softmax}}
-data: {{workers: 0}}
-augment: {{mixup: 0.0, cutmix: 0.0, auto_augment: null}}
-schedule: {{epochs: 3, warmup_epochs: 0}}
-train: {{total_batch_size: {NUM}}}
-"""
-
-
-@pytest.mark.parametrize(
-    ("options", "verdict"),
-    [
-        ([f"max_broken={NUM}", "broken_val=skip"], f"no image stops this run; an epoch leaves out {len(BROKEN)} at"),
-        ([f"max_broken={NUM}"], f"the first evaluation would end the run: {len(BROKEN)} broken images; repair or"),
-        (["broken_val=skip"], f"epoch 1 would stop the run: {len(BROKEN)} broken training images, more than data.max"),
-    ],
-)
-def test_a_check_knows_what_would_stop_a_run(root, tmp_path, capsys, options, verdict):
-    (tmp_path / "run.yaml").write_text(CHECKED)
-    with pytest.raises(SystemExit) as ended:
-        train.main([str(tmp_path / "run.yaml"), "--check", f"data.root={root}", *(f"data.{text}" for text in options)])
-    *lines, last = capsys.readouterr().out.splitlines()
-    assert last.startswith(verdict)
-    assert ended.value.code == (not verdict.startswith("no image"))
-    assert lines[0] == f"train: {NUM} images of {NUM} classes, {len(BROKEN)} broken"
-    assert {line[2:].split("/")[0] for line in lines[1 : 1 + len(BROKEN)]} == BROKEN
-    assert lines[1 + len(BROKEN)] == lines[0].replace("train", "val")
-    copies = NUM - len(BROKEN)
-    assert lines[-1] == f"warning: val: {copies} of {copies} images are exact copies of images of train"
-    assert not (tmp_path / "runs").exists()
-
-
-@pytest.mark.parametrize("other", [["--dry-run"], ["--allow-change", "images"]])
-def test_a_check_takes_no_options_of_a_run(tmp_path, capsys, other):
-    (tmp_path / "run.yaml").write_text(CHECKED)
-    error = refusal(train.main, [tmp_path / "run.yaml", "--check", *other], capsys)
-    assert "--check: reads images alone; leave out --dry-run and --allow-change" in error
-
-
-@pytest.mark.parametrize(("repeats", "balanced"), [(0, False), (3, False), (2, True)])
-def test_a_check_counts_what_epochs_leave_out(root, repeats, balanced):
-    run = make_run(root, NUM * NUM, 0, NUM // 2, repeats=repeats)
-    run = replace(run, train=replace(run.train, balanced_sampling=balanced))
-    loader = create_loaders(run, CPU, img_size=16, num_classes=NUM)[0]
-    broken = [index for index in range(NUM) if classes_of(loader.dataset.dataset)[index] in BROKEN]
-    expected = []
-    for epoch in range(2):
-        loader.sampler.set_epoch(epoch)
-        list(loader)
-        expected.append(len(loader.broken))
-    assert verify.count_skipped(loader.sampler, broken, 2) == expected
-    assert min(expected) > 0
 
 
 def test_training_stops_above_the_limit(root):

@@ -114,7 +114,7 @@ def test_an_export_of_an_export_tells_of_the_training(tmp_path, capsys):
     for export_again in (first, tmp_path / "second"):
         ((_, found, _),) = find_weights(export_again, "best", None)
         _, line = build_models(parse_run(found["config"], "x", ["model.img_size=[40, 24]"]), found, ["plain"])
-        assert line.startswith("model.img_size = [40, 24], trained at [24, 16], exported at [32, 24]; resampled: ")
+        assert line.startswith("model.img_size = [40, 24], trained at [24, 16]; resampled: ")
     assert load_checkpoint(first)["config"]["optim"]["opt"] == "adamw"
 
 

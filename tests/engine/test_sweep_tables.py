@@ -21,7 +21,7 @@ from ablation.sweep import read_ablation
 from ablation.tables import ONE_RUN, measure, tabulate
 from engine.reporting.plots import in_style
 from engine.reporting.tables import T_975, Spread, spread
-from engine.runtime.ownership import RESULTS, claim
+from engine.runtime.ownership import claim
 from tests.support.launcher import ROOT
 from tests.support.sweeps import BASE, finish, read, read_table, write_records
 
@@ -206,7 +206,7 @@ def test_two_axes_of_numbers_make_a_heat_map(config):
 @pytest.mark.complete
 def test_a_figure_that_a_sweep_has_no_longer_is_removed(config):
     settings = grid_of_numbers(config)
-    claim(config.parent, RESULTS, FIGURES)
+    claim(config.parent, FIGURES)
     for rows, gone in (settings, set()), (settings[:-1], {"heat_map.png"}):
         write_figures("Windows", rows, config.parent)
         assert {path.name for path in config.parent.glob("*.png")} == set(FIGURES) - gone
