@@ -20,7 +20,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from engine.checkpoints.files import parse_weights
+from engine.checkpoints.files import WEIGHTS
 from engine.data.folders import list_files
 from engine.evaluation.inference import Prediction, create_loader, load, predict
 from engine.evaluation.predictions import top_columns
@@ -40,9 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("images", nargs="+", metavar="IMAGE", help="image, folder of images, or - for a list on stdin")
     parser.add_argument("--top", type=Count(), default=5, help="classes to name for each image (5)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write FILE (.csv or .json) instead of printing")
-    parser.add_argument(
-        "--weights", type=parse_weights, help="plain or ema: the kind of weights (ema if kept and no worse)"
-    )
+    parser.add_argument("--weights", choices=tuple(WEIGHTS), help="kind of weights (ema if kept and no worse)")
     parser.add_argument("--select", choices=("best", "last"), default="best", help="checkpoint of a run (best)")
     parser.add_argument("--batch-size", type=Count(), help="images per step (128, fewer if they are large)")
     parser.add_argument(

@@ -22,7 +22,7 @@ from typing import Any
 
 from engine.checkpoints.adapt import build_models
 from engine.checkpoints.export import check_target, export
-from engine.checkpoints.files import Weights, find_weights, parse_weights, prefer
+from engine.checkpoints.files import WEIGHTS, Weights, find_weights, prefer
 from engine.checkpoints.origin import is_made_here
 from engine.checkpoints.weights import check_predicts_classes
 from engine.config.schema import Data, Run
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = ArgumentParser(description="Evaluate a checkpoint.", formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path, help="directory of a run, or a checkpoint file")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="options in place of the checkpoint's")
-    parser.add_argument("--weights", type=parse_weights, help="plain or ema: the kind of weights (each that is kept)")
+    parser.add_argument("--weights", choices=tuple(WEIGHTS), help="kind of weights (each that is kept)")
     parser.add_argument("--select", choices=("best", "last"), default="best", help="which of a run directory (best)")
     parser.add_argument("--batch-size", type=Count(), help="images per process and step (128, fewer if they are large)")
     parser.add_argument("--skip-broken", action="store_true", help="leave out and count images that cannot be read")

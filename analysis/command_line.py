@@ -8,7 +8,7 @@ from typing import Any
 from tqdm import tqdm
 
 from attention import AttentionFactory
-from engine.checkpoints.files import parse_weights
+from engine.checkpoints.files import WEIGHTS
 from engine.config.yaml_files import Tree, override, read_yaml
 from engine.run.load import find_config
 from engine.runtime.arguments import Count
@@ -24,7 +24,7 @@ def add_run(parser: argparse.ArgumentParser, also: str = "") -> None:
     """Adds RUN, the choice of its weights, and the directory of results."""
     add = parser.add_argument
     add("checkpoint", type=Path, metavar="RUN", help=f"run directory, checkpoint or export{also}")
-    add("--weights", type=parse_weights, help="plain or ema: the kind of weights (ema if kept and no worse)")
+    add("--weights", choices=tuple(WEIGHTS), help="kind of weights (ema if kept and no worse)")
     add("--select", choices=("best", "last"), default="best", help="checkpoint of a run (best)")
     directory = "directory of tables and figures (current directory)"
     add("--output", type=Path, default=Path(), metavar="DIR", help=directory)

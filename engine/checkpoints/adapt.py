@@ -1,6 +1,5 @@
 """Fits the weights of another model to a model: resamples some, leaves out some, and reports the outcome of each."""
 
-import dataclasses
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -83,24 +82,7 @@ def build_models(run: Run, checkpoint: Mapping, kinds: Sequence[Weights]) -> tup
         if rest := summarize(outcome | {"adapted": []}):
             raise UserError(f"{place}: {title}: not all weights can be resampled: {rest}")
         load_weights(models[kind], taken, place)
-    assert source.model is not None
-    changes = list_fitted(source.model, models[kind])
-    line = f"{title}; resampled: {_join(outcome['adapted']) or 'nothing'}"
-    return models, f"{line}; fitted to the grid: {', '.join(changes)}" if changes else line
-
-
-def list_fitted(source: nn.Module, model: nn.Module) -> list[str]:
-    """Returns the options of attention with `fit` that differ between two models: ``["num_landmarks 49 -> 25"]``."""
-    layers = ([layer for layer in each.modules() if isinstance(layer, Attention)] for each in (source, model))
-    pairs = [(there.config, here.config) for there, here in zip(*layers, strict=True)]
-    changes = (
-        f"{field.name} {getattr(there, field.name)} -> {getattr(here, field.name)}"
-        for there, here in pairs
-        if type(there) is type(here) and here.fit
-        for field in dataclasses.fields(here)
-        if getattr(there, field.name) != getattr(here, field.name)
-    )
-    return list(dict.fromkeys(changes))
+    return models, f"{title}; resampled: {_join(outcome['adapted']) or 'nothing'}"
 
 
 def fit_weights(

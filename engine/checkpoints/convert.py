@@ -21,7 +21,7 @@ import torch
 from timm.layers import to_2tuple
 
 from engine.checkpoints.export import check_target, export
-from engine.checkpoints.files import Weights, choose_weights, parse_weights
+from engine.checkpoints.files import WEIGHTS, Weights, choose_weights
 from engine.checkpoints.identify import FOREIGN, Found, Kind, identify
 from engine.checkpoints.initial_weights import load_initial_weights
 from engine.checkpoints.local_dir import preprocessing_of
@@ -46,9 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("output", help="what to write: a file .safetensors, .onnx or .pt2, or DIR/ for timm")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="options in place of the checkpoint's")
     parser.add_argument("--config", type=find_config, help="YAML file as for train.py, for weights that have none")
-    parser.add_argument(
-        "--weights", type=parse_weights, help="plain or ema: the kind of weights (ema where kept and no worse)"
-    )
+    parser.add_argument("--weights", choices=tuple(WEIGHTS), help="kind of weights (ema where kept and no worse)")
     args = parser.parse_intermixed_args(arguments)
     if args.config and args.weights:
         parser.error("--weights chooses from a checkpoint that has its own configuration; leave it or --config out")

@@ -7,7 +7,6 @@ Its state dicts: `model`, `optimizer`, `scaler`, if a weight average is kept `mo
 state is not saved: see `engine.data.sampler`.
 """
 
-import argparse
 import io
 import json
 import math
@@ -158,15 +157,6 @@ def _recorded(checkpoint: Mapping[str, Any], weights: Weights) -> dict[str, Any]
     metrics, prefix = checkpoint["progress"].get("metrics", {}), "ema_" if weights == "ema" else ""
     names = {"top1": f"{prefix}top1", "loss": f"{prefix}loss", "images": "images"}
     return {name: metrics[key] for name, key in names.items() if key in metrics}
-
-
-def parse_weights(text: str) -> Weights:
-    """Returns the kind of weights that the argument --weights names."""
-    for kind in WEIGHTS:
-        if kind == text:
-            return kind
-    renamed = f"; the {text} checkpoint is --select {text}" if text in ("best", "last") else ""
-    raise argparse.ArgumentTypeError(f"{text!r} is no kind of weights, {' or '.join(WEIGHTS)}{renamed}")
 
 
 def _first_whole(paths: Sequence[Path], quiet: bool) -> tuple[Path, dict[str, Any]] | None:

@@ -5,7 +5,6 @@ import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-import torch
 from torch import nn
 
 from engine.checkpoints.adapt import (
@@ -25,8 +24,6 @@ from engine.runtime.errors import UserError
 from engine.runtime.text import describe_difference, one_line
 from models import create_model
 from models.base import attention_layers
-from models.convert import assume_grid
-from models.deit import Deit
 from models.freeze import describe_freeze, freeze
 
 
@@ -80,10 +77,6 @@ def load_initial_weights(model: nn.Module, run: Run, world: World, classes: Sequ
         print("\n".join([place, f"  source   {source.origin}", *table(outcome)]), flush=True)
         if source.model is None and source.num_heads is None:
             print(f"  heads    not known from this file; model.num_heads={list_heads(model)} is taken", flush=True)
-        has_grid = source.model is not None or source.state.get("pos_embed", torch.empty(0)).ndim != 3
-        if not has_grid and isinstance(model, Deit):
-            sides = "{} x {}".format(*assume_grid(source.state, model.grid))
-            print(f"  grid     not known from this file; its position embeddings are taken for {sides}", flush=True)
         if classes is not None and (note := describe_classes(head, source.classes, classes)):
             print(f"  classes  {note}", flush=True)
         for line in others:

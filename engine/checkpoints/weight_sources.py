@@ -164,9 +164,6 @@ def _read_state(found: Found) -> Source:
     state = content[kept[0]] if kept else content
     if not _are_weights(state):
         names = one_line(", ".join(map(repr, content)), 100)
-        if others := [] if kept else [key for key, x in content.items() if isinstance(x, Mapping) and _are_weights(x)]:
-            remedy = f"save those of one alone, with torch.save(torch.load(FILE)[{others[-1]!r}], OTHER)"
-            raise UserError(one_line(f"{found.path}: holds weights under {', '.join(map(repr, others))}; {remedy}"))
         raise UserError(f"{found.path}: holds no weights, but {names}; {EXPECTED}")
     clean = clean_state_dict(dict(state))
     if all(name.startswith(LIGHTNING) for name in clean):

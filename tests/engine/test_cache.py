@@ -276,16 +276,6 @@ def test_bad_input_is_one_line(root, prepared, capsys, main, arguments, problem)
     assert error.count("\n") == 1
 
 
-def test_an_interrupted_preparation_leaves_nothing(root, tmp_path, monkeypatch):
-    def full(image, **options):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(prepare, "encode", full)
-    with pytest.raises(SystemExit):
-        prepare.main([str(root), str(tmp_path), "--workers", "0"])
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_what_was_interrupted_is_not_kept(root, tmp_path, monkeypatch, capsys, number):
     before = signal.signal(number, signal.SIG_DFL)  # a shell's background job ignores SIGINT

@@ -51,7 +51,7 @@ from engine.training.differences import NAMES_ONLY
 from engine.training.resume import Checkpoints, Resumed
 from models import create_model
 from tests.engine.test_resume import digest, light_and_full
-from tests.support.launcher import ROOT, ForkServer
+from tests.support.launcher import ROOT
 from tests.support.partition import chosen
 from tests.support.refusals import refusal
 
@@ -873,27 +873,6 @@ def test_hostile_checkpoints_are_refused_before_any_evaluation(
     figure("C2", f"{len(paths)}/{len(paths)} hostile checkpoints refused, the slowest after {slowest:.2f} s")
 
 
-@pytest.mark.stress
-def test_what_hostile_files_cost(whole, fork_server: ForkServer, tmp_path: Path, figure: Callable):
-    """Runs validate.py on each file in its own process: status, time, memory beyond the imports."""
-    paths = hostile_files(tmp_path, whole) | hostile_checkpoints(tmp_path, whole)
-    sound = tmp_path / "sound.pt"
-    sound.write_bytes(saved(change(whole, config__data__workers=10**6)))  # without effect
-    assert fork_server.run([str(sound)], tmp_path / "log", script="validate")[0] == [0]
-    for name, path in paths.items():
-        begin = time.monotonic()
-        statuses, job = fork_server.run([str(path)], tmp_path / "log", script="validate")
-        seconds, megabytes = time.monotonic() - begin, float(job.recorded("peak")[0][0])
-        figure("C2", f"{name[:60]!r}: status {statuses[0]}, {seconds:.1f} s, {megabytes:.0f} MB")
-        assert statuses == [2], job.text
-        assert seconds < 10
-        assert megabytes < 1024
-        assert job.text.startswith("error: ")
-        assert job.text[:-1].isprintable()
-    assert not (tmp_path / "canary").exists()
-    figure("C2", f"{len(paths)}/{len(paths)} hostile files refused in one line by validate.py")
-
-
 # C3
 
 
@@ -1023,16 +1002,6 @@ def test_timm_finds_the_averaged_weights(whole, run, tmp_path: Path):
     ):
         timm.models.load_checkpoint(model, str(tmp_path / name), use_ema=use_ema)
         assert all(torch.equal(value, expected[key]) for key, value in model.state_dict().items()), name
-
-
-def test_export_by_the_command(whole, tmp_path: Path, capsys: pytest.CaptureFixture):
-    save_checkpoint(tmp_path / "x.pt", whole)
-    validate.main([str(tmp_path / "x.pt"), "--export", str(tmp_path / "x.safetensors"), "data.workers=0", "--json"])
-    first = json.loads(capsys.readouterr().out)
-    validate.main([str(tmp_path / "x.safetensors"), "data.workers=0", "--json"])
-    second = json.loads(capsys.readouterr().out)
-    speed = {name: second["ema"][name] for name in ("seconds", "images_per_second")}
-    assert second == {"ema": first["ema"] | {"checkpoint": str(tmp_path / "x.safetensors")} | speed}
 
 
 # Contents of the wrong kind

@@ -1,6 +1,5 @@
 """Class names in two Unicode normalisations, as macOS (NFD) and other systems (NFC) write them, are the same names."""
 
-import json
 import unicodedata
 from pathlib import Path
 
@@ -8,16 +7,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
-import train
-import validate
 from attention.options import OptionError, nearest
-from engine.checkpoints.files import find_checkpoint, load_checkpoint, save_checkpoint
+from engine.checkpoints.files import load_checkpoint, save_checkpoint
 from engine.config.schema import Data
 from engine.data import prepare
 from engine.data.identity import identify_split
 from engine.data.splits import classes_of, open_split
+from tests.engine.test_predict import make_checkpoint
 from tests.engine.test_readers import make_tar
-from tests.engine.test_validate import ROOT, TINY
 
 NAMES = ["chat", "e2", "zèbre", "Ångström 9", "Ångström 10", "éléphant"]
 """Classes in NFC and in their order, which would be another in NFD."""
@@ -81,33 +78,11 @@ def test_a_file_of_class_names_may_have_either(tmp_path):
         assert classes_of(images) == ["éléphant", "zèbre"]
 
 
-@pytest.mark.complete
-def test_a_run_resumes_starts_another_teaches_and_is_validated_with_either(tmp_path, capsys):
-    roots = [tmp_path / form for form in ("NFC", "NFD")]
-    for root in roots:
-        for split in ("train", "val"):
-            write_split(root, root.name, "folder", split=split)
-    options = [*TINY, "data.dataset=folder", "model.num_classes=6", "train.total_batch_size=20", "model.in_chans=1"]
-    command = [str(ROOT / "configs/quickstart.yaml"), *options, "--output", str(tmp_path / "run")]
-    for root in roots:  # the second resumes from the end of the first, of the same data
-        train.main([*command, f"data.root={root}"])
-    path, checkpoint = find_checkpoint(tmp_path / "run", "last")
-    assert checkpoint["progress"]["epoch"] == 2
+def test_names_in_a_checkpoint_are_read_in_nfc(tmp_path):
+    make_checkpoint(tmp_path / "x.pt")
     written = [unicodedata.normalize("NFD", name) for name in NAMES]
-    save_checkpoint(tmp_path / "nfd.pt", checkpoint | {"classes": written})
+    save_checkpoint(tmp_path / "nfd.pt", load_checkpoint(tmp_path / "x.pt") | {"classes": written})
     assert load_checkpoint(tmp_path / "nfd.pt")["classes"] == NAMES
-    capsys.readouterr()
-    losses = set()
-    for file in (path, tmp_path / "nfd.pt"):
-        for root in roots:
-            validate.main([str(file), f"data.root={root}", "data.workers=0", "--weights", "plain", "--json"])
-            out, err = capsys.readouterr()
-            assert "classes" not in err
-            losses.add(json.loads(out)["plain"]["loss"])
-    assert len(losses) == 1
-    other = [*command[:-1], str(tmp_path / "other"), f"data.root={roots[1]}", f"init.weights={path}"]
-    train.main([*other, f"distill.teacher={path}", "distill.alpha=0.5"])
-    assert "matched by name" not in capsys.readouterr().out
 
 
 def test_a_suggestion_that_looks_alike_says_what_was_given():

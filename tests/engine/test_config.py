@@ -6,7 +6,6 @@ import importlib
 import os
 import pickle
 import re
-import time
 import typing
 from pathlib import Path
 
@@ -570,23 +569,10 @@ def test_text_is_written_as_text(tmp_path, text):
 
 
 @pytest.mark.parametrize(
-    ("rank", "local_rank", "is_ended", "said"),
-    [
-        ("0", "0", False, "error: model.name: unknown\n"),
-        ("1", "1", True, ""),
-        ("1", "1", False, "error: rank 1: model.name: unknown\n"),
-        ("8", "0", False, "error: rank 8: model.name: unknown\n"),
-    ],
+    ("rank", "said"), [("0", "error: model.name: unknown\n"), ("8", "error: rank 8: model.name: unknown\n")]
 )
-def test_a_rank_reports_unless_the_launcher_ends_it_for_another(rank, local_rank, is_ended, said, monkeypatch, capsys):
-    def wait(seconds: float) -> None:
-        assert local_rank != "0"
-        if is_ended:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(time, "sleep", wait)
+def test_a_refusal_names_its_rank(rank, said, monkeypatch, capsys):
     monkeypatch.setenv("RANK", rank)
-    monkeypatch.setenv("LOCAL_RANK", local_rank)
     with pytest.raises(SystemExit) as ended, refuse_bad_input():
         raise OptionError("model.name", "unknown")
     assert ended.value.code == 2

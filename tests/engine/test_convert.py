@@ -51,7 +51,7 @@ def test_weights_of_timm_become_an_export(stock, tmp_path, monkeypatch, capsys):
             ["--config", "config.yaml", "attention={name: xca}"],
             "not all is loaded as it is: 1 fresh (blocks.0.attn.temperature",
         ),
-        (["--config", "config.yaml", "model.depth=2"], "weights of another architecture: 1 blocks of width 24, where"),
+        (["--config", "config.yaml", "model.depth=2"], "weights of another architecture (12 missing: blocks.1"),
         (["--config", "config.yaml", "--weights", "ema"], "--weights chooses from a checkpoint that has its own conf"),
         ([], "engine.checkpoints.convert last.pth.tar FILE.safetensors --config CONFIG.yaml` makes one of it, where"),
     ],

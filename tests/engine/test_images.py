@@ -17,7 +17,6 @@ from engine.data.images import BrokenImage, DataError, decode
 from engine.data.loaders import count_broken, create_loaders, create_val_loader
 from engine.data.splits import classes_of, open_split
 from engine.runtime.distributed import World, seed_everything
-from engine.runtime.reading import open_regular
 from tests.support.image_files import IMAGE_FILES, WHITE
 from tests.support.refusals import refusal
 
@@ -172,16 +171,6 @@ def test_validation_leaves_out_on_demand(root, size, batch_size, figure):
         name, _, reason = line.partition("/")
         assert re.search(reasons[name], reason), line
     figure("I1", f"{NUM} files on {size} ranks: {len(whole)} shown, {len(broken)} refused, each by name and reason")
-
-
-def test_only_regular_files_are_opened(tmp_path):
-    with pytest.raises(OSError, match="a directory"):
-        open_regular(tmp_path)
-    with pytest.raises(OSError, match="No such file"):
-        open_regular(tmp_path / "absent")
-    (tmp_path / "file").write_bytes(b"content")
-    with open_regular(tmp_path / "file") as file:
-        assert file.read() == b"content"
 
 
 @pytest.mark.parametrize("mode", ["RGB", "L"])

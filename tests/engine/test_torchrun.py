@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,6 @@ from PIL import Image
 
 import train
 from engine.checkpoints.files import find_checkpoint
-from tests.support.refusals import refusal
 
 ROOT = Path(train.__file__).parent
 
@@ -80,44 +78,6 @@ def test_two_processes_train_as_one(tmp_path: Path):
     assert [line["kind"] for line in records[1]] == ["start", "train", "eval", "final"]  # one process writes
     assert records[1][0]["processes"] == 2
     assert records[0][1]["loss"] == pytest.approx(records[1][1]["loss"], rel=1e-5)  # the mean over both
-
-
-def test_a_batch_that_cannot_be_divided_is_refused_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-):
-    config = tmp_path / "run.yaml"
-    config.write_text(yaml.safe_dump(RUN))
-
-    def end_by_launcher(seconds: float) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(time, "sleep", end_by_launcher)
-    for rank, lines in (("0", 1), ("1", 0)):  # each process meets the environment that torchrun makes; the first speaks
-        launch = {"WORLD_SIZE": "2", "RANK": rank, "LOCAL_RANK": rank, "MASTER_ADDR": "x", "MASTER_PORT": "1"}
-        for name, value in launch.items():
-            monkeypatch.setenv(name, value)
-        error = refusal(train.main, [config, "train.total_batch_size=71", "--output", tmp_path / "run"], capsys)
-        assert error.count("train.total_batch_size = 71") == lines
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.complete
-def test_a_refusal_of_all_ranks_is_said_once(tmp_path: Path):
-    """Also where the first rank is the last to refuse."""
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import os, pathlib, time\n"
-        "from engine.runtime import errors\n"
-        "errors.PATIENCE, other = 120, pathlib.Path(__file__).with_name('other')\n"
-        "with errors.refuse_bad_input():\n"
-        "    while os.environ['RANK'] == '0' and not other.exists():\n"
-        "        time.sleep(0.01)\n"
-        "    other.touch()\n"
-        "    raise errors.UserError('no data')\n"
-    )
-    done = launched(str(script))
-    assert done.returncode == 1
-    assert [line for line in done.stderr.splitlines() if line.startswith("error")] == ["error: no data"]
 
 
 def launched(*command: str) -> subprocess.CompletedProcess:

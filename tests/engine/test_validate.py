@@ -142,17 +142,12 @@ def test_every_export_that_is_asked_for_is_written(run_directory, tmp_path, caps
     assert targets[0].read_bytes() == targets[1].read_bytes()
 
 
-def test_the_former_meaning_of_weights_says_its_new_name(run_directory, capsys):
-    error = refusal(validate.main, [run_directory, "--weights", "best"], capsys)
-    assert "--weights: 'best' is no kind of weights, plain or ema; the best checkpoint is --select best" in error
-
-
 def test_other_class_names_are_warned_of(run_directory, tmp_path, capsys):
     _, checkpoint = find_checkpoint(run_directory, "last")
     save_checkpoint(tmp_path / "x.pt", checkpoint | {"classes": [*"012345678", "ten\x1b[0m"]})
     validate.main([str(tmp_path / "x.pt"), "--weights", "plain", "data.workers=0"])
     (line,) = capsys.readouterr().err.splitlines()
-    names = "only in the checkpoint: 'ten\\x1b[0m' (1); only in the data: 9 (1)"
+    names = "only in the checkpoint: ten\\x1b[0m (1); only in the data: 9 (1)"
     assert line == f"warning: the classes are not those of the training: {names}"
     validate.main([str(run_directory), "--weights", "plain", "data.workers=0"])
     assert not capsys.readouterr().err
