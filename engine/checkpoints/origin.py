@@ -5,7 +5,7 @@ from pathlib import Path
 
 from engine.runtime.errors import UserError
 from engine.runtime.files import write_atomically
-from engine.runtime.reading import read_json
+from engine.runtime.reading import parse_json, read_bounded
 
 ORIGIN = "origin.json"
 """File in a run directory that holds the number (inode) that the file system gave the directory."""
@@ -23,6 +23,7 @@ def mark_origin(directory: Path) -> None:
 def is_made_here(path: Path) -> bool:
     """Returns whether `path` is a run directory that `mark_origin` has marked, and no copy of one."""
     try:
-        return path.is_dir() and read_json(path / ORIGIN, 1000) == {"directory": path.stat().st_ino}
+        there = parse_json(read_bounded(path / ORIGIN, 1000), path)
+        return there == {"directory": path.stat().st_ino}
     except (UserError, OSError):
         return False

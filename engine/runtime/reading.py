@@ -47,16 +47,6 @@ def parse_json(content: bytes | str, place: str | Path, remedy: str = "") -> Any
         return json.loads(content)
 
 
-def read_json(path: Path, limit: int = MAX_TEXT, remedy: str = "") -> Any:
-    """Reads a JSON file of at most `limit` bytes. Errors are those of `read_bounded` and `parse_json`."""
-    return parse_json(read_bounded(path, limit), path, remedy)
-
-
-def read_text(path: Path, limit: int = MAX_TEXT) -> str:
-    """Reads a text for people, of at most `limit` bytes; what is not UTF-8 is replaced. Errors: `read_bounded`."""
-    return read_bounded(path, limit).decode(errors="replace")
-
-
 def read_csv(path: Path, limit: int = MAX_TEXT, remedy: str = "") -> list[dict[str, str]]:
     """Reads the rows of a CSV file, column -> text; a cell that a short row lacks is "".
 

@@ -93,15 +93,6 @@ def test_timm_understands_what_is_accepted(policy, image):
 
 @pytest.mark.parametrize(
     "policy",
-    ["rand", "rand-m9-mstd0.5-inc1", "rand-m6-n4-mstd1.0", "rand-m9-n3-mstd0.5", "augmix-m5-w4-d2", "v0", "3a"],
-)
-def test_policies_of_published_recipes_are_accepted(policy):
-    check_policy(policy)
-    parse(policy)
-
-
-@pytest.mark.parametrize(
-    "policy",
     [
         *(
             "rand-mxyz-inc",

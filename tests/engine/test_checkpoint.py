@@ -216,11 +216,6 @@ def test_values_of_the_wrong_kind_are_refused(change: dict, problem: str, whole,
         load_checkpoint(tmp_path / "x.pt")
 
 
-def test_a_missing_file_is_an_error(tmp_path: Path):
-    with pytest.raises(UserError, match=r"best\.pt: no checkpoint there"):
-        load_checkpoint(tmp_path / "best.pt")
-
-
 def test_ranking_keeps_the_best_and_of_equals_the_earlier():
     ranking = []
     for epoch, top1 in enumerate((50.0, 70.0, 70.0, 60.0, 40.0), start=1):
@@ -453,12 +448,6 @@ def test_what_cannot_be_read_is_neither_written_nor_a_reason_to_remove(checkpoin
                 Progress(epoch=3, step=step, images=8), {"model": weight, "optimizer": Strange(weight.parameters())}
             )
     assert {path.name: path.read_bytes() for path in tmp_path.glob("step_*")} == before
-
-
-def test_metadata_that_cannot_be_read_is_not_written(whole, tmp_path: Path):
-    with pytest.raises(ValueError, match="too many values"):
-        save_checkpoint(tmp_path / "x.pt", whole | {"images": list(range(10**5))})
-    assert not list(tmp_path.iterdir())
 
 
 def test_dtypes_are_read(whole, tmp_path: Path):

@@ -321,31 +321,6 @@ def test_a_disk_that_fails(case: str, runs: Runs, fork_server: ForkServer, tmp_p
     figure("D1", f"{case}: {errors[0][:60]}...; goes on to the same bits")
 
 
-@pytest.mark.stress
-@pytest.mark.parametrize("megabytes", [2, 4, 8])
-def test_a_small_disk_fills(megabytes: int, runs: Runs, fork_server: ForkServer, tmp_path: Path, figure: Callable):
-    """The disk is a real one, which needs the right to mount; then it is read-only."""
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "none", str(tmp_path)]
-    subprocess.run(mount, check=True)
-    try:
-        log = runs.directory / "small.log"
-        big = [*runs.command, "model.embed_dim=60", "train.keep_checkpoints=100", "schedule.epochs=100"]
-        command = [*big, "--output", str(tmp_path / "run")]
-        statuses, job = fork_server.run(command, log)
-        assert statuses == [1]
-        assert "No space left" in job.text
-        assert not list(tmp_path.rglob("*.tmp"))
-        step = find_checkpoint(tmp_path / "run", "last")[1]["progress"]["step"]
-        subprocess.run(["mount", "-o", "remount,ro", str(tmp_path)], check=True)
-        statuses, job = fork_server.run(command, log)
-        assert statuses == [2]
-        assert "cannot be written: Read-only file system" in job.text
-        assert find_checkpoint(tmp_path / "run", "last")[1]["progress"]["step"] == step
-    finally:
-        subprocess.run(["umount", str(tmp_path)], check=True)
-    figure("D1", f"tmpfs of {megabytes} MB: full after step {step}, which loads; read-only: refused")
-
-
 # Memory
 
 

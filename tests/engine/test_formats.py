@@ -257,18 +257,6 @@ def test_labels_of_a_hugging_face_data_set(tmp_path, monkeypatch, column, classe
     assert_split_refused(r'cannot read it: Unknown split "validation"\. Sh', "val", **data, val_split="validation")
 
 
-def test_a_column_without_images_is_named(tmp_path, monkeypatch):
-    pytest.importorskip("datasets", reason="an optional package")
-    import pyarrow
-    from pyarrow import parquet
-
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    (tmp_path / "data").mkdir()
-    parquet.write_table(pyarrow.table({"picture": ["a.png"], "label": [1]}), tmp_path / "data" / "train.parquet")
-    problem = "the column 'image' is missing or empty; rename one to that; found: picture, label"
-    assert_split_refused(problem, dataset="hfds", root=str(tmp_path / "data"))
-
-
 def write_list(folder, text: str | bytes) -> dict[str, str]:
     """Options of a CSV file beside the images a.png and "b, c.png"."""
     (folder / "train.csv").write_bytes(text.encode() if isinstance(text, str) else text)

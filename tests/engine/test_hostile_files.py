@@ -33,7 +33,7 @@ from engine.run.load import load_run
 from engine.runtime.errors import UserError
 from engine.runtime.locks import is_locked, lock_holder
 from engine.runtime.ownership import MARKER, owned_files
-from engine.runtime.reading import open_regular, parsing, read_text
+from engine.runtime.reading import open_regular, parsing
 
 SECONDS = 20
 
@@ -103,7 +103,6 @@ READERS: dict[str, Callable[[Path], object]] = {
     "classes.txt": lambda path: read_names(str(path)),
     "lock": read_lock,
     MARKER: lambda path: owned_files(path.parent),
-    "ablate.failed": read_text,
     "train.csv": lambda path: read_split(path, "csv"),
     "train.tar": lambda path: read_split(path, "tar"),
     "train.npz": lambda path: read_split(path, "cache"),

@@ -137,14 +137,6 @@ def test_an_accuracy_that_is_not_of_these_weights_is_unknown(progress, options, 
     assert detail(card_of(tmp_path, checkpoint), "Accuracy") == says
 
 
-def test_images_that_were_left_out_are_counted(tmp_path):
-    checkpoint = trained()
-    checkpoint["progress"]["metrics"] = METRICS | {"images": 358, "broken": 2}
-    assert (
-        "of 358 validation images, after epoch 2; 2 broken ones were left out, by" in card_of(tmp_path, checkpoint).text
-    )
-
-
 def test_a_training_without_a_record_is_unknown(tmp_path):
     """That of a directory which timm wrote, for one: the options of its run are defaults, and no facts."""
     model = timm.create_model("deit_tiny_p16", depth=1, num_classes=2, img_size=32)

@@ -1,22 +1,15 @@
-"""slurm.sh, with stand-ins for SLURM: a stopped run is queued again until it is finished, a failed one is not.
-
-The row S3 of the stress suite.
-"""
+"""slurm.sh, with stand-ins for SLURM: a stopped run is queued again until it is finished, a failed one is not."""
 
 import os
 import re
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import yaml
 
 from tests.engine.test_faults import wait_for
-from tests.engine.test_torchrun import RUN
 from tests.support.launcher import ROOT
 
 SCONTROL = """#!/bin/bash
@@ -120,24 +113,3 @@ def test_a_task_of_a_sweeps_array_is_queued_again_where_it_was_stopped(status: s
     subprocess.run(["bash", "-c", command.replace("-c 12 ", "-c12 ")], env=environment, cwd=ROOT, timeout=60)
     assert cluster.lines("requests") == requests
     assert cluster.lines("ranks")[0].endswith("ablate.py SWEEP.yaml --output /shared/runs/sweep --no-wait")
-
-
-@pytest.mark.stress
-def test_a_run_is_trained_through_a_warning(tmp_path: Path, figure: Callable):
-    """Two ranks of train.py receive SIGUSR1, save and end; the job starts again and finishes the run."""
-    real = f'#!/bin/bash\necho $$ >> "$PLACE/ranks"\nexec {sys.executable} "$@"\n'
-    cluster, output = Cluster(tmp_path, real), tmp_path / "run"
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(RUN | {"schedule": {"epochs": 4, "warmup_epochs": 0}}))
-    arguments = [str(tmp_path / "run.yaml"), "--output", str(output)]
-    job = cluster.start(*arguments)
-    metrics = output / "metrics.jsonl"
-    wait_for(lambda: metrics.exists() and '"train"' in metrics.read_text(), 120)
-    for pid in map(int, cluster.lines("ranks")):
-        os.kill(pid, signal.SIGUSR1)
-    assert job.wait(60) == 0
-    assert cluster.lines("requests") == ["requeue 31234"]
-    assert '"final"' not in metrics.read_text()
-    assert cluster.start(*arguments).wait(240) == 0
-    assert cluster.lines("requests") == ["requeue 31234"]
-    assert metrics.read_text().count('"final"') == 1
-    figure("S3", "slurm.sh: warned, saved, queued again, finished, not queued again")

@@ -50,9 +50,10 @@ RUN = {
 
 
 def torchrun(*command: str) -> subprocess.CompletedProcess:
-    """Runs a script in two processes."""
+    """Runs a command in two processes of torchrun."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    return subprocess.run([*launcher, *command], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run([*launcher, *command], cwd=ROOT, capture_output=True, text=True, timeout=300, env=environment)
 
 
 @pytest.mark.complete
@@ -80,13 +81,6 @@ def test_two_processes_train_as_one(tmp_path: Path):
     assert records[0][1]["loss"] == pytest.approx(records[1][1]["loss"], rel=1e-5)  # the mean over both
 
 
-def launched(*command: str) -> subprocess.CompletedProcess:
-    """Runs a command in two processes of torchrun."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run([*launcher, *command], cwd=ROOT, capture_output=True, text=True, timeout=300, env=environment)
-
-
 @pytest.mark.complete
 @pytest.mark.parametrize(
     ("other", "problem"),
@@ -110,14 +104,14 @@ def test_ranks_read_copies_of_the_same_data(other: str, problem: str | None, tmp
     config = tmp_path / "run.yaml"
     config.write_text(yaml.safe_dump(RUN | {"model": RUN["model"] | {"num_classes": 2}}))
     options = f"data.dataset=folder data.root={tmp_path}/$RANK train.total_batch_size=8 --output {tmp_path}/run"
-    done = launched("--no-python", "bash", "-c", f"exec {sys.executable} train.py {config} {options}")
+    done = torchrun("--no-python", "bash", "-c", f"exec {sys.executable} train.py {config} {options}")
     assert (done.returncode == 0) == (problem is None), done.stderr
     assert errors_of(done).count("\n") == 0
     assert not problem or errors_of(done).startswith(problem)
     if problem is None:
         (tmp_path / "1/val/b/3.png").rename(tmp_path / "1/val/b/4.png")
         validate = f"exec {sys.executable} validate.py {tmp_path}/run data.root={tmp_path}/$RANK"
-        assert errors_of(launched("--no-python", "bash", "-c", validate)).startswith("error: val_files: rank 1 has not")
+        assert errors_of(torchrun("--no-python", "bash", "-c", validate)).startswith("error: val_files: rank 1 has not")
 
 
 def errors_of(done: subprocess.CompletedProcess) -> str:
