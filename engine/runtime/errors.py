@@ -2,11 +2,15 @@
 
 import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from attention.options import OptionError
 from engine.runtime.text import one_line
+
+PATIENCE = 10.0
+"""Time (s) within which a launcher ends the other ranks of a node after one of them has ended."""
 
 
 class UserError(Exception):
@@ -35,10 +39,19 @@ def as_config_error(prefix: str = "") -> Iterator[None]:
 
 @contextmanager
 def refuse_bad_input() -> Iterator[None]:
-    """Context in which refused input ends a script with one line on stderr and exit status 2."""
+    """Context in which refused input ends a script with one line on stderr and exit status 2.
+
+    Of ranks that refuse the same input, one of each node prints the line: the first prints it at once, and the launcher
+    ends the others. A rank that the launcher does not end within `PATIENCE` is alone with its refusal, and prints it.
+    """
     try:
         yield
     except (UserError, OptionError) as error:
         rank = os.environ.get("RANK", "0")
+        try:
+            if os.environ.get("LOCAL_RANK", rank).strip("0").isdecimal():
+                time.sleep(PATIENCE)
+        except KeyboardInterrupt:  # by the launcher
+            raise SystemExit(2) from None
         print(f"error: {f'rank {rank}: ' * rank.strip('0').isdecimal()}{error}", file=sys.stderr)
         raise SystemExit(2) from None

@@ -82,6 +82,25 @@ def test_two_processes_train_as_one(tmp_path: Path):
 
 
 @pytest.mark.complete
+def test_a_refusal_of_all_ranks_is_said_once(tmp_path: Path):
+    """Also where the first rank is the last to refuse."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, pathlib, time\n"
+        "from engine.runtime import errors\n"
+        "errors.PATIENCE, other = 120, pathlib.Path(__file__).with_name('other')\n"
+        "with errors.refuse_bad_input():\n"
+        "    while os.environ['RANK'] == '0' and not other.exists():\n"
+        "        time.sleep(0.01)\n"
+        "    other.touch()\n"
+        "    raise errors.UserError('no data')\n"
+    )
+    done = torchrun(str(script))
+    assert done.returncode == 1
+    assert [line for line in done.stderr.splitlines() if line.startswith("error")] == ["error: no data"]
+
+
+@pytest.mark.complete
 @pytest.mark.parametrize(
     ("other", "problem"),
     [
