@@ -30,7 +30,7 @@ from engine.data.identity import check_held_out, identify_split
 from engine.data.loaders import count_broken, create_val_loader, indices_read, show_images
 from engine.data.splits import classes_of
 from engine.evaluation.evaluate import evaluate
-from engine.evaluation.label_matching import ClassSubset, match_classes, read_real_labels, real_accuracy
+from engine.evaluation.label_matching import ClassSubset, Flipped, match_classes, read_real_labels, real_accuracy
 from engine.evaluation.predictions import PredictionTable, gather_predictions
 from engine.objectives import choose_objective
 from engine.reporting.outputs import add_outputs, chosen_outputs, write_outputs
@@ -51,6 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--weights", choices=tuple(WEIGHTS), help="kind of weights (each that is kept)")
     parser.add_argument("--select", choices=("best", "last"), default="best", help="which of a run directory (best)")
     parser.add_argument("--batch-size", type=Count(), help="images per process and step (128, fewer if they are large)")
+    parser.add_argument("--flip", action="store_true", help="mean logits of each image and its mirror image")
     parser.add_argument("--skip-broken", action="store_true", help="leave out and count images that cannot be read")
     parser.add_argument(
         "--export",
@@ -81,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with world.ending(), refuse_bad_input():  # refusals are reported before the process group ends, see train.py
             for run, (path, checkpoint, kinds) in zip(runs, found, strict=True):
                 check_predicts_classes(run, str(path), of_metrics=not (outputs or args.export or args.real_labels))
-                options = args.batch_size, args.skip_broken, args.real_labels, records
+                options = args.batch_size, args.skip_broken, args.real_labels, records, args.flip
                 metrics = validate(run, checkpoint, kinds, world, *options)
                 source = {"checkpoint": str(path), "epoch": checkpoint["progress"]["epoch"]}
                 results |= {kind: source | metrics[kind] for kind in kinds}
@@ -126,13 +127,14 @@ def validate(
     skip_broken: bool = False,
     real_labels: str | None = None,
     records: dict[Weights, PredictionTable] | None = None,
+    flip: bool = False,
 ) -> dict[Weights, dict[str, Any]]:
     """Results for the `kinds` of weights in the checkpoint: metrics of `evaluate`, wall time (`seconds`) and
     `images_per_second`, with `skip_broken` how many images were `broken`, with `real_labels` those of `real_accuracy`.
 
     Args:
         batch_size: images per process and step; None: see `create_val_loader`. real_labels: see `read_real_labels`.
-        records: where given, what was found of single images is added, for each of `kinds`.
+        records: where given, what was found of single images is added, for each of `kinds`. flip: see `Flipped`.
     Raises:
         BrokenImage: there is one, and `skip_broken` is not set.
         OptionError, UserError: data that cannot be used, or are not the same on all ranks; weights that do not fit; or
@@ -153,6 +155,7 @@ def validate(
         print(line, file=sys.stderr)
     results = {}
     for kind, model in models.items():
+        model = Flipped(model) if flip else model
         model = (model if columns == [*range(num_classes)] else ClassSubset(model, columns)).to(world.device)
         rows = None if records is None and real is None else []
         begin = time.perf_counter()

@@ -67,6 +67,17 @@ class ClassSubset(nn.Module):
         return self.model(images)[:, self.columns]
 
 
+class Flipped(nn.Module):
+    """`model` with the mean of the logits for an image and for its mirror image, left to right."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Tensor) -> Tensor:
+        return (self.model(images) + self.model(images.flip(-1))) / 2
+
+
 def read_real_labels(file: str, images: Images, columns: Sequence[int]) -> list[set[int]]:
     """Reads the ReaL labels of ImageNet's validation images: all classes that each image shows, possibly none.
 

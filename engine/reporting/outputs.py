@@ -1,10 +1,12 @@
-"""Files that validate.py writes: predictions, accuracy and confusion of classes, and the worst mistakes."""
+"""Files that validate.py writes: predictions, quality and confusion of classes, calibration, and the worst mistakes."""
 
 import argparse
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain, zip_longest
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,7 +15,7 @@ from matplotlib.colors import PowerNorm
 
 from engine.data.images import BrokenImage
 from engine.evaluation.predictions import PredictionTable, top_columns
-from engine.reporting.plots import encode, in_style, new_figure, write_cell
+from engine.reporting.plots import COLORS, GREY, PAGE, encode, in_style, line_style, new_figure, write_cell
 from engine.runtime.errors import UserError
 from engine.runtime.files import check_output, to_csv, write_file
 from engine.runtime.text import one_line
@@ -26,6 +28,9 @@ NUM_COUNTED = 20
 
 NUM_NAMED = 50
 """Most classes for which it shows their names."""
+
+NUM_BINS = 15
+"""Bins of a calibration, as in the paper."""
 
 GRID = 5
 """Most columns, and rows, of the mistakes of each kind of weights."""
@@ -57,31 +62,42 @@ def chosen_outputs(args: argparse.Namespace) -> dict[Path, Callable[[Predictions
 
 
 def write_outputs(outputs: Mapping[Path, Callable[[Predictions], bytes]], predictions: Predictions) -> None:
-    """Writes `chosen_outputs`.
+    """Writes `chosen_outputs`, and names them on stderr.
 
     Raises:
         UserError: a file cannot be written; what was there is unchanged.
     """
     for path, make in outputs.items():
         write_file(path, make(predictions))
+        print(f"{path}: written", file=sys.stderr)
 
 
 def classes_csv(predictions: Predictions) -> bytes:
-    """Returns a row for each kind of weights and class: number of images, top-1 and top-5 in percent."""
+    """Returns a row for each kind of weights and class: precision, recall, F1 and top-5 in percent, and the images.
+
+    The recall of a class is its top-1. A ratio over no image is empty.
+    """
 
     def rows(kind: str, found: PredictionTable) -> Iterable[list]:
         hits = found.classes == found.label[:, None]
-        counted = (found.label, found.label[hits[:, 0]], found.label[hits.any(1)])
+        counted = (
+            found.label,
+            found.predicted[found.predicted >= 0],
+            found.label[hits[:, 0]],
+            found.label[hits.any(1)],
+        )
         counts = zip(*(torch.bincount(x, minlength=len(found.names)).tolist() for x in counted), strict=True)
-        for name, (images, *correct) in zip(found.names, counts, strict=True):
-            yield [kind, name, images, *(100 * n / images if images else None for n in correct)]
+        for name, (images, predicted, first, among) in zip(found.names, counts, strict=True):
+            ratios = (first, predicted), (first, images), (2 * first, predicted + images), (among, images)
+            yield [kind, name, *(100 * n / whole if whole else None for n, whole in ratios), images]
 
-    header = ["weights", "class", "images", "top1", "top5"]
+    header = ["weights", "class", "precision", "recall", "f1", "top5", "support"]
     return to_csv(header, (row for kind, found in predictions.items() for row in rows(kind, found)))
 
 
 def predictions_csv(predictions: Predictions) -> bytes:
-    """Returns a row for each kind of weights and image: file, class (`label`), probable classes as in predict.py.
+    """Returns a row for each kind of weights and image: file, class (`label`), 1 if the most probable class is right
+    (`correct`), probable classes as in predict.py.
 
     Logits that are not finite have no class, and `nan` as probabilities.
     """
@@ -90,10 +106,11 @@ def predictions_csv(predictions: Predictions) -> bytes:
         columns = (found.indices, found.label, found.classes, found.probability)
         for index, label, *top in zip(*(column.tolist() for column in columns), strict=True):
             pairs = ((found.name(i), probability) for i, probability in zip(*top, strict=True))
-            yield [kind, found.images.filename(index), found.names[label], *chain(*pairs)]
+            correct = int(top[0][0] == label)
+            yield [kind, found.images.filename(index), found.names[label], correct, *chain(*pairs)]
 
     k = next(iter(predictions.values())).classes.shape[1]
-    header = ["weights", "file", "label", *top_columns(k)]
+    header = ["weights", "file", "label", "correct", *top_columns(k)]
     return to_csv(header, (row for kind, found in predictions.items() for row in rows(kind, found)))
 
 
@@ -155,6 +172,64 @@ def confusion_picture(predictions: Predictions) -> bytes:
     return encode(figure)
 
 
+class Calibration(NamedTuple):
+    """Confidence beside accuracy in `NUM_BINS` bins of equal width (Guo et al., 2017, arXiv:1706.04599, section 2).
+
+    Attributes:
+        counts: (bins,), images whose largest probability is in the bin, (m / M, (m + 1) / M]. confidence, accuracy:
+            (bins,), mean of that probability, and share of right predictions; NaN for an empty bin.
+        error: expected calibration error, the mean over images of |accuracy - confidence| of their bins (equation 3).
+    """
+
+    counts: np.ndarray
+    confidence: np.ndarray
+    accuracy: np.ndarray
+    error: float
+
+
+def calibrate(found: PredictionTable) -> Calibration:
+    """Computes the calibration of predictions; images without one are left out."""
+    known = found.predicted >= 0
+    confidence = found.probability[known, 0].numpy()
+    correct = (found.predicted == found.label)[known].double().numpy()
+    place = np.clip(np.ceil(confidence * NUM_BINS).astype(int) - 1, 0, NUM_BINS - 1)
+    counts, *sums = (np.bincount(place, weights, NUM_BINS) for weights in (None, confidence, correct))
+    confident, right = (np.divide(x, counts, out=np.full(NUM_BINS, np.nan), where=counts > 0) for x in sums)
+    return Calibration(counts, confident, right, float(np.abs(sums[0] - sums[1]).sum() / max(1, counts.sum())))
+
+
+def calibration_csv(predictions: Predictions) -> bytes:
+    """Returns a row for each kind of weights and bin that has images, see `Calibration`."""
+    found = {kind: calibrate(table) for kind, table in predictions.items()}
+    header = ["weights", "from", "to", "images", "confidence", "accuracy", "expected_calibration_error"]
+    return to_csv(
+        header,
+        (
+            [kind, m / NUM_BINS, (m + 1) / NUM_BINS, int(x.counts[m]), x.confidence[m], x.accuracy[m], x.error]
+            for kind, x in found.items()
+            for m in np.flatnonzero(x.counts).tolist()
+        ),
+    )
+
+
+@in_style
+def calibration_picture(predictions: Predictions) -> bytes:
+    """Draws a reliability diagram: accuracy against confidence in each bin, and the share of images in the bins."""
+    figure = new_figure("Are predictions as often right as they are confident?", 3.9, PAGE / 2)
+    axes, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    axes.plot((0, 1), (0, 1), color=GREY, linewidth=0.8)
+    for number, (kind, table) in enumerate(predictions.items()):
+        found, style = calibrate(table), dict[str, Any](line_style(number))
+        name = f"{kind} weights: calibration error {100 * found.error:.2f} %"
+        axes.plot(found.confidence, found.accuracy, label=name, **style)
+        edges = np.linspace(0, 1, NUM_BINS + 1)
+        below.stairs(found.counts / max(1, found.counts.sum()), edges, color=COLORS[number], linewidth=1)
+    axes.set(ylabel="share that is right", ylim=(0, 1), xlim=(0, 1))
+    figure.legend(loc="outside lower left")
+    below.set(xlabel="probability of the predicted class", ylabel="share of images")
+    return encode(figure)
+
+
 @in_style
 def mistakes_picture(predictions: Predictions) -> bytes:
     """Draws the images that each kind of weights predicts wrongly, highest loss first.
@@ -193,9 +268,13 @@ def _draw_image(axes: Axes, found: PredictionTable, row: int) -> None:
 
 
 OUTPUTS: dict[str, tuple[str, Mapping[str, Callable[[Predictions], bytes]]]] = {
-    "per-class": ("the accuracy of every class", {".csv": classes_csv}),
+    "per-class": ("precision, recall, F1 and support of every class", {".csv": classes_csv}),
     "predictions": ("class and probable classes of every image", {".csv": predictions_csv}),
     "confusion": ("the confusion matrix", {".csv": confusion_csv, ".png": confusion_picture}),
+    "calibration": (
+        "confidence beside accuracy",
+        {".csv": calibration_csv, ".png": calibration_picture},
+    ),
     "mistakes": ("the worst mistakes as a grid of images", {".png": mistakes_picture}),
 }
 """Option -> title of a file for the help text, and suffix of its name -> function that makes its content."""

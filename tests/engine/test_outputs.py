@@ -12,6 +12,7 @@ import pytest
 import torch
 from matplotlib.transforms import Bbox
 from timm.data import RealLabelsImagenet
+from torch import nn
 
 from attention import OptionError
 from engine.checkpoints.adapt import build_models
@@ -20,7 +21,7 @@ from engine.data.augment import create_transform
 from engine.data.images import BrokenImage
 from engine.data.loaders import show_images
 from engine.data.splits import Images
-from engine.evaluation.label_matching import ClassSubset, match_classes, read_real_labels, real_accuracy
+from engine.evaluation.label_matching import ClassSubset, Flipped, match_classes, read_real_labels, real_accuracy
 from engine.evaluation.predictions import PredictionTable
 from engine.reporting import outputs
 from engine.reporting.plots import in_style
@@ -76,6 +77,45 @@ def test_predictions_name_every_image_once(records):
             np.testing.assert_array_equal(place, np.argsort(-logits, 1)[:, i - 1])
             shown = [float(row[f"probability_{i}"]) for row in part]
             np.testing.assert_allclose(shown, probabilities[np.arange(359), place], rtol=1e-12)
+
+
+def test_quality_of_classes(records):
+    """Precision, recall and F1 from the confusion matrix, and right predictions from the logits."""
+    (found, logits), kinds = records["plain"], {"plain": records["plain"][0]}
+    counts = confusion(found, logits)
+    right, labels, predicted = counts.diagonal(), counts.sum(1), counts.sum(0)
+    precision, recall = right / predicted, right / labels
+    expected = {"precision": precision, "recall": recall, "f1": 2 * precision * recall / (precision + recall)}
+    rows = rows_of(outputs.classes_csv(kinds))
+    for column, values in expected.items():
+        np.testing.assert_allclose([float(row[column]) for row in rows], 100 * values, rtol=1e-12)
+    assert [int(row["support"]) for row in rows] == labels.tolist()
+    correct = [int(row["correct"]) for row in rows_of(outputs.predictions_csv(kinds))]
+    assert correct == (logits.argmax(1) == found.label.numpy()).astype(int).tolist()
+
+
+def test_calibration(records):
+    """Bins, means and the expected calibration error, by loops; and both ends of their range."""
+    found, logits = records["plain"]
+    confidence, right = found.probability[:, 0].tolist(), (logits.argmax(1) == found.label.numpy()).tolist()
+    error, lines = 0.0, []
+    for m in range(15):
+        inside = [(c, r) for c, r in zip(confidence, right, strict=True) if m / 15 < c <= (m + 1) / 15]
+        if inside:
+            means = [sum(column) / len(inside) for column in zip(*inside, strict=True)]
+            error += len(inside) / 359 * abs(means[0] - means[1])
+            lines.append([m / 15, (m + 1) / 15, len(inside), *means])
+    rows = rows_of(outputs.calibration_csv({"plain": found}))
+    columns = ("from", "to", "images", "confidence", "accuracy")
+    np.testing.assert_allclose([[float(row[name]) for name in columns] for row in rows], lines, rtol=1e-12)
+    assert [float(row["expected_calibration_error"]) for row in rows] == pytest.approx([error] * len(rows), rel=1e-12)
+    sure = found._replace(probability=torch.ones_like(found.probability), classes=found.label[:, None])
+    assert outputs.calibrate(sure).error == 0
+    wrong = sure._replace(classes=(sure.classes + 1) % 10)
+    assert outputs.calibrate(wrong).error == 1
+    lost = sure._replace(classes=torch.full_like(sure.classes, -1), probability=sure.probability * torch.nan)
+    assert outputs.calibrate(lost).error == 0
+    assert outputs.calibration_picture({"plain": found, "ema": lost}).startswith(b"\x89PNG")
 
 
 def confusion(found: PredictionTable, logits: np.ndarray) -> np.ndarray:
@@ -246,6 +286,13 @@ def test_classes_of_other_data(known, here, columns, note):
 def test_another_number_of_classes_is_refused_where_names_do_not_say_which(here, count, problem):
     with pytest.raises(OptionError, match=problem):
         match_classes(WNIDS, here, count)
+
+
+def test_the_mean_over_an_image_and_its_mirror_image():
+    model, images = nn.Sequential(nn.Flatten(), nn.Linear(12, 3)), torch.randn(4, 1, 3, 4)
+    mirrored = torch.stack([torch.tensor([[[*reversed(row)] for row in image[0].tolist()]]) for image in images])
+    torch.testing.assert_close(Flipped(model)(images), (model(images) + model(mirrored)) / 2)
+    torch.testing.assert_close(Flipped(model)(images.flip(-1)), Flipped(model)(images))
 
 
 def test_a_subset_has_the_logits_of_its_classes():

@@ -196,17 +196,17 @@ def test_the_table_has_one_line_for_each_set_of_weights(run_directory, capsys):
         assert float(speed) > 0
 
 
-def test_the_accuracy_of_every_class(run_directory, tmp_path, capsys):
-    """Accuracies in the CSV, weighted by numbers of images, give the accuracy of all images."""
+def test_the_quality_of_every_class(run_directory, tmp_path, capsys):
+    """Recalls in the CSV, weighted by numbers of images, give the accuracy of all images; see also `outputs`."""
     path = tmp_path / "classes.csv"
     report = read_report(capsys, run_directory, "--per-class", path)
     rows = list(csv.DictReader(path.read_text().splitlines()))
     assert [(row["weights"], row["class"]) for row in rows] == [(kind, n) for kind in report for n in "0123456789"]
     for kind, result in report.items():
-        images = np.array([int(row["images"]) for row in rows if row["weights"] == kind])
+        images = np.array([int(row["support"]) for row in rows if row["weights"] == kind])
         assert images.tolist() == np.bincount(DigitsReader("val").labels).tolist()
-        for metric in ("top1", "top5"):
-            shares = np.array([float(row[metric]) for row in rows if row["weights"] == kind])
+        for column, metric in {"recall": "top1", "top5": "top5"}.items():
+            shares = np.array([float(row[column]) for row in rows if row["weights"] == kind])
             assert len(set(shares)) > 3
             assert sum(shares * images) / 360 == pytest.approx(result[metric])
 
