@@ -21,7 +21,7 @@ from engine.config.micro_batches import describe_batch_norm
 from engine.config.schema import Run
 from engine.data.identity import identify_data, warn_of_one_split
 from engine.data.loaders import create_loaders
-from engine.data.splits import classes_of
+from engine.data.splits import classes_of, count_data_classes
 from engine.evaluation.evaluate import evaluate_all
 from engine.reporting.console import format_values
 from engine.reporting.recorder import RUN_FILES, Recorder, SilentRecorder
@@ -51,7 +51,7 @@ from models.freeze import set_train_mode
 def main(arguments: Sequence[str] | None = None) -> None:
     args = parse_arguments(arguments)
     with ConsoleLog() as console, refuse_bad_input():
-        run = load_run(args.config, args.overrides, world_size())
+        run = load_run(args.config, args.overrides, world_size(), count_data_classes)
         set_arithmetic(run.train.deterministic, run.train.tf32)
         world = init_distributed(run.train.device, run.train.timeout_minutes)
         # Report refusals before the process group is destroyed; otherwise another rank fails first.
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if args.dry_run:
                 return print_plan(run, world, args.output, args.allow_change)
             trainer = Trainer(run, world, args.output, args.allow_change, cleanup)
-            if trainer.progress.epoch < run.schedule.epochs:  # the log of a finished run stays as it is
+            if not trainer.progress.is_finished(run):  # the log of a finished run stays as it is
                 console.keep(args.output)
             finished = trainer.train()
         world.tell("" if finished else "saved; the same command continues the run")
@@ -111,16 +111,16 @@ class Trainer:
             FloatingPointError, BrokenImage: a loss or gradient is not finite, or too many images are broken.
             WorkersFailed: loader workers were killed or hang.
         """
-        progress, epochs, stopped = self.progress, self.run.schedule.epochs, False
-        if progress.epoch < epochs:
+        progress, stopped = self.progress, False
+        if not progress.is_finished(self.run):
             self.begin()
         elif self.world.is_primary:
             print_fields(f"{self.output} is finished:  {progress.epoch} epochs  {format_values(progress.metrics)}")
-        while progress.epoch < epochs and not stopped:
+        while not progress.is_finished(self.run) and not stopped:
             self.sampler.set_epoch(progress.epoch, progress.images)
             stopped = self.train_epoch(self.prepare_batches()) or self.evaluate_and_save()
             self.world.barrier()  # no rank ends, or starts an epoch that might fail, while the checkpoint is written
-        return progress.epoch == epochs
+        return progress.is_finished(self.run)
 
     def begin(self) -> None:
         """Prepares the model for training, and starts the records."""
@@ -223,7 +223,9 @@ class Trainer:
             progress.rank(epoch, self.options.keep_checkpoints, self.options.best_by)
             self.recorder.eval(epoch, metrics, self.objective.pictures(rows or {}))
         progress.epoch, progress.images, progress.broken = epoch, 0, 0
-        if epoch == self.run.schedule.epochs:
+        if progress.is_finished(self.run):
+            if epoch < self.run.schedule.epochs:
+                self.world.tell(f"train.early_stop: no better epoch in the last {self.run.train.early_stop}")
             self.recorder.final(**progress.metrics, **progress.best(), **self.costs)
         self.save()
         return False
@@ -233,6 +235,7 @@ class Trainer:
         self.exchange.begin_save()
         self.recorder.sync()
         self.checkpoints.save(self.progress, self.stateful)
+        self.recorder.saved()
 
 
 if __name__ == "__main__":

@@ -97,7 +97,7 @@ def test_the_version_is_one():
 def test_configurations_are_found_from_any_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert find_config("configs/quickstart.yaml") == ROOT / "configs/quickstart.yaml"
-    assert find_config("configs/quickstrat.yaml") == Path("configs/quickstrat.yaml")
+    assert find_config("configs/another.yaml") == Path("configs/another.yaml")
     assert find_config("README.md") == Path("README.md")
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs/quickstart.yaml").touch()

@@ -1,25 +1,33 @@
 """Every shipped configuration is read, opens with its command and expected result, and has the papers' recipe."""
 
+import csv
 import dataclasses
 import functools
+import json
 import re
 import shlex
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch
 import timm
 import torch
 import yaml
+from PIL import Image
 from torch import nn
 
+import predict
+import train
+import validate
 from ablation.names import short_names
 from ablation.sweep import read_ablation
 from attention import ATTENTION, AttentionFactory
 from engine.checkpoints.initial_weights import create_initial_model
 from engine.config.papers import read_papers
 from engine.config.schema import Augment, Run
+from engine.config.yaml_files import read_yaml
 from engine.run.load import load_run
 from engine.runtime.distributed import World
 from engine.training.optim import create_optimizer
@@ -29,8 +37,9 @@ from tests.support.partition import chosen
 CONFIGS = Path(__file__).parent.parent / "configs"
 BASES = [CONFIGS / "deit.yaml", CONFIGS / "pvtv2.yaml", CONFIGS / "lra.yaml"]
 ABLATIONS = sorted(CONFIGS.glob("ablation/*.yaml"))
-RUNS = sorted(set(CONFIGS.rglob("*.yaml")) - {*BASES, *ABLATIONS})
-FINETUNE = sorted(CONFIGS.glob("finetune/*.yaml"))
+OWN = CONFIGS / "finetune/own_images.yaml"
+RUNS = sorted(set(CONFIGS.rglob("*.yaml")) - {*BASES, *ABLATIONS, OWN})
+FINETUNE = sorted(set(CONFIGS.glob("finetune/*.yaml")) - {OWN})
 DISTILL = sorted(CONFIGS.glob("distill/*.yaml"))
 TRANSFER = sorted(CONFIGS.glob("transfer/*.yaml"))
 ALIGN = [path for path in TRANSFER if not path.stem.endswith("_tune")]
@@ -72,7 +81,7 @@ def header(path: Path) -> str:
     return re.match(r"(#.*\n)*", path.read_text())[0]
 
 
-@pytest.mark.parametrize("path", RUNS + ABLATIONS, ids=name)
+@pytest.mark.parametrize("path", [*RUNS, *ABLATIONS, OWN], ids=name)
 def test_a_file_opens_with_its_command_and_the_expected_result(path):
     script = "ablate.py" if path in ABLATIONS else "train.py"
     assert f"{script} configs/{path.relative_to(CONFIGS)} " in header(path)
@@ -216,6 +225,31 @@ def test_tiny_imagenet_has_the_model_and_the_mechanisms_of_the_survey():
     model = load(CONFIGS / "tiny_imagenet/softmax.yaml").model
     sizes = {"depth": 8, "embed_dim": 512, "num_heads": 8, "mlp_ratio": 4.0, "img_size": 64, "patch_size": 4}
     assert model.items() >= (sizes | {"class_token": True, "global_pool": None}).items()
+
+
+@pytest.mark.parametrize("images", [17, 60])
+def test_own_images_are_enough(images: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Three classes of flat colours, few or many images: the commands at the beginning of the file, a small model."""
+    random = np.random.default_rng(0)
+    for label, colour in {"red": (200, 0, 0), "c10": (0, 200, 0), "c2": (0, 0, 200)}.items():
+        (tmp_path / "photos" / label).mkdir(parents=True)
+        for number in range(images):
+            pixels = np.clip(random.normal(colour, 30, (40, 56, 3)), 0, 255).astype(np.uint8)
+            Image.fromarray(pixels).save(tmp_path / "photos" / label / f"{number}.png")
+    monkeypatch.chdir(tmp_path)
+    small = ["model.img_size=32", "model.patch_size=8", "model.embed_dim=24", "model.depth=1", "model.num_heads=2"]
+    small += ["init.weights=null", "optim.lr=1e-3", "data.workers=0", "train.early_stop=1", "schedule.warmup_epochs=0"]
+    train.main([str(OWN), "data.root=photos", "--output", "run", *small])
+    run = read_yaml(tmp_path / "run/config.yaml").values
+    assert run["model"]["num_classes"] == 3
+    files = {option: tmp_path / f"{option}.csv" for option in ("per-class", "predictions", "calibration")}
+    validate.main(["run", *(word for name, file in files.items() for word in (f"--{name}", str(file)))])
+    rows = list(csv.DictReader(files["per-class"].read_text().splitlines()))
+    assert [(row["class"], int(row["support"])) for row in rows] == [
+        (name, images // 5) for name in ("c2", "c10", "red")
+    ]
+    predict.main(["run", "photos/red", "--output", "predictions.json"])
+    assert len(json.loads((tmp_path / "predictions.json").read_text())) == images
 
 
 DEIT_FINETUNING = ("adamw", 5e-6, 1e-8, "constant", 30, 5, 512)

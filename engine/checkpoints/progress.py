@@ -49,6 +49,14 @@ class Progress:
         """Returns whether an evaluation follows the updates of the current epoch."""
         return (self.epoch + 1) % run.train.eval_every == 0 or self.epoch + 1 == run.schedule.epochs
 
+    def is_finished(self, run: Run) -> bool:
+        """Returns whether `run` has all its epochs, or has evaluated `train.early_stop` of them since its best."""
+        if self.epoch >= run.schedule.epochs or run.train.early_stop is None:
+            return self.epoch >= run.schedule.epochs
+        best = max((ranking[0][1] for ranking in (self.ranking, self.ema_ranking) if ranking), default=0)
+        is_evaluated = self.epoch % run.train.eval_every == 0 and not self.images
+        return is_evaluated and self.epoch - best >= run.train.early_stop
+
     def take_loss(self) -> float:
         """Returns the mean loss of the updates since the last log line, and counts from here."""
         loss, self.loss_sum, self.num_summed = self.loss_sum / self.num_summed, 0.0, 0

@@ -260,6 +260,13 @@ class Train:
         "validation metric of which the highest, or lowest loss, makes an epoch the best; null: top1, and without"
         " classes the loss",
     )
+    early_stop: int | None = option(
+        None,
+        "epochs, counted from the best by best_by of either kind of weights, after which a run without a better one is"
+        " finished; null: it has all its epochs",
+        low=1,
+        high=100_000,
+    )
     keep_checkpoints: int = option(
         3,
         "number of best epoch checkpoints to keep for each kind of weights (plain, averaged), besides the last",

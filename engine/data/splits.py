@@ -199,6 +199,11 @@ def classes_of(dataset: Images) -> list[str]:
     return sorted(index, key=index.__getitem__)
 
 
+def count_data_classes(data: Data) -> int:
+    """Returns the number of classes of the training images, for `model.num_classes` = auto."""
+    return len(classes_of(open_split(data, "train_split")))
+
+
 def count_classes(dataset: Images, option: str) -> np.ndarray:
     """Returns the number of images of every class, (classes,) int64.
 

@@ -36,6 +36,7 @@ from engine.config.yaml_files import dump_yaml
 from engine.reporting.charts import Charts
 from engine.reporting.console import SHOWN, format_values
 from engine.reporting.metrics import EPOCHS, METRICS, EpochTable, epochs_csv, is_until, stream_records
+from engine.reporting.prometheus import HEARTBEAT, Heartbeat
 from engine.reporting.speed import StepSpeed
 from engine.reporting.trackers import Tracker
 from engine.run.load import dump_run
@@ -49,7 +50,7 @@ from engine.runtime.text import one_line
 CONFIG = "config.yaml"
 """File of a run directory with the configuration."""
 
-RUN_FILES = (CONFIG, METRICS, EPOCHS, CONSOLE, ORIGIN)
+RUN_FILES = (CONFIG, METRICS, EPOCHS, HEARTBEAT, CONSOLE, ORIGIN)
 """Files that every run writes into its directory."""
 
 INPUT_BOUND = 20
@@ -111,6 +112,9 @@ class SilentRecorder:
     def sync(self) -> None:
         """Waits until the records are on disk, so that no checkpoint outlives them."""
 
+    def saved(self) -> None:
+        """Notes the time of a checkpoint."""
+
 
 class Recorder(SilentRecorder):
     """Writes the records of a run, on the primary rank; as a context manager, it also records how the run ends.
@@ -132,7 +136,7 @@ class Recorder(SilentRecorder):
         self.tracker: Tracker | None = None
         self.warned_input_bound = False
         self.metrics = directory / METRICS
-        self.charts = Charts(directory, self.step)
+        self.charts, self.heartbeat = Charts(directory, self.step), Heartbeat(directory)
         self._go_on()
         title, batch_size = self._title(progress.epoch + 1), run.train.total_batch_size
         self.bar = progress_bar(title, total_steps * batch_size, initial=self.step * batch_size)
@@ -164,7 +168,7 @@ class Recorder(SilentRecorder):
             with suppress(OSError):  # the disk may be what failed
                 reason = str(error).partition("\n")[0] or type(error).__name__
                 self._record("fail", epoch, {"reason": one_line(reason, 200)})
-        elif epoch < self.run.schedule.epochs:
+        elif not self.progress.is_finished(self.run):
             self._record("stop", epoch, {})
         if self.tracker is not None:
             self.tracker.close(failed=error is not None)
@@ -241,13 +245,16 @@ class Recorder(SilentRecorder):
 
     def final(self, **values: float) -> None:
         values |= self.speed.median()
-        self._record("final", self.run.schedule.epochs, values)
+        self._record("final", self.progress.epoch, values)
         self._tabulate()
         self.charts.show_result(self.run, values, self.step)
 
     def sync(self) -> None:
         with naming(self.metrics), open_regular(self.metrics) as file:
             os.fsync(file.fileno())
+
+    def saved(self) -> None:
+        self.heartbeat.beat({"checkpoint_time_seconds": time.time()})
 
     def close(self) -> None:
         """Closes the progress bar."""
@@ -285,6 +292,9 @@ class Recorder(SilentRecorder):
             numbers = {name: x for name, x in sent.items() if isinstance(x, int | float) and math.isfinite(x)}
             self.tracker.log(numbers, self.step)
         self.charts.add(kind, values, self.step)
+        ends = {"running": int(kind not in ("final", "stop", "fail")), "failed": int(kind == "fail")}
+        shown = {name: x for name, x in record.items() if name not in ("loss", "broken") or kind == "train"}
+        self.heartbeat.beat({"total_steps": self.total_steps, **shown, **ends})
         if kind in ("change", "fail"):  # shown by `start`; shown last
             return
         text = format_values(values)

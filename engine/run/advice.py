@@ -15,23 +15,21 @@ from attention.plugins import FLAG
 from attention.registry import UnknownMechanism
 from engine.config.schema import Run
 from engine.config.yaml_files import Tree
-from engine.runtime.errors import ConfigError
+from engine.runtime.errors import ConfigError, OptionErrors
 from models import MODELS
 from models.assignment import Place, split_place
 
 
 @contextmanager
 def naming_origins(tree: Tree, run: Run | None, overrides: Sequence[str]) -> Iterator[None]:
-    """Context in which an `OptionError` becomes a `ConfigError` that names the place of the option."""
+    """Context in which an `OptionError` becomes a `ConfigError` that names the places of its options."""
     try:
         yield
-    except UnknownOptionError as error:
-        raise ConfigError(f"{tree.origin(error.key)}: {_advise(error, tree.values, overrides)}") from None
-    except UnknownMechanism as error:
-        plugins = run.plugins if run else ()
-        raise ConfigError(f"{tree.origin(error.key)}: {_advise_plugins(error, plugins)}") from None
     except OptionError as error:
-        raise ConfigError(f"{tree.origin(error.key)}: {error}") from None
+        problems = error.problems if isinstance(error, OptionErrors) else [error]
+        plugins = run.plugins if run else ()
+        texts = [_advise(problem, tree.values, plugins, overrides) for problem in problems]
+        raise ConfigError(*(f"{tree.origin(x.key)}: {text}" for x, text in zip(problems, texts, strict=True))) from None
 
 
 def _advise_plugins(error: UnknownMechanism, plugins: Sequence[str]) -> str:
@@ -42,7 +40,14 @@ def _advise_plugins(error: UnknownMechanism, plugins: Sequence[str]) -> str:
     return f"{error.key}: the mechanism {error.name!r} came from a plugin; add {flags} if you trust it"
 
 
-def _advise(error: UnknownOptionError, values: Mapping[str, Any], overrides: Sequence[str]) -> str:
+def _advise(error: OptionError, values: Mapping[str, Any], plugins: Sequence[str], overrides: Sequence[str]) -> str:
+    """Returns the message of `error`, with what the user may have meant."""
+    if isinstance(error, UnknownMechanism):
+        return _advise_plugins(error, plugins)
+    return _advise_other(error, values, overrides) if isinstance(error, UnknownOptionError) else str(error)
+
+
+def _advise_other(error: UnknownOptionError, values: Mapping[str, Any], overrides: Sequence[str]) -> str:
     """Returns the message of `error`, with what the user may have meant in another section."""
     for text in overrides:
         key, _, name = text.partition("=")

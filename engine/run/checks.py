@@ -1,6 +1,8 @@
 """Checks of a whole run: options that are valid each on its own but not together."""
 
 import re
+from collections.abc import Callable
+from functools import partial
 
 from timm.optim import list_optimizers
 
@@ -8,6 +10,7 @@ from attention.options import OptionError, nearest
 from engine.config.micro_batches import pairs_images
 from engine.config.schema import Augment, Data, Run
 from engine.objectives import OBJECTIVES, choose_objective
+from engine.runtime.errors import OptionErrors
 from models import is_host
 
 
@@ -17,17 +20,31 @@ def check_run(run: Run, world_size: int = 1) -> None:
     Args:
         world_size: ranks the run is to be trained with.
     Raises:
-        OptionError: the first contradiction; its key is the option to change.
+        OptionErrors: all of them.
     """
-    _check_batch(run, world_size)
-    _check_schedule(run)
-    _check_choice_of_images(run.data)
-    _check_augmentation(run.augment)
+    checks: list[Callable[[], None]] = [
+        partial(_check_batch, run, world_size),
+        partial(_check_schedule, run),
+        partial(_check_choice_of_images, run.data),
+        partial(_check_augmentation, run.augment),
+        partial(_check_names, run),
+        *(partial(objective.check, run) for objective in OBJECTIVES.values()),
+        partial(_check_training, run),
+    ]
+    problems = []
+    for check in checks:
+        try:
+            check()
+        except OptionError as error:
+            problems.append(error)
+    if problems:
+        raise OptionErrors(problems)
+
+
+def _check_names(run: Run) -> None:
+    """Refuses an optimiser that timm lacks, and images of other channels than files have."""
     if (opt := run.optim.opt) not in (known := list_optimizers()):
         raise OptionError("optim.opt", f" = {opt!r} is not an optimiser of timm{nearest(opt, known)}")
-    for objective in OBJECTIVES.values():
-        objective.check(run)
-    _check_training(run)
     if run.model["in_chans"] not in (1, 3):
         raise OptionError("model.in_chans", f" = {run.model['in_chans']}: images have 3 channels (RGB) or 1 (grey)")
 

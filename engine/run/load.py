@@ -5,13 +5,15 @@ the geometry of the model, which is built once on the meta device, without memor
 one line: the file and line (or the override), the dotted path, the value and the remedy.
 """
 
+import argparse
 import copy
 import dataclasses
+import difflib
 import functools
 import os
 import sys
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,11 +24,12 @@ from torch import nn
 from attention import AttentionFactory
 from attention.options import OptionError, parse_options
 from attention.plugins import load_plugin, plugin_of
-from engine.config.schema import Run
+from engine.config.schema import Data, Run
 from engine.config.yaml_files import Keys, Tree, override, parse_yaml, read_config
 from engine.run.advice import naming_origins
 from engine.run.checks import check_run
-from engine.runtime.errors import ConfigError
+from engine.runtime.errors import ConfigError, OptionErrors
+from engine.runtime.text import one_line
 from models import MODELS, create_model, is_host, parse_model, split_name
 from models.assignment import Checked, Entry, as_option, assign, split_place
 from models.base import attention_layers
@@ -48,12 +51,27 @@ def find_config(path: str) -> Path:
     """Returns the file for a command line's `path`: the project's if only the project has such a ``configs/...``.
 
     So ``configs/quickstart.yaml`` means the same file in a clone and, with the project installed, in any directory.
+
+    Raises:
+        argparse.ArgumentTypeError: there is no such file, but one of the project's has a similar name.
     """
     shipped = _SHIPPED / path
-    return shipped if path.startswith("configs/") and shipped.exists() and not Path(path).exists() else Path(path)
+    if Path(path).exists():
+        return Path(path)
+    if path.startswith("configs/") and shipped.exists():
+        return shipped
+    known = [file.relative_to(_SHIPPED).as_posix() for file in (_SHIPPED / "configs").rglob("*.yaml")]
+    if found := difflib.get_close_matches(f"configs/{path.removeprefix('configs/')}", known, 1, 0.8):
+        raise argparse.ArgumentTypeError(f"{one_line(path)}: no such file; did you mean {found[0]}?")
+    return Path(path)
 
 
-def load_run(path: str | Path, overrides: Sequence[str] = (), world_size: int = 1) -> Run:
+def load_run(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    world_size: int = 1,
+    count_classes: Callable[[Data], int] | None = None,
+) -> Run:
     """Reads and checks a configuration file that the user gives; its `plugins` are imported.
 
     Args:
@@ -62,6 +80,7 @@ def load_run(path: str | Path, overrides: Sequence[str] = (), world_size: int = 
             the two. Null in the place of a section, or of an option that has no null, unsets what the base gives.
         overrides: ``"key.path=value"``, the value in YAML; items of a list by their index. The last one wins.
         world_size: ranks the run is to be trained with.
+        count_classes: returns the number of classes of the data, for `model.num_classes` = auto.
     Returns:
         The run, with every option of model and attention written out.
     Raises:
@@ -69,6 +88,8 @@ def load_run(path: str | Path, overrides: Sequence[str] = (), world_size: int = 
     """
     tree, run = _read(path, overrides)
     with naming_origins(tree, run, overrides):
+        if run.model.get("num_classes") == "auto" and count_classes is not None:
+            run = dataclasses.replace(run, model={**run.model, "num_classes": count_classes(run.data)})
         name, options = split_name(run.model)
         run = dataclasses.replace(run, model={"name": name, **described(name, options)})
     return _build(tree, run, overrides, world_size)
@@ -173,7 +194,31 @@ def _parse(tree: Tree, overrides: Sequence[str]) -> Run:
                 f"{tree.origin('')}: does not say all options, and none is guessed: give {'=... '.join(missing)}=..."
                 " (python -m engine.checkpoints.convert writes a file that says them)"
             )
-        return parse_options(Run, tree.values)
+        return _parse_all(tree.values)
+
+
+def _parse_all(values: dict[str, Any]) -> Run:
+    """Parses the options of a run.
+
+    Raises:
+        OptionErrors: all that are wrong in other sections than model and attention.
+    """
+    problems, left = list[OptionError](), values
+    while True:
+        try:
+            run = parse_options(Run, left)
+        except OptionError as error:
+            if problems and problems[-1].key == error.key:  # it is not where the key says
+                raise OptionErrors(problems) from None
+            problems.append(error)
+            section, _, name = error.key.partition(".")
+            name = name.partition("[")[0]
+            if name and section in left and name in left[section]:  # goes on without it
+                left = left | {section: {key: value for key, value in left[section].items() if key != name}}
+                continue
+        if problems:
+            raise OptionErrors(problems)
+        return run
 
 
 def _write_out_list(values: dict[str, Any], path: Sequence[str]) -> None:

@@ -3,9 +3,9 @@
 import argparse
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from attention.plugins import FLAG, take_plugins
 from engine.runtime.errors import refuse_bad_input
@@ -49,12 +49,23 @@ class ArgumentParser(argparse.ArgumentParser):
     """argparse's parser.
 
     Plugins are imported before any other argument is parsed, wherever `--plugin` stands.
+
+    Attributes:
+        keys: name that a user may take for an option of the command line, as epochs -> key that is meant.
     """
+
+    keys: Mapping[str, str] = {}
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
         text = "module or .py file that registers mechanisms of your own; repeatable"
         self.add_argument(FLAG, metavar="MODULE", help=text, default=argparse.SUPPRESS)  # for the help alone
+
+    def error(self, message: str) -> NoReturn:
+        found = re.match(r"unrecognized arguments: --([\w-]+)", message)
+        if found and (key := self.keys.get(found[1].replace("-", "_"))):
+            message += f"; {key} is an option of the run: write {key}=VALUE"
+        super().error(message)
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         if "" in arg_strings:  # which Path takes for the working directory, and `if` for no value

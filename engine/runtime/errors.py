@@ -3,7 +3,7 @@
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from attention.options import OptionError
@@ -22,10 +22,18 @@ class UserError(Exception):
 
 
 class ConfigError(UserError):
-    """A configuration that cannot be honoured. The message is one line that names the place."""
+    """A configuration that cannot be honoured. The message is a line for each problem, which names the place."""
 
-    def __init__(self, message: str):
-        super().__init__(one_line(message))
+    def __init__(self, *messages: str):
+        super().__init__("\n       ".join(map(one_line, messages)))
+
+
+class OptionErrors(OptionError):
+    """Several options that cannot be honoured, or one; the key is that of the first of `problems`."""
+
+    def __init__(self, problems: Sequence[OptionError]):
+        super().__init__(problems[0].key, "")
+        self.args, self.problems = ("; ".join(map(str, problems)),), problems
 
 
 @contextmanager

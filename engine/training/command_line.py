@@ -1,12 +1,15 @@
 """Command line of `train.py`."""
 
 import argparse
+import dataclasses
 import textwrap
+import typing
 from collections.abc import Sequence
 from pathlib import Path
 
 from engine.checkpoints.files import IDENTITY
 from engine.config.option_pages import sections
+from engine.config.schema import Run
 from engine.run.load import find_config
 from engine.runtime.arguments import ArgumentParser
 
@@ -34,6 +37,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--allow-change", action="append", default=[], metavar="KEY", help=f"{CHANGEABLE}; repeatable")
     text = "print the resolved configuration, parameters, MACs, steps, images, memory, and what would be resumed"
     add("--dry-run", action="store_true", help=f"{text}; start and write nothing")
+    kinds = [(name, kind) for name, kind in typing.get_type_hints(Run).items() if dataclasses.is_dataclass(kind)]
+    parser.keys = {field.name: f"{name}.{field.name}" for name, kind in kinds for field in dataclasses.fields(kind)}
     return parser.parse_intermixed_args(arguments)
 
 

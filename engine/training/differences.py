@@ -16,6 +16,7 @@ RESUMABLE_OPTIONS = {
     "data.max_broken",
     "data.broken_val",
     "train.log_every",
+    "train.early_stop",
     "train.keep_checkpoints",
     "train.checkpoint_steps",
     "train.checkpoint_minutes",

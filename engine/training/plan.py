@@ -70,7 +70,7 @@ def print_plan(run: Run, world: World, output: Path, allowed: Sequence[str] = ()
     costs = count_costs(run.model, run.attention)
     images = micro_batch_size(run, world.size)
     passes = f"{world.size} x {run.train.grad_accum_steps} x {images}"
-    if progress.epoch >= epochs:
+    if progress.is_finished(run):
         found = f"nothing; {output} is finished"
     elif resumed.resumption.checkpoint is None:
         found = f"nothing; {output} has no checkpoint, and the run starts from the beginning"
@@ -92,9 +92,9 @@ def print_plan(run: Run, world: World, output: Path, allowed: Sequence[str] = ()
         "resumes": found,
     }
     if world.is_primary:
-        print(dump_yaml(dump_run(run)))
         for name, text in facts.items():
             print(f"{name:{len(INDENT)}}{text}")
+        print("", dump_yaml(dump_run(run)), sep="\n")
 
 
 def describe_memory(run: Run, world: World, images: int) -> str:

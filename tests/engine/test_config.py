@@ -1,5 +1,6 @@
 """Configuration files are read back as written, and a mistake is refused in one line that names its place."""
 
+import argparse
 import copy
 import dataclasses
 import importlib
@@ -17,7 +18,7 @@ from attention import ATTENTION, OptionError
 from attention.options import parse_options
 from engine.config.schema import Augment, Optim, Run
 from engine.config.yaml_files import dump_yaml, read_yaml
-from engine.run.load import REMOVED, dump_run, load_run, parse_run, plain
+from engine.run.load import REMOVED, dump_run, find_config, load_run, parse_run, plain
 from engine.runtime.errors import ConfigError, refuse_bad_input
 from models import create_model
 from models.base import attention_layers
@@ -45,7 +46,7 @@ def refusal(path: Path, *overrides: str) -> str:
     with pytest.raises(ConfigError) as caught:
         load_run(path, overrides)
     message = str(caught.value)
-    assert message.isprintable()
+    assert all(line.isprintable() for line in message.split("\n"))
     assert len(message) <= 500
     return message.replace(f"{path.parent}/", "")
 
@@ -362,6 +363,40 @@ CONTRADICTIONS = {
 @pytest.mark.parametrize("overrides", CONTRADICTIONS)
 def test_contradictions_are_refused(tmp_path, overrides):
     assert f": {CONTRADICTIONS[overrides]}" in refusal(write(tmp_path, VALID), *overrides.split())
+
+
+def test_every_refusal_comes_at_once(tmp_path):
+    """Wrong options first, and then contradictions, a line each with its place."""
+    path, wrong = write(tmp_path, VALID), ["data.rot=/x", "optim.lr=-1", "train.amp=fp8", "schedul.epochs=3"]
+    lines = refusal(path, *wrong).split("\n       ")
+    assert sorted(line.split("': ")[0] for line in lines) == sorted(f"override '{text}" for text in wrong)
+    assert any(line.endswith("data.rot: unknown option; did you mean 'root'?") for line in lines)
+    lines = refusal(path, "train.total_batch_size=9", "schedule.epochs=5", "optim.opt=adamv").split("\n       ")
+    keys = ["train.total_batch_size", "schedule.warmup_epochs", "optim.opt"]
+    assert [line.partition(": ")[2].partition(" ")[0] for line in lines] == keys
+
+
+def test_the_data_says_the_number_of_classes(tmp_path):
+    path = write(tmp_path, VALID)
+    given = load_run(path, ["model.num_classes=auto", "data.subset=7"], 1, lambda data: data.subset)
+    assert given.model["num_classes"] == 7
+    assert "model.num_classes: expected int, got 'auto'" in refusal(path, "model.num_classes=auto")
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    {
+        "quickstart.yml": "configs/quickstart.yaml",
+        "configs/deit_tiny_16/eva.yaml": "configs/deit_tiny_p16/eva.yaml",
+        "/data/nothing.yaml": "",
+    }.items(),
+)
+def test_a_file_of_a_similar_name_is_named(name: str, meant: str):
+    if meant:
+        with pytest.raises(argparse.ArgumentTypeError, match=f"no such file; did you mean {meant}"):
+            find_config(name)
+    else:
+        assert find_config(name) == Path(name)
 
 
 NONSENSE = {  # option: values that have no sense, each refused for itself

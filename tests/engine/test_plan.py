@@ -26,7 +26,7 @@ def plan(directory: Path, capsys: pytest.CaptureFixture, *arguments: str) -> tup
     (directory / "run.yaml").write_text(yaml.safe_dump(RUN))
     capsys.readouterr()
     train.main([str(directory / "run.yaml"), "--output", str(directory / "run"), "--dry-run", *arguments])
-    config, _, facts = capsys.readouterr().out.partition("\n\n")
+    facts, _, config = capsys.readouterr().out.partition("\n\n")
     return yaml.safe_load(config), dict(re.findall(r"^(\S+) +((?:.|\n )+)", facts, re.MULTILINE))
 
 
@@ -129,3 +129,8 @@ def test_help_shows_the_sections_and_how_to_list_the_options(capsys: pytest.Capt
     assert max(map(len, text.splitlines())) <= 80
     for way in ("--dry-run", "python -m attention NAME", "python -m engine.config.option_pages"):
         assert way in text
+
+
+def test_an_option_of_a_run_is_no_option_of_the_command_line(capsys: pytest.CaptureFixture):
+    text = refusal(train.main, ["configs/quickstart.yaml", "--output", "run", "--epochs", "3"], capsys)
+    assert text.endswith("--epochs 3; schedule.epochs is an option of the run: write schedule.epochs=VALUE\n")

@@ -14,6 +14,7 @@ import struct
 import subprocess
 import sys
 import termios
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
@@ -57,7 +58,8 @@ IMAGES = torch.tensor([0.0, 0.5, 1.0])[:, None, None, None] * torch.ones(3, 3, 4
 
 def record_run(directory: Path, kind: type[SilentRecorder] = Recorder) -> None:
     """A run of one update."""
-    recorder = kind(directory, RUN, Progress(), total_steps=1, world=WORLD)
+    progress = Progress()
+    recorder = kind(directory, RUN, progress, total_steps=1, world=WORLD)
     recorder.start(0, processes=1, parameters=1234, macs=5678)
     mean, std = (torch.tensor(values)[:, None, None] for values in (RUN.data.mean, RUN.data.std))
     recorder.images((IMAGES - mean) / std)
@@ -65,8 +67,10 @@ def record_run(directory: Path, kind: type[SilentRecorder] = Recorder) -> None:
     recorder.end_step()
     recorder.train(1, loss=2.5, lr=1e-3, grad_norm=math.inf)
     recorder.eval(1, {"top1": 50.0, "top5": 90.0, "loss": 1.5, "ema_top1": 40.0})
+    progress.epoch = 2
     recorder.final(top1=50.0, best_top1=50.0, macs=5678)
     recorder.sync()
+    recorder.saved()
     if kind is Recorder:
         recorder.close()
 
@@ -369,7 +373,7 @@ def test_records_are_on_disk_before_the_checkpoint(tmp_path: Path, monkeypatch: 
     trainer.checkpoints.save = lambda *what: done.append("checkpoint")
     Trainer.save(trainer)
     recorder.close()
-    assert done == [True, "checkpoint"]
+    assert done[:2] == [True, "checkpoint"]
 
 
 def test_a_record_is_whole_or_absent(tmp_path: Path):
@@ -451,3 +455,43 @@ def test_speed_of_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert {name: final[name] for name in expected} == pytest.approx(expected)
     expected |= {"data_wait": 25.0, "slowest_rank": 1, "slowest_data_wait": 50.0}
     assert {name: train[name] for name in expected} == pytest.approx(expected)
+
+
+def gauges(directory: Path) -> dict[str, float]:
+    """Values of the heartbeat, by Prometheus' grammar of a line; every gauge has its help and type before it."""
+    lines = (directory / "metrics.prom").read_text().splitlines()
+    found = {}
+    for about, kind, line in zip(*[iter(lines)] * 3, strict=True):
+        name, run, value = re.fullmatch(r'(eav_\w+)\{run="((?:[^"\\\n]|\\["\\n])*)"\} (\S+)', line).groups()
+        assert about.startswith(f"# HELP {name} ")
+        assert kind == f"# TYPE {name} gauge"
+        assert run.replace('\\"', '"') == str(directory)
+        found[name.removeprefix("eav_")] = float(value)
+    return found
+
+
+def test_a_heartbeat_has_the_last_values(tmp_path: Path):
+    """Of training, not of the evaluation or the end, whose loss is another."""
+    directory = tmp_path / 'a "run"'
+    directory.mkdir()
+    begin = time.time()
+    record_run(directory)
+    found = gauges(directory)
+    assert {name: found[name] for name in ("running", "failed", "epoch", "step", "total_steps")} == {
+        "running": 0,
+        "failed": 0,
+        "epoch": 2,
+        "step": 1,
+        "total_steps": 1,
+    }
+    assert (found["loss"], found["top1"]) == (2.5, 50)
+    assert begin <= found["checkpoint_time_seconds"] <= found["record_time_seconds"] <= time.time()
+    with suppress(OSError), Recorder(directory, RUN, Progress(), 1, WORLD) as recorder:
+        recorder.start(0, processes=1)
+        assert gauges(directory)["running"] == 1
+        recorder.begin_epoch(1)
+        recorder.end_step()
+        recorder.train(1, loss=math.nan, lr=1e-3)
+        raise OSError("no space")
+    assert math.isnan(gauges(directory)["loss"])
+    assert (gauges(directory)["running"], gauges(directory)["failed"]) == (0, 1)

@@ -5,6 +5,7 @@ import math
 import signal
 from contextlib import ExitStack, nullcontext
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -243,6 +244,50 @@ def test_every_update_is_averaged(decay: float, last: float, tmp_path: Path, mon
     for name, average in new["model_ema"].items():
         torch.testing.assert_close(average, last * old["model_ema"][name] + (1 - last) * new["model"][name])
     assert relative_rms(new["model_ema"], old["model_ema"]) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("plain", "averaged", "last"),
+    [
+        ([5.0, 7.0, 7.0, 6.0, 7.0], [], 4),  # a tie is no better
+        ([5.0, 4.0, 3.0, 2.0], [1.0, 2.0, 2.5, 2.0, 2.0], 5),  # either kind of weights counts
+        ([math.nan, math.nan], [], 2),
+        ([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], [], 6),
+    ],
+)
+def test_a_run_stops_early(plain: list[float], averaged: list[float], last: int):
+    """Two epochs after its best by either kind of weights, or at its end."""
+    run = parse_run({**RUN, "schedule": {"epochs": 6, "warmup_epochs": 0}, "train": {"early_stop": 2}}, "run")
+    progress = Progress()
+    for plain_score, averaged_score in zip_longest(plain, averaged, fillvalue=0.0):
+        assert not progress.is_finished(run)
+        progress.metrics = {"top1": plain_score} | ({"ema_top1": averaged_score} if averaged else {})
+        progress.epoch += 1
+        progress.rank(progress.epoch, keep=1)
+        if progress.is_finished(run):
+            break
+    assert progress.epoch == last
+
+
+def test_early_stopping_waits_for_an_evaluation():
+    train = {"early_stop": 1, "eval_every": 2}
+    run = parse_run({**RUN, "schedule": {"epochs": 9, "warmup_epochs": 0}, "train": train}, "run")
+    finished = [Progress(epoch=epoch, ranking=[[1.0, 2]]).is_finished(run) for epoch in range(2, 7)]
+    assert finished == [False, False, True, False, True]
+    assert not Progress(epoch=4, images=240, ranking=[[1.0, 2]]).is_finished(run)
+
+
+def test_a_run_that_stopped_early_is_finished_until_it_may_go_on(tmp_path: Path, capsys: pytest.CaptureFixture):
+    """The learning rate is too low to change a prediction, so that the first epoch stays the best."""
+    options = ["schedule.epochs=4", "optim.lr=1e-9", "schedule.min_lr=0", "schedule.warmup_lr=0"]
+    progress = start(tmp_path, *options, "train.early_stop=2")["progress"]
+    assert (progress["epoch"], progress["step"]) == (3, 15)
+    assert "train.early_stop: no better epoch in the last 2\nfinal  epoch 3/4  " in capsys.readouterr().out
+    start(tmp_path, *options, "train.early_stop=2")
+    assert "is finished:  3 epochs" in capsys.readouterr().out
+    assert start(tmp_path, *options)["progress"]["epoch"] == 4
+    records = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [record["epoch"] for record in records if record["kind"] == "final"] == [4]
 
 
 def test_the_decay_of_the_weight_average_on_paper():

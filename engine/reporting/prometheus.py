@@ -1,0 +1,49 @@
+"""Heartbeat of a run: `metrics.prom`, in Prometheus' text format, for the textfile collector of node_exporter."""
+
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from engine.runtime.files import write_atomically
+
+HEARTBEAT = "metrics.prom"
+"""File of a run directory."""
+
+GAUGES = {
+    "record_time_seconds": "seconds since 1970 of the last record",
+    "checkpoint_time_seconds": "seconds since 1970 of the last checkpoint of this launch",
+    "running": "1 until the launch ends",
+    "failed": "1 after an error has ended the launch",
+    "epoch": "epoch that is trained, from 1",
+    "step": "updates of the run",
+    "total_steps": "updates of the whole run",
+    "loss": "mean loss since the record before",
+    "images_per_second": "images trained in a second",
+    "data_wait": "percentage of the time that the first rank waits for data",
+    "broken": "broken training images of the epoch",
+    "num_skipped": "updates of the run that were skipped, as they were not finite",
+    "top1": "percentage of right predictions in the last evaluation",
+}
+"""Name of a gauge, without its prefix -> its help text."""
+
+
+class Heartbeat:
+    """Writes the last values of the run in `directory`, at every record. It is written anew, whole."""
+
+    def __init__(self, directory: Path):
+        self.path, self.values = directory / HEARTBEAT, {"running": 1.0, "failed": 0.0}
+        self.run = str(directory.resolve()).replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+    def beat(self, values: Mapping[str, Any]) -> None:
+        """Takes those of `values` that are gauges, None for a number that is not finite, and writes the file."""
+        known = {name: math.nan if x is None else float(x) for name, x in values.items() if name in GAUGES}
+        self.values |= known | {"record_time_seconds": time.time()}
+        lines = []
+        for name, text in GAUGES.items():
+            if name in self.values:
+                gauge = f"eav_{name}"
+                lines += [f"# HELP {gauge} {text}", f"# TYPE {gauge} gauge"]
+                lines.append(f'{gauge}{{run="{self.run}"}} {self.values[name]!r}')
+        write_atomically(self.path, "\n".join([*lines, ""]).encode())
