@@ -18,7 +18,7 @@ from engine.runtime.memory import refuse_too_large
 from engine.runtime.signals import end_at_interrupt
 
 QUESTIONS: dict[str, str] = {
-    "maps": "attention maps of each layer and head on images, their distances, and rollout over all layers",
+    "maps": "attention maps of each layer and head on images, their entropies and distances",
     "replace": "accuracy of a trained model with other attention; if asked, also aligned, and fine-tuned",
     "search": "mechanism of every layer of a trained model under a budget: a front of loss against cost",
     "error": "error of mechanisms against softmax attention on a trained model's queries, keys and values",

@@ -1,7 +1,6 @@
-"""Statistics of attention matrices: entropy of weights, attention distance, and rollout over layers."""
+"""Statistics of attention matrices: entropy of weights, and attention distance."""
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -53,18 +52,3 @@ def key_grid(num_keys: int, grid: Grid) -> Grid:
         return grid
     grids = [(rows, num_keys // rows) for rows in range(1, num_keys + 1) if num_keys % rows == 0]
     return min(grids, key=lambda found: abs(math.log(found[0] * W / (found[1] * H))))
-
-
-def rollout(layers: Sequence[Tensor]) -> Tensor:
-    """Returns the product of (A + I) / 2 over all layers, first layer last (Abnar & Zuidema 2020, section 3).
-
-    Args:
-        layers: A (N, N) of each layer, the mean of its heads' distributions; rows of NaN become rows of I.
-    Returns:
-        (N, N), rows sum to one.
-    """
-    identity = torch.eye(len(layers[0])).to(layers[0])
-    rolled = identity
-    for weights in layers:
-        rolled = (torch.where(weights.isnan(), identity, weights) + identity) / 2 @ rolled
-    return rolled

@@ -1,24 +1,17 @@
 """Statistics of the attention matrices of a model's layers, and their tables."""
 
 import math
-from collections.abc import Iterator, Sequence
-from itertools import groupby
-from operator import attrgetter
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from analysis.distributions import as_distribution, distances, entropy, key_grid, mean_distance
+from analysis.distributions import distances, entropy, key_grid, mean_distance
 from analysis.implied import LayerInput, NoMatrix, implied_matrix
 from attention import Grid
 from engine.reporting.tables import compact_table
 from engine.runtime.files import to_csv
-
-COLUMNS = (
-    *("attention", "layer", "entropy by head (of equal weights), nats", "distance by head (of equal weights), tokens"),
-    *("row sums", "negative weights (%)", "left out"),
-)
 
 
 class LayerMaps(NamedTuple):
@@ -27,9 +20,7 @@ class LayerMaps(NamedTuple):
     Attributes:
         grid, keys: (H, W) of the layer's tokens and of its keys. num_prefix_tokens: P.
         entropy, distance: (h,); their values for equal weights are `equal_entropy` and `equal_distance`.
-        row_sum: mean over queries, (h,). negative: share of the weights' magnitude that is negative, (h,).
-        query: index of the chosen query among the P + N. of_query, of_all: its weights, and their mean over all
-            queries, (h, P + M). of_heads: mean over heads of the distributions, (P + N, P + M).
+        query: index of the chosen query among the P + N. of_query: its weights, (h, P + M).
     """
 
     grid: Grid
@@ -39,12 +30,8 @@ class LayerMaps(NamedTuple):
     distance: Tensor
     equal_entropy: float
     equal_distance: float
-    row_sum: Tensor
-    negative: Tensor
     query: int
     of_query: Tensor
-    of_all: Tensor
-    of_heads: Tensor
 
 
 class Row(NamedTuple):
@@ -64,7 +51,7 @@ def describe_layer(layer: LayerInput, query: int) -> LayerMaps | NoMatrix:
         weights = implied_matrix(attn, layer.project(), grid)[0].cpu()
     except NoMatrix as problem:
         return problem
-    P, magnitude = attn.num_prefix_tokens, weights.abs().sum((-2, -1))
+    P = attn.num_prefix_tokens
     keys = key_grid(weights.shape[-1] - P, grid)
     return LayerMaps(
         grid=grid,
@@ -74,47 +61,32 @@ def describe_layer(layer: LayerInput, query: int) -> LayerMaps | NoMatrix:
         distance=mean_distance(weights[:, P:, P:], grid, keys),
         equal_entropy=math.log(weights.shape[-1]),
         equal_distance=distances(grid, keys).mean().item(),
-        row_sum=weights.sum(-1).mean(-1),
-        negative=-weights.clamp(max=0).sum((-2, -1)) / magnitude,
         query=query,
         of_query=weights[:, query],
-        of_all=weights.mean(1),
-        of_heads=as_distribution(weights).nanmean(0),
     )
 
 
-def mean_over_images(rows: Sequence[Row], field: str) -> Iterator[tuple[str, int, Tensor]]:
-    """Yields attention, layer and the mean over images of `field` (h,), for layers with a matrix."""
-    key = attrgetter("attention", "layer")
-    for (attention, layer), same in groupby(sorted(rows, key=key), key):
-        found = [getattr(row.found, field) for row in same if isinstance(row.found, LayerMaps)]
-        if found:
-            yield attention, layer, torch.stack(found).nanmean(0)
-
-
 def tabulate(rows: Sequence[Row]) -> str:
-    """Formats a table of every layer: means over images for every head."""
-    fields = ("entropy", "distance", "row_sum", "negative")
-    means = {field: {(name, layer): x for name, layer, x in mean_over_images(rows, field)} for field in fields}
-    lines = {}
-    for row in rows:
-        key, found = (row.attention, row.layer), row.found
-        texts = ["", "", "", "", str(found)]
-        if isinstance(found, LayerMaps):
-            of_entropy, of_distance, sums, negative = (means[field][key] for field in fields)
-            texts = [f"{numbers(of_entropy, '.2f')} ({found.equal_entropy:.2f})"]
-            texts += [f"{numbers(of_distance, '.2f')} ({found.equal_distance:.2f})"]
-            texts += [numbers(sums, ".3g"), numbers(100 * negative, ".2g"), ""]
-        lines[key] = dict(zip(COLUMNS, [row.attention, str(row.layer), *texts], strict=True))
-    return compact_table(list(lines.values()))
+    """Formats a table of every layer: means over images for every head, and those of equal weights in brackets."""
+    lines = []
+    for attention, layer in dict.fromkeys((row.attention, row.layer) for row in rows):
+        same = [row.found for row in rows if (row.attention, row.layer) == (attention, layer)]
+        found = [each for each in same if isinstance(each, LayerMaps)]
+        line = {"attention": attention, "layer": str(layer)}
+        for field, unit in (("entropy", "nats"), ("distance", "tokens")):
+            means = torch.stack([getattr(each, field) for each in found]).nanmean(0).tolist() if found else []
+            equal = f" ({getattr(found[0], f'equal_{field}'):.2f})" if found else ""
+            line[f"{field} by head (of equal weights), {unit}"] = " ".join(f"{x:.2f}" for x in means) + equal
+        lines.append(line | {"left out": next((str(each) for each in same if isinstance(each, NoMatrix)), "")})
+    return compact_table(lines)
 
 
 def layers_csv(rows: Sequence[Row]) -> bytes:
     """Returns a row for each attention, image, layer and head."""
-    fields, lines = ["entropy", "equal_entropy", "distance", "equal_distance", "row_sum", "negative"], []
+    fields, lines = ["entropy", "equal_entropy", "distance", "equal_distance"], []
     for attention, file, layer, found in rows:
         if isinstance(found, NoMatrix):
-            lines.append([attention, file, layer, *[None] * 7, str(found)])
+            lines.append([attention, file, layer, *[None] * 5, str(found)])
             continue
         for head in range(len(found.entropy)):
             values = (getattr(found, field) for field in fields)
@@ -126,8 +98,3 @@ def layers_csv(rows: Sequence[Row]) -> bytes:
 def list_problems(rows: Sequence[Row]) -> list[str]:
     """Returns the reasons why layers are left out, each once."""
     return list(dict.fromkeys(str(row.found) for row in rows if isinstance(row.found, NoMatrix)))
-
-
-def numbers(values: Tensor, form: str) -> str:
-    """Formats the numbers of heads, separated by spaces."""
-    return " ".join(f"{value:{form}}" for value in values.tolist())

@@ -13,7 +13,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from matplotlib import colormaps
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from matplotlib.ticker import MaxNLocator
 from torch import Tensor, nn
 
 from analysis import command_line
@@ -21,12 +25,11 @@ from analysis.drop_in import drop_in
 from analysis.implied import LayerInput, NoMatrix, attention_inputs
 from analysis.laboratory import to_file_name
 from analysis.layer_maps import LayerMaps, Row, describe_layer, layers_csv, list_problems, tabulate
-from analysis.map_figures import draw_layers, draw_maps, draw_rollout
 from analysis.trained import Trained, load_trained, read_images
 from attention import Grid, OptionError
 from engine.data.folders import FileReader, list_files
 from engine.data.splits import Images
-from engine.reporting.plots import encode
+from engine.reporting.plots import encode, in_style, new_figure
 from engine.runtime.errors import UserError
 from engine.runtime.files import write_file
 from engine.runtime.ownership import make_output
@@ -47,7 +50,7 @@ def main(args: argparse.Namespace) -> None:
     mechanisms = command_line.read_mechanisms(args.attention) if args.attention else {"": None}
     trained = load_trained(args, reads_images=False)
     images, _ = read_images(Images(FileReader(files)), range(len(files)), trained.run)
-    make_output(args.output, ["maps.csv", "maps.png"])
+    make_output(args.output, ["maps.csv"])
     rows = []
     with command_line.progress("maps", len(files) * len(mechanisms), "images") as bar:
         for text, options in mechanisms.items():
@@ -64,28 +67,25 @@ def main(args: argparse.Namespace) -> None:
             directory = args.output / to_file_name(name)
             for number, (file, image) in enumerate(zip(files, images, strict=True), start=1):
                 start = f"{one_line(Path(file).name, 40)}, {title}"
-                layers, figures = examine(model.double(), trained, image, place, start)
-                paths = {shows: directory / f"{number}_{Path(file).stem}_{shows}.png" for shows in figures}
-                make_output(directory, [path.name for path in paths.values()])
+                layers, figure = examine(model.double(), trained, image, place, start)
+                path = directory / f"{number}_{Path(file).stem}.png"
+                make_output(directory, [path.name])
                 names = [text or layer.core.name() for layer in attention_layers(model)]  # which may differ
                 pairs = enumerate(zip(names, layers, strict=True), start=1)
                 rows += [Row(own, file, index, found) for index, (own, found) in pairs]
-                for shows, figure in figures.items():
-                    write_file(paths[shows], encode(figure))
+                write_file(path, encode(figure))
                 bar.update()
     print(tabulate(rows))
     for problem in list_problems(rows):
         print(f"left out: {problem}", file=sys.stderr)
     write_file(args.output / "maps.csv", layers_csv(rows))
-    write_file(args.output / "maps.png", encode(draw_layers(rows)))
-    by_mechanism = "by mechanism of every image its maps (query, mean) and their rollout"
-    print(f"{args.output}: maps.csv, maps.png, and {by_mechanism}")
+    print(f"{args.output}: maps.csv, and by mechanism the maps of every image")
 
 
 def examine(
     model: nn.Module, trained: Trained, image: Tensor, place: Grid | None, title: str
-) -> tuple[list[LayerMaps | NoMatrix], dict[str, Figure]]:
-    """Returns the attention statistics of a model in float64 on an image (C, H, W), and its figures.
+) -> tuple[list[LayerMaps | NoMatrix], Figure]:
+    """Returns the attention statistics of a model in float64 on an image (C, H, W), and their figure.
 
     Args:
         trained: the model with its own attention. place: see `choose_queries`.
@@ -96,11 +96,53 @@ def examine(
     probability, index = logits[0].softmax(-1).max(-1)
     predicted = trained.classes[index] if trained.classes else f"class {index}"
     title += f"\npredicted: {one_line(predicted, 40)} ({100 * probability:.1f} %)"
-    return layers, {
-        "query": draw_maps(layers, "of_query", f"What does {query} attend to?\n{title}"),
-        "mean": draw_maps(layers, "of_all", f"What do all queries attend to, on average?\n{title}"),
-        "rollout": draw_rollout(layers, image, query, f"What reaches a token through all layers?\n{title}"),
-    }
+    return layers, draw(layers, f"What does {query} attend to?\n{title}")
+
+
+@in_style
+def draw(layers: Sequence[LayerMaps | NoMatrix], title: str) -> Figure:
+    """Draws the weights of the chosen query in every layer (row) and head (column) on the token grid."""
+    found = [layer for layer in layers if isinstance(layer, LayerMaps)]
+    num_heads = max([len(layer.entropy) for layer in found], default=1)
+    height = 1.0 + (1.45 if found else 0.6) * len(layers)
+    figure = new_figure(title, height, max(4.5, 1.4 + 1.3 * num_heads))
+    panels = figure.subplots(len(layers), num_heads, squeeze=False)
+    for number, (row, layer) in enumerate(zip(panels, layers, strict=True), start=1):
+        for axes in row:
+            axes.set_axis_off()
+        if isinstance(layer, NoMatrix):
+            text = str(layer).replace(": ", ":\n", 1)  # the subject, and the reason
+            row[0].text(0, 0.5, f"layer {number}: {text}", transform=row[0].transAxes, va="center")
+            continue
+        P = layer.num_prefix_tokens
+        for head, (axes, weights) in enumerate(zip(row, layer.of_query, strict=False), start=1):
+            text = f"head {head}: {100 * weights[P:].max():.2g} %"
+            if P:
+                text += f"\nprefix {100 * weights[:P].sum():.2g} %"
+            axes.set_axis_on()
+            values = (weights[P:] / weights[P:].max().clamp(min=1e-300)).view(layer.keys).numpy()
+            axes.imshow(values, cmap=colormaps["viridis"].with_extremes(under="white"), vmin=0, vmax=1)
+            axes.set_title(text)
+            if layer.query >= P:
+                mark(axes, layer.query - P, layer.grid, layer.keys)
+            for axis in (axes.xaxis, axes.yaxis):
+                axis.set_major_locator(MaxNLocator(4, integer=True))
+        row[0].set_ylabel(f"layer {number}\nrow of keys")
+    for axes in panels[-1]:
+        axes.set_xlabel("column of keys")
+    if found:
+        images = next(axes.images[0] for axes in panels.flat if axes.images)
+        label = "weight / the map's largest, which is above it\n(white: negative)"
+        figure.colorbar(images, ax=panels, label=label, shrink=min(1, 2.5 / len(layers)), aspect=30, extend="min")
+    return figure
+
+
+def mark(axes: Axes, index: int, grid: Grid, size: tuple[int, int]) -> None:
+    """Frames token `index` of a grid in a picture of `size` (height, width)."""
+    (row, column), height, width = divmod(index, grid[1]), size[0] / grid[0], size[1] / grid[1]
+    for color, line in (("black", 2), ("white", 0.8)):
+        corner = column * width - 0.5, row * height - 0.5
+        axes.add_patch(Rectangle(corner, width, height, fill=False, edgecolor=color, linewidth=line))
 
 
 def parse_query(text: str | None) -> Grid | None:

@@ -1,11 +1,11 @@
-"""Entropy, distance and rollout of matrices whose answers are known."""
+"""Entropy and distance of matrices whose answers are known."""
 
 import math
 
 import pytest
 import torch
 
-from analysis.distributions import as_distribution, entropy, key_grid, mean_distance, rollout
+from analysis.distributions import as_distribution, entropy, key_grid, mean_distance
 
 GRID = (3, 5)
 PLACES = [(y, x) for y in range(3) for x in range(5)]
@@ -49,15 +49,3 @@ def test_distance_of_fewer_keys():
 )
 def test_key_grid(num_keys, grid, expected):
     assert key_grid(num_keys, grid) == expected
-
-
-def test_rollout():
-    first, second = torch.rand(2, 7, 7, dtype=torch.float64).softmax(-1)
-    second[3] = torch.nan  # attends to nothing
-    rolled = rollout([first, second])
-    torch.testing.assert_close(rolled.sum(-1), torch.ones(7, dtype=torch.float64))
-    assert (rolled > 0).all()
-    for n in range(7):
-        path = torch.eye(7)[n].double()
-        through = path if n == 3 else (second[n] + path) / 2
-        torch.testing.assert_close(rolled[n], through @ (first + torch.eye(7)) / 2)

@@ -8,8 +8,8 @@ from PIL import Image
 
 import analyze
 from analysis.implied import NoMatrix, attention_inputs
-from analysis.layer_maps import LayerMaps, Row, describe_layer, mean_over_images
-from analysis.map_figures import draw_layers, draw_maps, draw_rollout, why_no_rollout
+from analysis.layer_maps import LayerMaps, Row, describe_layer, tabulate
+from analysis.maps import draw
 from engine.runtime.ownership import MARKER
 from models import create_model
 from tests.analysis.models import read_rows, refusal, save_model
@@ -48,8 +48,7 @@ def test_command(place, tmp_path, capsys):
     assert shown.err.strip() == f"left out: {refusal}"
     assert "| softmax | 2 |" in shown.out
     written = sorted(str(path.relative_to(output)) for path in output.rglob("*.*") if path.name != MARKER)
-    pictures = [f"{name}/1_photo_{kind}.png" for name in ("softmax", "xca") for kind in ("mean", "query", "rollout")]
-    assert written == ["maps.csv", "maps.png", *pictures]
+    assert written == ["maps.csv", "softmax/1_photo.png", "xca/1_photo.png"]
     rows = read_rows(output / "maps.csv")
     heads = [(row["attention"], row["layer"], row["head"]) for row in rows[:4]]
     assert heads == [("softmax", layer, head) for layer in "12" for head in "12"]
@@ -63,7 +62,7 @@ def test_figures_are_pictures(place, tmp_path):
     names = ["softmax", "xca", "{name: local, window_size: 2}"]
     analyze.main(["maps", str(place), str(place / "photo.png"), "--attention", *names, "--output", str(tmp_path)])
     pictures = list(tmp_path.rglob("*.png"))
-    assert len(pictures) == 10
+    assert len(pictures) == 3
     for picture in pictures:
         with Image.open(picture) as image:
             assert min(image.size) > 100
@@ -74,9 +73,7 @@ def test_numbers_are_those_of_the_weights():
     q, k, _ = layers[0].attn.project(layers[0].x, (3, 5))
     weights = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1)[0].detach()
     torch.testing.assert_close(found.of_query, weights[:, 4], rtol=0, atol=1e-9)
-    torch.testing.assert_close(found.of_all, weights.mean(1), rtol=0, atol=1e-9)
     torch.testing.assert_close(found.entropy, -(weights * weights.log()).sum(-1).mean(-1))
-    torch.testing.assert_close(found.of_heads, weights.mean(0))
     patches = weights[:, 1:, 1:] / weights[:, 1:, 1:].sum(-1, keepdim=True)
     places = torch.tensor([(y, x) for y in range(3) for x in range(5)]).double()
     torch.testing.assert_close(found.distance, (patches * torch.cdist(places, places)).sum(-1).mean(-1))
@@ -87,38 +84,33 @@ def test_what_has_no_matrix_is_no_part_of_a_mean_over_images():
     _, (found, _) = describe(small(), (3, 5))
     entropies = torch.tensor([[1.0, 4.0], [2.0, 8.0]]).double()
     rows = [Row("softmax", name, 1, found._replace(entropy=e)) for name, e in zip("ab", entropies, strict=True)]
-    ((attention, layer, mean),) = mean_over_images([*rows, Row("softmax", "c", 1, NoMatrix("why"))], "entropy")
-    assert (attention, layer) == ("softmax", 1)
-    assert mean.tolist() == [1.5, 6.0]
+    text = tabulate([*rows, Row("softmax", "c", 1, NoMatrix("why"))])
+    assert f"| softmax | 1 | 1.50 6.00 ({math.log(15):.2f}) |" in text
+    assert text.count("why") == 1
 
 
 def test_figures_show_the_weights_of_the_grid():
     _, maps = describe(small(class_token=True), (3, 5), query=4)
-    figure = draw_maps(maps, "of_query", "title")
+    figure = draw(maps, "title")
     shown = [axes.images[0].get_array() for axes in figure.axes if axes.images]
     expected = [head[1:].view(3, 5) / head[1:].max() for layer in maps for head in layer.of_query]
     for array, weights in zip(shown, expected, strict=True):
         torch.testing.assert_close(torch.from_numpy(array.data), weights)
     assert [patch.get_xy() for patch in figure.axes[0].patches] == [(2.5, -0.5)] * 2  # token 4 is row 0, column 3
-    assert len(draw_rollout(maps, torch.zeros(3, 12, 20), "the patch", "title").axes) == 4
 
 
-def test_a_layer_without_a_matrix_says_so_in_the_figures():
+def test_a_layer_without_a_matrix_says_so_in_the_figure():
     _, maps = describe(small(attention={"name": "transformer_ls", "window_size": 3}), (3, 5))
     assert all(isinstance(found, NoMatrix) for found in maps)
-    rows = [Row("transformer_ls", "photo.png", layer, found) for layer, found in enumerate(maps, start=1)]
-    assert "left out: attention(transformer_ls)" in draw_layers(rows).get_suptitle()
-    for figure in (draw_maps(maps, "of_all", ""), draw_rollout(maps, torch.zeros(3, 12, 20), "", "")):
-        texts = "".join(text.get_text() for axes in figure.axes for text in axes.texts)
-        assert "attention(transformer_ls) has no attention matrix:\nits outputs are not linear" in texts
+    texts = "".join(text.get_text() for axes in draw(maps, "").axes for text in axes.texts)
+    assert "attention(transformer_ls) has no attention matrix:\nits outputs are not linear" in texts
 
 
-def test_a_pyramid_has_maps_of_fewer_keys_and_no_rollout():
+def test_a_pyramid_has_maps_of_fewer_keys():
     sizes = {"embed_dims": (8, 8, 8, 8), "num_heads": (1, 1, 2, 2), "depths": (1, 1, 1, 1), "img_size": (64, 96)}
     torch.manual_seed(0)
     _, maps = describe(create_model("pvtv2_b0", attention="sra", num_classes=3, **sizes), (16, 24))
     assert [(found.grid, found.keys) for found in maps[:2]] == [((16, 24), (2, 3)), ((8, 12), (2, 3))]
-    assert "not the same tokens" in why_no_rollout(maps)
     assert isinstance(maps[0], LayerMaps)
 
 
