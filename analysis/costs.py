@@ -63,15 +63,13 @@ class Cost(ABC):
     Args:
         batch_size: images of the pass; the sample is repeated if it has fewer.
     Attributes:
-        name: key of `COSTS`. meaning: what a budget limits, and its unit. axis: label of figures; {} is for the number
-            of images. columns: columns of tables for the measured and the predicted cost, in units of a budget; none if
-            tables have them already. unit: cost of a budget of 1. combine: see `Prices`. noisy: hybrids whose
-            measurement is too uncertain.
+        name: key of `COSTS`. meaning: what a budget limits, and its unit. columns: columns of tables for the measured
+            and the predicted cost, in units of a budget; none if tables have them already. unit: cost of a budget of 1.
+            combine: see `Prices`. noisy: hybrids whose measurement is too uncertain.
     """
 
     name: str
     meaning: str
-    axis: str
     columns: tuple[str, ...] = ()
     unit: float
     combine: Callable[[float, float], float] = operator.add
@@ -141,7 +139,7 @@ class Cost(ABC):
 class Macs(Cost):
     """Multiply-accumulates for one image; a budget is a share of the trained model's."""
 
-    name, axis = "macs", "multiply-accumulates, share of the model's own"
+    name = "macs"
     meaning = "multiply-accumulates, as a share of those with the model's own attention"
 
     @property
@@ -161,7 +159,7 @@ class Time(Cost):
     """
 
     meaning = "milliseconds of a forward pass on this machine"
-    name, axis, columns, unit = "ms", "ms of a forward pass, images: {}", ("ms", "predicted_ms"), 1e-3
+    name, columns, unit = "ms", ("ms", "predicted_ms"), 1e-3
 
     def measure(self, choices: Choices) -> float:
         own = self.hybrids.own
@@ -191,7 +189,7 @@ class Memory(Cost):
     attention layers return their input, so that they allocate nothing.
     """
 
-    name, axis = "memory", "MiB at the peak of a forward pass, images: {}"
+    name = "memory"
     meaning = "MiB at the peak of a forward pass"
     columns, unit = ("peak_mib", "predicted_peak_mib"), 2**20
     combine = max

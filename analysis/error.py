@@ -21,7 +21,7 @@ from torch import nn
 from analysis import command_line
 from analysis.align import BATCH_SIZE, align_by_seed, open_training_images
 from analysis.approximation import Row, attend_by_softmax, measure
-from analysis.drop_in import CHUNK, attended, layer_inputs, outputs
+from analysis.drop_in import attended, layer_inputs, outputs
 from analysis.trained import Sample, Trained, load_trained, read_sample
 from engine.reporting.plots import encode, in_style, label_ends, label_points, line_style, new_figure
 from engine.reporting.tables import compact_table, mean_and_std, over_draws, plus_minus
@@ -40,17 +40,13 @@ LARGEST = 10.0
 
 AXES = {
     "macs": "cost: multiply-accumulates of the attention layers for an image, with projections (M)",
-    "memory": f"cost: highest peak memory of a layer for {CHUNK} images (MiB)",
     "entropy": "entropy of softmax's weights (nats), at {temperatures} and a budget of {middle}",
-    "layer": "layer, at a budget of {middle}",
 }
 """Horizontal axis -> label."""
 
 QUESTIONS = {
     "macs": "How near does each mechanism come to softmax attention, and at which cost?",
-    "memory": "How near does each mechanism come to softmax attention, and with how much memory?",
     "entropy": "Is softmax attention harder to imitate where it is sharp?",
-    "layer": "Which layers are hard to imitate?",
 }
 """Horizontal axis -> question that the figure answers."""
 
@@ -158,17 +154,11 @@ def values(row: Row, tokens: Sequence[int], images: int, draws: int) -> Iterator
 def points_on(against: str, rows: Sequence[Row], middle: int) -> list[tuple[float, float, float | None]]:
     """Returns the points of a mechanism: place on one of `AXES`, mean and standard deviation of the error.
 
-    These points have temperature 1, the `middle` budget, or both. The middle budget is measured at every temperature.
-    Rows without a budget count for every budget.
+    Points of costs have temperature 1, those of entropies the `middle` budget, or none.
     """
-    at_middle = [row for row in rows if row.budget in (None, middle)]
     if against == "entropy":
-        return [(row.entropy, *row.spread()[:2]) for row in at_middle]
-    if against == "layer":
-        at_middle = [row for row in at_middle if row.temperature == 1]
-        return [(layer + 1, *row.spread(layer)[:2]) for row in at_middle for layer in range(len(row.entropies))]
-    at_one = [row for row in rows if row.temperature == 1]
-    return sorted((row.macs / 1e6 if against == "macs" else row.peak / 2**20, *row.spread()[:2]) for row in at_one)
+        return [(row.entropy, *row.spread()[:2]) for row in rows if row.budget in (None, middle)]
+    return sorted((row.macs / 1e6, *row.spread()[:2]) for row in rows if row.temperature == 1)
 
 
 @in_style
@@ -206,12 +196,12 @@ def draw(title: str, rows: Sequence[Row], against: str, budgets: Sequence[int], 
     if any(mode == "sampled" for _, mode in series):
         notes.append("hollow: sampled mode")
     if against == "macs":
-        axes.axvline(softmax_macs / 1e6, color="black", linewidth=0.8, linestyle="--")
         notes.append("dashed: softmax attention")
     axes.set_xlabel(f"{label}\n{'; '.join(notes)}")
     of = "outputs of layers" if any(row.steps for row in rows) else "attended values"
     axes.set_ylabel(f"normalised mean squared error\nof {of}")
-    if against in ("macs", "memory"):
+    if against == "macs":
+        axes.axvline(softmax_macs / 1e6, color="black", linewidth=0.8, linestyle="--")
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter("{x:g}")
         axes.margins(x=0.12)
@@ -222,6 +212,5 @@ def draw(title: str, rows: Sequence[Row], against: str, budgets: Sequence[int], 
             axes.xaxis.set_major_locator(MaxNLocator(5))
         label_points(axes, ends, list(lines), points, drawn)
     else:
-        axes.xaxis.set_major_locator(MaxNLocator(integer=against == "layer"))
         label_ends(axes, list(lines.values()), list(lines))
     return figure

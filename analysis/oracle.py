@@ -99,7 +99,6 @@ def main(args: argparse.Namespace) -> None:
     count = len({(row.layer, row.image, row.head) for row in rows})
     title = f"{args.checkpoint}: {count} softmax attention matrices, mean ± standard deviation over them"
     print(f"{title}\n\nRelative Frobenius error\n\n{compact_table(errors(rows))}")
-    print(f"\nRank and density (% of the entries)\n\n{compact_table(sizes(rows))}")
     print(f"\nScatterbrain by entropy\n\n{compact_table(splits(layers, budgets))}")
     write_file(args.output / "oracle.csv", to_csv(Row._fields, rows))
     write_file(args.output / "oracle.png", encode(draw(title, rows)))
@@ -109,23 +108,18 @@ def compressible(layers: Sequence[Layer], budgets: Sequence[int]) -> list[Layer]
     """Returns the layers whose matrices all budgets, in ascending order, compress. The others are named on stderr.
 
     Raises:
-        UserError: no layer is left, or a budget is too low to be split.
+        UserError: no layer is left.
     """
-    left = [layer for layer in layers if row_length(layer) > max(budgets[-1], lowest_budget(layer))]
-    longest = max(layers, key=row_length)
-    if not left and row_length(longest) <= lowest_budget(longest):
-        problem = f"has the longest rows, of {row_length(longest)}, which no budget from {lowest_budget(longest)} on"
-        raise UserError(f"{longest.name} {problem} compresses; choose another run")
-    for layer in left or [longest]:
-        low, length = lowest_budget(layer), row_length(layer)
-        for budget in budgets:
-            if not low <= budget < length:
-                raise UserError(f"--budgets {budget}: {layer.name} has rows of {length}; give {low} to {length - 1}")
+    left = []
     for layer in layers:
-        low, length = lowest_budget(layer), row_length(layer)
-        if length <= (budget := max(budgets[-1], low)):
-            problem = f"left out, as its rows of {length} are not longer than a budget of {budget}"
-            print(f"{layer.name}: {problem}", file=sys.stderr)
+        low, high = lowest_budget(layer), row_length(layer) - 1
+        if low <= budgets[0] and budgets[-1] <= high:
+            left.append(layer)
+        else:
+            able = f"can have budgets of {low} to {high}" if low <= high else "are not longer than any budget"
+            print(f"{layer.name}: left out, as its rows of {row_length(layer)} {able}", file=sys.stderr)
+    if not left:
+        raise UserError(f"--budgets {' '.join(map(str, budgets))}: no layer is left; give others, or another run")
     return left
 
 
@@ -236,18 +230,6 @@ def errors(rows: Sequence[Row]) -> list[dict[str, str]]:
         line = {"layer": layer, "entropy (nats)": plus_minus(entropy, ".2f"), "budget": str(budget)}
         by_method = {name: spread(row.error for row in here if row.method == name) for name in METHODS}
         lines.append(line | {name: plus_minus(found, ".3f") for name, found in by_method.items()})
-    return lines
-
-
-def sizes(rows: Sequence[Row]) -> list[dict[str, str]]:
-    """Returns mean rank and density by budget; robust PCA takes any."""
-    lines = []
-    for budget in dict.fromkeys(row.budget for row in rows):
-        lines.append({"budget": "any" if budget is None else str(budget)} | dict.fromkeys(METHODS, ""))
-        for name in METHODS:
-            if here := [row for row in rows if (row.budget, row.method) == (budget, name)]:
-                rank, density = fmean(row.rank for row in here), fmean(100 * row.density for row in here)
-                lines[-1][name] = f"{rank:.1f}, {density:.1f} %"
     return lines
 
 

@@ -12,11 +12,9 @@ are then measured.
 import argparse
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
-
-from matplotlib.figure import Figure
 
 from analysis import assignments, command_line
 from analysis.align import BATCH_SIZE, validates_on_training_images
@@ -32,7 +30,6 @@ from engine.checkpoints.progress import is_score
 from engine.config.objective_options import Distill
 from engine.config.schema import Init
 from engine.config.yaml_files import dump_yaml
-from engine.reporting.plots import BLUE, GREY, ORANGE, encode, in_style, new_figure
 from engine.reporting.tables import compact_table
 from engine.run.load import dump_run
 from engine.runtime.arguments import SEED, Count
@@ -59,7 +56,7 @@ PER_BUDGET = 8
 BUDGETS = {kind: cost.meaning for kind, cost in COSTS.items()}
 """Kind of a budget -> what it limits."""
 
-FILES = ("search.csv", "front.csv", "search.png")
+FILES = ("search.csv", "front.csv")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -188,7 +185,7 @@ def report(
     budgets: Mapping[str, float],
     args: argparse.Namespace,
 ) -> None:
-    """Prints the layers alone and the front, and writes tables, figure, and the files of every point of the front."""
+    """Prints the layers alone and the front, and writes tables, and the files of every point of the front."""
     own, front = hybrids.laboratory.own.score, sorted(front, key=lambda point: point.cost)
     if layers := tabulate_layers(points, own):
         print("One layer alone with another mechanism: rise of the loss (top-1 in %)\n")
@@ -219,10 +216,9 @@ def report(
     if noisy := [point for point in points if point.candidate.choices in cost.noisy]:
         remedy = "repeat the search in another directory on an idle machine, or with OMP_NUM_THREADS=1"
         print(f"warning: {len(noisy)} of {len(points)} times are noisy; {remedy}")
-    for file, table in ((FILES[0], points), (FILES[1], front)):
+    for file, table in zip(FILES, (points, front), strict=True):
         lines = [values(point, hybrids, cost, names) for point in table]
         write_file(args.output / file, dicts_to_csv(lines))
-    write_file(args.output / FILES[2], encode(draw(title, cost, points, front, budgets.values())))
     directory = args.output / "front"
     remove_owned(directory, [path.name for path in owned_files(directory)])  # those of an earlier search
     claim_results(directory, [file for name in names.values() for file in front_files(name.rpartition("/")[2])])
@@ -285,24 +281,3 @@ def values(point: Point, hybrids: Hybrids, cost: Cost, names: Mapping[Point, str
 def rounded(loss: float) -> float | None:
     """Returns a loss for a CSV file; None if it was not predicted."""
     return None if math.isnan(loss) else round(loss, 5)
-
-
-@in_style
-def draw(title: str, cost: Cost, points: Sequence[Point], front: Sequence[Point], budgets: Iterable[float]) -> Figure:
-    """Draws loss and top-1 of the measured assignments against their costs, and the front."""
-    question = "Which assignments of mechanisms to layers does no other beat in both loss and cost?"
-    figure = new_figure(f"{question}\n{title}", 3.4)
-    for axes, name, label in zip(figure.subplots(1, 2), ("loss", "top1"), ("loss (nats)", "top-1 (%)"), strict=True):
-        kinds = {"measured": (points, {"color": GREY, "ms": 3}), "front": (front, {"color": BLUE, "marker": "D"})}
-        for kind, (chosen, style) in kinds.items():
-            costs = [point.cost / cost.unit for point in chosen]
-            values = [getattr(point.score, name) for point in chosen]
-            axes.plot(costs, values, **{"marker": "o", "linestyle": "none", "label": kind} | style)
-        for number, budget in enumerate(budgets):
-            label_once = {"label": "_" * bool(number) + "budget"}
-            axes.axvline(budget / cost.unit, color=ORANGE, linestyle=":", **label_once)
-        axes.set(xlabel=cost.axis.format(len(cost.images)), ylabel=label)
-        axes.grid()
-    figure.axes[0].set_yscale("log")
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
-    return figure

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from analysis import error, maps, replace, search
+from analysis import error, maps, replace
 from analysis.drop_in import layer_inputs
 from analysis.trained import Trained, read_sample
 from tests.analysis.models import SMALL, load_model, save_model
@@ -30,5 +30,5 @@ def inputs(trained):
 def unrendered(request, monkeypatch) -> None:
     """Figures are drawn, but rendered only in stress tests, because each takes a second."""
     if "stress" not in request.keywords:
-        for module in (error, maps, replace, search):
+        for module in (error, maps, replace):
             monkeypatch.setattr(module, "encode", lambda figure: b"")

@@ -286,9 +286,7 @@ def test_figures_of_error_show_the_rows():
     shown = {name: bars(draw("", rows, name, [4, 16], 10**6).axes[0]) for name in AXES}
     low, high = 0.3 - 0.1 * 2**0.5, 0.3 + 0.1 * 2**0.5
     assert shown["macs"] == [([[3, pytest.approx(0.3)], [3, 10]], [pytest.approx([low, high]), [10, 10]])]
-    assert shown["memory"] == [([[1, pytest.approx(0.3)], [1, 10]], [pytest.approx([low, high]), [10, 10]])]
     assert shown["entropy"] == [([[1.5, 10]], [[10, 10]]), ([[1.5, 0.5]], [[0.5, 0.5]])]
-    assert shown["layer"] == [([[1, 10], [2, 10]], [[10, 10]] * 2)]
 
 
 def test_the_cost_is_an_axis_of_the_error_beside_that_of_softmax_attention():
