@@ -2,7 +2,7 @@
 
     python benchmark.py --attention eva lara performer                        # single layers, against softmax
     python benchmark.py --attention eva eva:num_landmarks=196 --tokens 196 784 3136 --modes forward train \\
-        --dtypes fp32 bf16 --output runs/benchmark                            # table, CSV, JSON and figures
+        --dtypes fp32 bf16 --output runs/benchmark                            # table and CSV
     python benchmark.py --attention all --tokens 784 --modes forward+backward  # is any slower than its arithmetic?
     python benchmark.py --attention lara lara@plain --baseline lara@plain  # fast path against the definition
     python benchmark.py --models timm:vit_tiny_patch16_224:patch_size=8 deit_tiny_p8:eva
@@ -25,7 +25,6 @@ from bench.arguments import check_arguments, every_mechanism, image_size, positi
 from bench.choice import BUDGETS, format_choices, parse_budget
 from bench.comparison import BATCH_TOKENS, compare, plan
 from bench.costs import CONFIGS, print_costs, print_costs_by_size
-from bench.figures import draw_figures
 from bench.results import MEMORY, NOISE, format_results, write_tables
 from bench.workload import DTYPES, EXECUTIONS, MODES
 from engine.config.papers import PaperRow, read_papers
@@ -65,8 +64,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 print(format_results(metadata, rows), end="")
                 if budgets:
                     print("", format_choices(rows, budgets), sep="\n")
-                if args.output:
-                    draw_figures(rows, args.output)
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -95,7 +92,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--rounds", type=Count(2), default=10, help="measurements of each; default: %(default)s")
     add("--device", choices=("auto", "cuda", "cpu"), default="auto")
     add("--threads", type=PROCESSES, default=torch.get_num_threads(), help="CPU threads; default: PyTorch's choice")
-    add("--output", type=Path, help="directory for table.md, results.csv, results.json and figures")
+    add("--output", type=Path, help="directory for table.md and results.csv")
     limits = "; ".join(f"{key}: {meaning}" for key, meaning in BUDGETS.items())
     limits = f"second table of the layers within these limits, sorted by stored quality; {limits}"
     add("--budget", **entries, metavar="KEY=LIMIT", help=limits)

@@ -1,1 +1,1 @@
-"""Costs of mechanisms and models: time, memory, multiply-accumulates and parameters; and checks of their kernels."""
+"""Costs of mechanisms and models: time, memory, multiply-accumulates and parameters."""

@@ -12,7 +12,6 @@ import torch
 
 from attention import Grid
 from attention.options import OptionError, nearest
-from bench.figures import FIGURES
 from bench.results import COLUMNS, FILES, SETTINGS, quartile_columns
 from bench.timing import Call, Quartiles, Times, capturing, time_rounds
 from bench.workload import Subject, Workload, attention_layer, layers_that_differ, whole_model
@@ -55,7 +54,7 @@ def plan(args: argparse.Namespace, device: torch.device) -> list[Comparison]:
     if any(name.endswith("cuda-graph") for name in args.execution) and device.type != "cuda":
         raise ConfigError("--execution cuda-graph needs a GPU; use eager")
     if args.output:
-        make_output(args.output, [*FILES, *FIGURES])
+        make_output(args.output, FILES)
     kinds = []
     if args.attention:
         names = args.attention if "softmax" in args.attention else ["softmax", *args.attention]

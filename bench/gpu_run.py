@@ -22,11 +22,11 @@ from engine.runtime.ownership import make_output
 
 WAVES = (
     "tiny8/timm tiny8/eva tiny8/softmax tiny8/lara tiny8/performer tiny8/local",
-    "small16/timm small16/eva tiny4/timm tiny4/eva inference/1 errors/0",
-    "pvtv2_b1/timm pvtv2_b1/eva small16/softmax tiny4/softmax layers/784 layers/3136",
+    "small16/timm small16/eva tiny4/timm tiny4/eva",
+    "pvtv2_b1/timm pvtv2_b1/eva small16/softmax tiny4/softmax",
     "tiny4/lara tiny4/performer tiny4/local pvtv2_b1/softmax tiny16/timm tiny16/eva tiny16/softmax",
-    "pvtv2_b1/lara pvtv2_b1/performer pvtv2_b1/local small16/lara small16/performer small16/local errors/1",
-    "small8/timm small8/eva small8/softmax tiny16/lara tiny16/performer tiny16/local layers/others inference/128",
+    "pvtv2_b1/lara pvtv2_b1/performer pvtv2_b1/local small16/lara small16/performer small16/local",
+    "small8/timm small8/eva small8/softmax tiny16/lara tiny16/performer tiny16/local",
 )
 """Tasks of `bench.gpu_tasks`, the most valuable first. Those of a wave fit into 80 GB together."""
 BUILD, TURN = 95, 15
@@ -98,16 +98,14 @@ def run_wave(tasks: Sequence[str], output: Path, smoke: bool, end: float) -> Non
 def main(arguments: Sequence[str] | None = None) -> None:
     began = time.monotonic()
     parser = ArgumentParser(prog="python -m bench.gpu_run", description=__doc__.partition(":")[0])
-    parser.add_argument("--output", type=Path, required=True, help=f"directory for {', '.join(gpu_tasks.COLUMNS)}")
-    tasks = "instead of all, in one wave: MODEL/NETWORK, layers/TOKENS, inference/IMAGES, errors/PART"
-    parser.add_argument("--tasks", nargs="+", metavar="TASK", help=tasks)
+    parser.add_argument("--output", type=Path, required=True, help=f"directory for {gpu_tasks.FILE}")
+    parser.add_argument("--tasks", nargs="+", metavar="MODEL/NETWORK", help="instead of all, in one wave")
     parser.add_argument("--seconds", type=Count(), default=900, help="time for everything; default: %(default)s")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, on a CPU too (TRITON_INTERPRET=1)")
     args = parser.parse_args(arguments)
     with refuse_bad_input():
-        make_output(args.output, [*gpu_tasks.COLUMNS])
-        for file, columns in gpu_tasks.COLUMNS.items():
-            write_file(args.output / file, dicts_to_csv([], columns))
+        make_output(args.output, [gpu_tasks.FILE])
+        write_file(args.output / gpu_tasks.FILE, dicts_to_csv([], gpu_tasks.COLUMNS))
     waves = [args.tasks] if args.tasks else [wave.split() for wave in WAVES]
     for number, wave in enumerate(waves, 1):
         if (left := began + args.seconds - time.monotonic()) < (1 if args.smoke else 40):

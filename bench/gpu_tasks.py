@@ -1,17 +1,12 @@
-"""Tasks of `bench.gpu_run`: what a process builds, and measures when it has a turn.
-
-A task is "MODEL/NETWORK", for training, "inference/IMAGES", "layers/TOKENS" or "errors/PART".
-"""
+"""Tasks of `bench.gpu_run`, "MODEL/NETWORK": what a process builds, and measures when it has a turn."""
 
 import gc
-import math
 import os
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from multiprocessing.connection import Connection
@@ -22,12 +17,8 @@ import timm
 import torch
 from torch import Tensor, nn
 
-from bench.comparison import BATCH_TOKENS, Comparison, rows_of, set_up
-from bench.kernel_cases import CASES, errors, excess
-from bench.results import COLUMNS as RESULTS
 from bench.results import MEASURED, quartile_columns
 from bench.timing import Call, Quartiles, time_rounds
-from bench.workload import attention_layer, whole_model
 from engine.checkpoints.progress import Progress
 from engine.config.schema import Run
 from engine.objectives.classification import Classification, label_loss
@@ -45,21 +36,15 @@ from models import create_model
 
 VERSIONS = "device", "torch", "triton", "timm"
 SECONDS = [name for name in MEASURED if name.startswith("seconds")]
-OF_TRAINING = "model", "tokens", "batch", "name", "execution", *SECONDS, "images_per_second", "peak_bytes"
-OF_ERRORS = "case", "tensor", "error", "plain_error", "excess"
-COLUMNS = {
-    "gpu_training.csv": (*VERSIONS, *OF_TRAINING, "failure"),
-    "gpu_inference.csv": (*VERSIONS, *RESULTS, "failure"),
-    "gpu_layers.csv": (*VERSIONS, *RESULTS, "failure"),
-    "gpu_errors.csv": (*VERSIONS, *OF_ERRORS, "failure"),
-}
-"""File -> its columns.
+FILE = "gpu_training.csv"
+COLUMNS = (
+    *(*VERSIONS, "model", "tokens", "batch", "name", "execution", *SECONDS),
+    *("images_per_second", "peak_bytes", "failure"),
+)
+"""Columns of the file.
 
-peak_bytes in training: everything, with weights and the optimiser's state. excess: the error as a multiple of the
-allowed one. failure: why a row has no measurements.
+peak_bytes: everything, with weights and the optimiser's state. failure: why a row has no measurements.
 """
-PARTS, ERRORS = 2, 45
-"""Number of tasks that the cases of kernels are divided into, half precision first, and the seconds of a task."""
 
 
 class Shape(NamedTuple):
@@ -98,9 +83,6 @@ MODELS = {
 """Models to train."""
 OURS = {name: name for name in ("softmax", "eva", "lara", "local")} | {"performer": "performer:num_samples=64"}
 """Network of a task -> our model's attention."""
-OTHERS = ["ra", "nystrom", "combiner", "transformer_ls", "scatterbrain"]
-"""Further layers."""
-TIMM = "timm:vit_tiny_patch16_224:patch_size=8,class_token=false,global_pool=avg"
 BEST = "compiled-cuda-graph"
 """Execution of train.py, and the fastest of timm's model."""
 
@@ -190,34 +172,29 @@ class Worker:
         set_arithmetic(deterministic=False, tf32=False)  # train.py's defaults
 
     def run(self, task: str) -> None:
-        kind, what = task.split("/")
-        others = {"inference": self.inference, "layers": self.layers, "errors": self.errors}
-        if kind in others:
-            others[kind](what)
-        elif what == "timm":
-            self.train_timm(kind)
+        model, network = task.split("/")
+        if network == "timm":
+            self.train_timm(model)
         else:
-            self.train(kind, what)
+            self.train(model, network)
 
-    def write(self, file: str, row: dict[str, Any], shows: bool = True) -> None:
-        """Adds a row to a file, and prints it in short if it `shows`."""
-        row = dict.fromkeys(COLUMNS[file]) | self.versions | row
-        lines = dicts_to_csv([row], COLUMNS[file]).splitlines(keepends=True)
-        append_whole(self.output / file, b"".join(lines[1:]))
-        if not shows:
-            return
+    def write(self, row: dict[str, Any]) -> None:
+        """Adds a row to the file, and prints it in short."""
+        row = dict.fromkeys(COLUMNS) | self.versions | row
+        lines = dicts_to_csv([row], COLUMNS).splitlines(keepends=True)
+        append_whole(self.output / FILE, b"".join(lines[1:]))
         shown = {name: f"{x:.4g}" if isinstance(x, float) else x for name, x in row.items() if x is not None}
         shown = {name: x for name, x in shown.items() if name not in VERSIONS and not name.endswith(("_q1", "_q3"))}
         print(*(f"{name}={x}" for name, x in shown.items()), flush=True)
 
     @contextmanager
-    def guarded(self, file: str, **row: Any) -> Iterator[None]:
+    def guarded(self, row: dict[str, Any]) -> Iterator[None]:
         """Context that writes a failure as a row, and ends the process where the device cannot be used any more."""
         try:
             yield
         except Exception as error:
             traceback.print_exc()
-            self.write(file, row | {"failure": describe_error(error)[:300]})
+            self.write(row | {"failure": describe_error(error)[:300]})
             if self.device.type == "cuda":
                 torch.cuda.synchronize()  # raises after an illegal access
 
@@ -227,14 +204,12 @@ class Worker:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    # training
-
     def train(self, model: str, network: str) -> None:
         """Measures our model in the first execution that works."""
         for execution in (BEST, "cuda-graph", "compiled", "eager"):
             row = self.row(model, OURS[network], execution)
             torch.compiler.reset()
-            with self.guarded("gpu_training.csv", **row), ExitStack() as stack:
+            with self.guarded(row), ExitStack() as stack:
                 peak = self.peak()
                 call = self.built(partial(self.ours, model, network, execution, stack))
                 self.measure({execution: call}, {execution: row | {"peak_bytes": peak()}})
@@ -245,7 +220,7 @@ class Worker:
         calls, rows, peak = {}, {}, self.peak()
         for execution in ("compiled", BEST, "eager"):
             row = self.row(model, "timm", execution)
-            with self.guarded("gpu_training.csv", **row):
+            with self.guarded(row):
                 if execution == BEST:
                     peak(again=True)
                     make = calls["compiled"].in_graph
@@ -270,7 +245,7 @@ class Worker:
         times = time_rounds(calls, self.rounds, self.device, self.seconds)
         for name, row in rows.items():
             row = row | quartile_columns("seconds", Quartiles.of(times.seconds[name]), times)
-            self.write("gpu_training.csv", row | {"images_per_second": row["batch"] / row["seconds"]})
+            self.write(row | {"images_per_second": row["batch"] / row["seconds"]})
 
     def shape(self, model: str) -> Shape:
         shape = MODELS[model]
@@ -347,60 +322,6 @@ class Worker:
             return torch.cuda.max_memory_allocated() - before
 
         return found
-
-    # layers, whole models in inference, kernels
-
-    def inference(self, images: str) -> None:
-        names = [TIMM, *(f"deit_tiny_p8:{name}" for name in OURS.values())]
-        subjects = [whole_model(name) for name in names[: 3 if images == "1" else None]]
-        executions = ["eager"] if self.smoke else ["eager", "cuda-graph", BEST]
-        size, batch = ((112, 112), 2) if self.smoke else ((224, 224), int(images))
-        where = size, batch, "inference", "bf16"
-        comparisons = [Comparison("model", subjects, TIMM, [], *where, execution) for execution in executions]
-        self.compare("gpu_inference.csv", comparisons)
-
-    def layers(self, tokens: str) -> None:
-        names = [*OURS.values(), "performer"]
-        if tokens == "others":
-            names, tokens = ["softmax", *OTHERS], "784"
-        subjects = [attention_layer(name, 192, 3) for name in names[: 2 if self.smoke else None]]
-        side = math.isqrt(int(tokens)) // (2 if self.smoke else 1)
-        batch = 2 if self.smoke else BATCH_TOKENS["cuda"] // side**2
-        where = (side, side), batch, "forward+backward", "bf16", "eager" if self.smoke else "cuda-graph"
-        self.compare("gpu_layers.csv", [Comparison("attention", subjects, "softmax", [], *where)])
-
-    def compare(self, file: str, comparisons: Sequence[Comparison]) -> None:
-        """Compares subjects in turns; where one fails, each with the baseline alone."""
-        ready = [each for comparison in comparisons for each in self.set_up(file, comparison)]
-        if ready:
-            self.clear()
-            self.turn()
-        for comparison, calls, counts in ready:
-            with self.guarded(file, kind=comparison.kind, execution=comparison.execution):
-                for row in rows_of(comparison, counts, time_rounds(calls, self.rounds, self.device)):
-                    self.write(file, row)
-
-    def set_up(self, file: str, comparison: Comparison) -> list[tuple[Comparison, dict[str, Call], dict]]:
-        names = [subject.name for subject in comparison.subjects if subject.name != comparison.baseline]
-        with self.guarded(file, kind=comparison.kind, name=" ".join(names), execution=comparison.execution):
-            costs = [subject.costs(comparison.size) for subject in comparison.subjects]
-            comparison = replace(comparison, costs=costs)
-            return [(comparison, *set_up(comparison, self.device))]
-        pairs = [{comparison.baseline, name} for name in (names if len(names) > 1 else ())]
-        groups = [[subject for subject in comparison.subjects if subject.name in pair] for pair in pairs]
-        return [each for group in groups for each in self.set_up(file, replace(comparison, subjects=group))]
-
-    def errors(self, part: str) -> None:
-        """Errors of kernels relative to the literal twins in float64, for as many cases as `ERRORS` seconds allow."""
-        end, cases = time.monotonic() + ERRORS, sorted(CASES, key=lambda case: case.dtype == torch.float32)
-        for case in cases[int(part) :: PARTS][: 1 if self.smoke else None]:
-            if time.monotonic() > end:
-                break
-            name = f"{type(case).__name__}: {case}"
-            with self.guarded("gpu_errors.csv", case=name):
-                for tensor, pair in errors(case, self.device).items():
-                    values = dict(zip(OF_ERRORS[1:], (tensor, *pair, excess(case, *pair)), strict=True))
-                    self.write("gpu_errors.csv", {"case": name} | values, shows=not values["excess"] <= 1)
 
 
 def main(task: str, output: Path, smoke: bool, connection: Connection) -> None:

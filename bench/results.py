@@ -1,7 +1,6 @@
-"""Results of a benchmark: Markdown for readers, CSV and JSON for programs, and the marking of noisy values."""
+"""Results of a benchmark: Markdown for readers, CSV for programs, and the marking of noisy values."""
 
 import itertools
-import json
 from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
@@ -30,11 +29,11 @@ COUNTED = (
     *("macs_ratio", "efficiency", "images_per_second", "waited", "peak_bytes", "peak_ratio", "saved_bytes"),
     *("operators", "searches", "launches", "macs", "parameters"),
 )
-FILES = ("table.md", "results.json", "results.csv")
+FILES = ("table.md", "results.csv")
 """Files that `write_tables` writes."""
 
 COLUMNS = ("kind", "name", "baseline", *SETTINGS, *MEASURED, *COUNTED)
-"""Columns of results.csv and results.json.
+"""Columns of results.csv.
 
 peak_ratio: relative to the baseline's. macs_ratio: the baseline's MACs, relative to these. efficiency: speed-up,
 relative to macs_ratio. waited: see `bench.timing.Times`. searches: see `bench.operators.searches`.
@@ -94,7 +93,6 @@ def readable(row: Mapping[str, Any]) -> dict[str, str]:
 
 
 def write_tables(metadata: Mapping[str, Any], rows: Sequence[dict[str, Any]], output: Path) -> None:
-    """Writes table.md, results.csv and results.json into the directory `output`."""
+    """Writes table.md and results.csv into the directory `output`."""
     write_file(output / "table.md", format_results(metadata, rows).encode())
-    write_file(output / "results.json", json.dumps({"metadata": metadata, "rows": rows}, indent=1).encode())
     write_file(output / "results.csv", dicts_to_csv(rows, COLUMNS))

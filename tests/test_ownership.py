@@ -20,7 +20,7 @@ import ablate
 import train
 from ablation.report import FIGURES as SWEEP_FIGURES
 from ablation.report import TABLES
-from bench.figures import FIGURES, draw_figures
+from bench.results import FILES
 from engine.checkpoints.export import check_target
 from engine.data import prepare
 from engine.reporting.recorder import RUN_FILES
@@ -142,8 +142,7 @@ TABLE: dict[str, tuple[tuple[str, ...], Callable[[Path], object], str | None]] =
     "a sweep, a failure": (("train.seed=1/ablate.failed",), run_sweep, "is there already"),
     "a sweep, the failure of a plan": (("train.seed=1/ablate.failed",), plan_sweep, "is there already"),
     "a sweep, its file": (("sweep.yaml",), run_sweep, "is there already"),
-    **{f"results, {name}": ((name,), lambda d: make_output(d, FIGURES), "is there already") for name in FIGURES},
-    "figures of a benchmark": (FIGURES, lambda d: draw_figures([], d), None),
+    **{f"results, {name}": ((name,), lambda d: make_output(d, FILES), "is there already") for name in FILES},
     "an export, DIR": (("README.md", "model.safetensors.tmp"), lambda d: write_together(d, {"config.json": b""}), None),
     **{
         f"an export, DIR/{name}": ((name,), lambda d: check_target(f"{d}/"), "is there already")

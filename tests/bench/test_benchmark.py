@@ -1,7 +1,7 @@
 """The benchmark: its workloads, its results for known cases, and its refusals."""
 
 import csv
-import json
+from ast import literal_eval
 from functools import partial
 
 import pytest
@@ -24,9 +24,12 @@ SMALL_EVA = "eva:window_size=2,num_landmarks=4"
 
 
 def run(*arguments: str, output) -> list[dict]:
-    """The rows of results.json."""
+    """The rows of results.csv, with numbers."""
     benchmark.main([*LAYERS, *arguments, "--output", str(output)])
-    return json.loads((output / "results.json").read_text())["rows"]
+    texts = {"kind", "name", "baseline", "size", "mode", "dtype", "execution"}
+    with (output / "results.csv").open() as file:
+        lines = list(csv.DictReader(file))
+    return [{key: x if key in texts else literal_eval(x or "None") for key, x in line.items()} for line in lines]
 
 
 def plan(*arguments: str, device: torch.device = CPU) -> list[Comparison]:
@@ -145,10 +148,7 @@ def test_results(tmp_path, capsys):
     for row in rows:
         assert row["seconds_q1"] <= row["seconds"] <= row["seconds_q3"]
 
-    with (tmp_path / "results.csv").open() as file:
-        table = list(csv.DictReader(file))
-    assert table == [{key: "" if value is None else str(value) for key, value in row.items()} for row in rows]
-    assert (tmp_path / "attention.png").stat().st_size
+    assert tuple(softmax) == COLUMNS
     printed = capsys.readouterr().out
     assert printed == (tmp_path / "table.md").read_text()
     assert printed.count(f"| {SMALL_EVA} |") == 8
@@ -173,7 +173,6 @@ def test_what_does_not_fit_has_no_figures(tmp_path, monkeypatch, capsys, method,
     assert all(row["speedup"] is None for row in rows)
     assert all(row["macs"] for row in rows)
     assert "out of memory" in capsys.readouterr().out
-    assert (tmp_path / "attention.png").exists()
 
 
 def test_inputs_that_do_not_fit(tmp_path, capsys):
@@ -191,7 +190,7 @@ def test_an_interrupted_run_shows_what_it_has_measured(tmp_path, monkeypatch, ca
     monkeypatch.setattr(benchmark, "compare", compare)
     with pytest.raises(SystemExit, match="130"):
         run("--attention", "softmax", "--tokens", "16", "36", "--modes", "inference", "train", output=tmp_path)
-    assert len(json.loads((tmp_path / "results.json").read_text())["rows"]) == 1
+    assert (tmp_path / "results.csv").read_text().count("\n") == 2
     output = capsys.readouterr()
     assert output.out == (tmp_path / "table.md").read_text()
     assert output.err == "interrupted\n"

@@ -12,8 +12,8 @@ from attention.ops.group_values import triton_tiles
 from attention.ops.joint_softmax import triton_joint
 from attention.ops.packed import triton_packed
 from attention.ops.random_features import triton_features
-from bench.kernel_cases import Case, FeatureCase, GroupCase, PackedCase, checked_by, outputs_and_gradients
 from tests.support.compiled import compiler
+from tests.support.kernel_cases import Case, FeatureCase, GroupCase, PackedCase, checked_by, outputs_and_gradients
 
 SHARED = {80: 163 * 2**10, 86: 99 * 2**10, 90: 227 * 2**10}
 """Shared memory of a block in bytes, by compute capability: A100, RTX 30 and 40, H100."""

@@ -24,7 +24,8 @@ from attention.ops.joint_softmax import triton_joint
 from attention.ops.packed import triton_packed
 from attention.parts.geometry import Windows
 from attention.parts.groups import bins
-from bench.kernel_cases import (
+from engine.runtime.locks import hold_lock
+from tests.support.kernel_cases import (
     CASES,
     Case,
     FeatureCase,
@@ -35,7 +36,6 @@ from bench.kernel_cases import (
     excess,
     outputs_and_gradients,
 )
-from engine.runtime.locks import hold_lock
 
 ROOT = Path(__file__).parents[2]
 every_case = pytest.mark.parametrize("case", CASES, ids=str)

@@ -14,7 +14,7 @@ from attention.ops import memory
 from attention.ops.joint_softmax import triton_joint
 from attention.ops.packed import triton_packed
 from attention.ops.random_features import triton_features
-from bench.kernel_cases import (
+from tests.support.kernel_cases import (
     CASES,
     Case,
     FeatureCase,

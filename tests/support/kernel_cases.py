@@ -1,7 +1,4 @@
-"""Cases of the Triton kernels, the functions that they check, and errors relative to the literal twins.
-
-Tests and `bench.gpu_run` go through them.
-"""
+"""Cases of the Triton kernels, the functions that they check, and errors relative to the literal twins."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
