@@ -46,12 +46,9 @@ class Ablation:
         "options key.path -> value of each setting; paper: its top-1 in a paper, or {top1: , step_ms: , memory_gb: };"
         " match: false keeps the size that it has",
     )
-    baseline: dict[str, Any] | None = option(
-        None, "option key.path -> value of the row to compare with, which becomes the first; null: the first row"
-    )
     match: dict[str, Any] | None = option(
         None,
-        "multiply-accumulates for which the size of every setting's mechanism is solved, see `ablation.match.KINDS`",
+        "token_macs: multiply-accumulates of a token in attention for which the size of every mechanism is solved",
     )
     plugins: tuple[str, ...] = option((), "modules or .py files that register mechanisms of your own, see --plugin")
 

@@ -8,7 +8,6 @@ from typing import Any
 from ablation.cases import Case
 from ablation.match import Matched
 from ablation.schema import expand, to_text
-from attention.options import OptionError, nearest
 from engine.config.papers import PaperRow
 from engine.config.schema import Run
 from engine.run.load import dump_run
@@ -136,46 +135,3 @@ def held_options(settings: Sequence[Setting]) -> dict[str, list[str]]:
 def varied_options(settings: Sequence[Setting]) -> list[str]:
     """Returns the options, or base, in which the settings differ."""
     return [option for option, texts in changed_options(settings).items() if len(set(texts)) > 1]
-
-
-def put_first(settings: Sequence[Setting], baseline: Mapping[str, Any]) -> list[Setting]:
-    """Returns the settings with the one first whose run has all values of `baseline`, option -> value.
-
-    Differences are to the first row. A mapping has a value if it has what the value gives; the name of a mechanism, or
-    of a model, stands for a mapping.
-
-    Raises:
-        OptionError: it names none, or several.
-    """
-    found = [*settings]
-    for option, value in baseline.items():
-        kept = [setting for setting in found if has_value(setting, option, value)]
-        if not kept:
-            problem = f"{option} = {to_text(value)}: no row has it"
-            if texts := sorted({setting.text_of(option) for setting in found} - {""}):
-                raise OptionError("baseline", f"{problem}; rows have {', '.join(texts)}")
-            known = {known for setting in settings for known in setting.changes}
-            raise OptionError("baseline", f"{problem}{nearest(option, known)}")
-        found = kept
-    if len(found) > 1:
-        several = "; ".join(to_text(setting.changes) for setting in found)
-        raise OptionError("baseline", f"{to_text(baseline)} is in {len(found)} rows ({several}); name one of them")
-    return [*found, *(setting for setting in settings if setting is not found[0])]
-
-
-def has_value(setting: Setting, option: str, value: Any) -> bool:
-    """Returns whether the run of a setting has the `value` of an option, of all entries that the option names."""
-    if setting.changes.get(option) == to_text(value):
-        return True
-    held = setting.values_of(option)
-    return bool(held) and all(contains(own, value) for own in held)
-
-
-def contains(held: Any, wanted: Any) -> bool:
-    """Returns whether the plain value `held` matches `wanted`, see `put_first`."""
-    if isinstance(held, Mapping):
-        asked = wanted if isinstance(wanted, Mapping) else {"name": wanted}
-        return all(name in held and contains(held[name], value) for name, value in asked.items())
-    if isinstance(held, list) and isinstance(wanted, list):
-        return len(held) == len(wanted) and all(map(contains, held, wanted))
-    return held == wanted and isinstance(held, bool) == isinstance(wanted, bool)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from ablation.cases import Case
 from ablation.match import Matched, OutOfReach, parse_match, solve
 from ablation.schema import LIMIT, OF_ROWS, Ablation, list_replicates, to_overrides, to_text
-from ablation.settings import Setting, put_first
+from ablation.settings import Setting
 from attention.options import OptionError, nearest, parse_options, to_yaml
 from attention.plugins import as_arguments, load_plugin
 from engine.config.papers import PaperRow, read_papers
@@ -79,9 +79,7 @@ def read_ablation(
     check_effect(overrides, rows, path)
     if not settings:
         raise ConfigError(f"{tree.origin('match')}: match: no setting can be trained; the last: {left_out[-1]}")
-    with tree.locating():
-        ordered = put_first([*settings.values()], ablation.baseline) if ablation.baseline else [*settings.values()]
-    return ablation, ordered, left_out
+    return ablation, [*settings.values()], left_out
 
 
 def parse_ablation(tree: Tree) -> Ablation:

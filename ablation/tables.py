@@ -155,12 +155,12 @@ def tabulate_match(settings: Sequence[Setting]) -> Table:
     They are empty for a setting that keeps the size that it has.
     """
     found = [setting.matched for setting in settings]
-    if not (match := next((own.match for own in found if own), None)):
+    if not any(found):
         return {}
     return {
         "size": [f"{own.option}={own.value}" if own else "" for own in found],
-        f"{match.kind}: target": [format_number(own and match.target, ".0f") for own in found],
-        f"{match.kind}: reached": [format_number(own and own.reached, ".0f") for own in found],
+        "token_macs: target": [format_number(own and own.target, ".0f") for own in found],
+        "token_macs: reached": [format_number(own and own.reached, ".0f") for own in found],
         "off target (%)": [format_number(own and 100 * own.deviation, "+.1f") for own in found],
         WITHIN: [("yes" if own.is_equal else "no") if own else "" for own in found],
     }

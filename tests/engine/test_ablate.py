@@ -502,13 +502,13 @@ def test_a_sweep_whose_workers_are_killed_is_that_of_one_worker(trainer, amount,
         ("--output /nowhere/out --dry-run", "--output /nowhere/out: cannot be made: / is not writable"),
         ("--output run --dry-run", f"--output run/{NAMES[1]}: cannot be made: Not a directory"),
         ("--output table", "table/table.md: cannot be written: Is a directory"),
-        ("--output figure", "figure/heat_map.png: cannot be written: Is a directory"),
+        ("--output figure", "figure/pareto.png: cannot be written: Is a directory"),
         ("--output out --launcher torchrum", "--launcher: 'torchrum' is not a command here"),
         ("base.yaml", "base.yaml: the configuration of one run; give it to train.py, or name it as base of a sweep"),
     ],
 )
 def test_what_cannot_begin_is_one_line_before_any_run(config, launcher, capsys, monkeypatch, arguments, problem):
-    for name in ("table/table.md", "figure/heat_map.png", "run"):
+    for name in ("table/table.md", "figure/pareto.png", "run"):
         (config.parent / name).mkdir(parents=True)
     (config.parent / "run" / NAMES[1]).touch()
     monkeypatch.chdir(config.parent)
