@@ -16,9 +16,6 @@ from engine.runtime.arguments import Count
 EVERY_MECHANISM = "configs/ablation/mechanisms.yaml"
 """File of every mechanism with options for a 14x14 grid, which a name without options stands for."""
 
-MODES = "evaluation", "sampled"
-"""Randomness of attention: as kept or replaced for evaluation, or sampled anew as in training."""
-
 
 def add_run(parser: argparse.ArgumentParser, also: str = "") -> None:
     """Adds RUN, the choice of its weights, and the directory of results."""
@@ -47,14 +44,6 @@ def add_images(parser: argparse.ArgumentParser, number: int) -> None:
     """Adds the number of images."""
     images = f"number of validation images, evenly spaced ({number})"
     parser.add_argument("--images", type=Count(), default=number, help=images)
-
-
-def add_drop_in(parser: argparse.ArgumentParser, num_images: int, modes: Sequence[str]) -> None:
-    """Adds the options for measuring mechanisms without training."""
-    add_mechanisms(parser, "all of that file")
-    add_sample(parser, num_images)
-    noise = f"noise of attention: as kept for evaluation, or sampled as in training ({' '.join(modes)})"
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=modes, help=noise)
 
 
 def add_align(parser: argparse.ArgumentParser, batch_size: int) -> None:

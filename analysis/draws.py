@@ -4,28 +4,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from analysis.certificate import Certificate
-from analysis.laboratory import Stage
-from analysis.tune import Tuned
+from analysis.laboratory import Draw, Stage, Tuned
 from engine.reporting.tables import Spread, spread
 from engine.runtime.errors import UserError
 from engine.runtime.reading import read_csv
-
-
-class Draw(NamedTuple):
-    """Measurements with one seed.
-
-    Attributes:
-        seconds: time of the alignment, on a CPU processor time. weights: file of the model that is tuned.
-    """
-
-    replaced: Stage
-    aligned: Stage | None = None
-    seconds: float | None = None
-    weights: str = ""
-    tuned: Tuned | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,20 +18,24 @@ class Row:
     """Measurements of a mechanism.
 
     Attributes:
-        name: the mechanism on the command line. options: its options. mode: see `merge_modes`. attention: attention of
-            the whole model. draws: results by seed, from 0 on. macs: MACs of one image. peak, untrained: see
-            `Measured`. problem: why there is no result.
+        name: the mechanism on the command line. options: its options. attention: attention of the whole model.
+        draws: results by seed, from 0 on. macs: MACs of one image. problem: why there is no result.
     """
 
     name: str
     options: str
-    mode: str = ""
     attention: Any = None
     draws: tuple[Draw, ...] = ()
     macs: int | None = None
-    peak: int | None = None
-    untrained: int = 0
     problem: str = ""
+
+    @property
+    def untrained(self) -> int:
+        return self.draws[0].untrained if self.draws else 0
+
+    @property
+    def peak(self) -> int | None:
+        return self.draws[0].peak if self.draws else None
 
     def spread(self, stage: str, name: str) -> Spread | None:
         """Returns the mean and the standard deviation over draws of a measurement; None if there are none."""
@@ -80,7 +69,7 @@ def to_lines(row: Row) -> list[dict[str, Any]]:
     """Returns the lines of a row in the CSV file of single draws, column -> value."""
     lines = []
     for seed, found in enumerate(row.draws):
-        line: dict[str, Any] = {"attention": row.name, "options": row.options, "mode": row.mode, "seed": seed}
+        line: dict[str, Any] = {"attention": row.name, "options": row.options, "seed": seed}
         for prefix, stage in (("", found.replaced), ("aligned_", found.aligned)):
             top1, loss, attended, output, changed = (None,) * 5 if stage is None else stage
             line |= {f"{prefix}top1": top1, f"{prefix}loss": loss, f"{prefix}error": attended}
@@ -99,10 +88,10 @@ def read_rows(path: Path) -> list[Row]:
     Raises:
         UserError: the file cannot be read, lacks a column, has text for a number, or a row's seeds are not 0, 1, ...
     """
-    found: dict[tuple[str, str, str], list[tuple[int, Draw]]] = {}
+    found: dict[tuple[str, str], list[tuple[int, Draw]]] = {}
     try:
         for line in read_csv(path):
-            key = line["attention"], line["options"], line["mode"]
+            key = line["attention"], line["options"]
             found.setdefault(key, []).append((int(line["seed"]), _read_draw(line)))
     except KeyError as error:
         raise UserError(f"{path}: no column {error}; expected those of replace_draws.csv") from None

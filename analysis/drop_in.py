@@ -18,6 +18,9 @@ from models.base import Layer, attention_layers
 CHUNK = 8
 """Number of images whose attended values are computed at one time."""
 
+MODES = "evaluation", "sampled"
+"""Randomness of attention: as kept or replaced for evaluation, or sampled anew as in training."""
+
 Given = tuple[Tensor, dict[str, Any]]
 """Tokens (B, P + N, C) of an attention layer, and its other arguments by name, of which one is their grid."""
 
@@ -66,7 +69,7 @@ def check_projections(layer: Attention, own: Attention) -> None:
 
 
 def set_mode(model: nn.Module, mode: str, seed: int) -> None:
-    """Sets only the attention layers to one of `command_line.MODES`; their samples follow from `seed`.
+    """Sets only the attention layers to one of `MODES`; their samples follow from `seed`.
 
     The sampled mode is that of training without dropout, which is not a part of an estimate. Its first pass draws new
     samples, where training passes share them too (`feature_redraw_interval`): a run keeps those of its last passes.

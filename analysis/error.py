@@ -21,7 +21,7 @@ from torch import nn
 from analysis import command_line
 from analysis.align import BATCH_SIZE, align_by_seed, open_training_images
 from analysis.approximation import Row, attend_by_softmax, measure
-from analysis.drop_in import attended, layer_inputs, outputs
+from analysis.drop_in import MODES, attended, layer_inputs, outputs
 from analysis.trained import Sample, Trained, load_trained, read_sample
 from engine.reporting.plots import encode, in_style, label_ends, label_points, line_style, new_figure
 from engine.reporting.tables import compact_table, mean_and_std, over_draws, plus_minus
@@ -53,7 +53,10 @@ QUESTIONS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     command_line.add_run(parser)
-    command_line.add_drop_in(parser, NUM_IMAGES, command_line.MODES)
+    command_line.add_mechanisms(parser, "all of that file")
+    command_line.add_sample(parser, NUM_IMAGES)
+    noise = "noise of attention: as kept for evaluation, or sampled as in training (both)"
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES, help=noise)
     sizes = "sizes of a mechanism: landmarks, samples, tokens of a window, ..., at temperature 1 (16 49 196)"
     parser.add_argument("--budgets", type=Count(), nargs="+", default=[16, 49, 196], help=sizes)
     divisors = "divisors of the logits, at the middle budget (0.25 1 4)"

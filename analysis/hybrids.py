@@ -126,10 +126,10 @@ class Hybrids:
         if name not in self._aligned:
             attention = self.attention(self.uniform(name, self.layers[name]))
             try:
-                measured = self.laboratory.measure(name, attention, self.layers[name], self.seed)
+                weights = self.laboratory.measure(name, attention, self.layers[name], self.seed).weights
             except FloatingPointError as error:
                 raise FloatingPointError(f"{name}: {error}") from error
-            self._aligned[name] = self.laboratory.load(measured, attention)
+            self._aligned[name] = self.laboratory.load(weights, attention)
         return self._aligned[name]
 
     def uniform(self, name: str, layers: Sequence[int]) -> Choices:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from analysis.align import RECIPE, align_by_seed, open_training_images
 from analysis.certificate import count_changed
-from analysis.drop_in import Given, attended, drop_in, layer_errors, layer_inputs, outputs, set_mode
+from analysis.drop_in import Given, attended, drop_in, layer_errors, layer_inputs, outputs
 from analysis.measurements import Measurements
 from analysis.trained import Sample, Trained
 from engine.checkpoints.export import export_checkpoint
@@ -70,20 +70,33 @@ class Stage(NamedTuple):
     changed: int | None = None
 
 
-class Measured(NamedTuple):
+class Tuned(NamedTuple):
+    """Result of further training: top-1 in percent of all validation images, minutes from its start to its end, its
+    directory, and the number of images of a sample whose prediction is not the trained model's, if known.
+    """
+
+    top1: float
+    minutes: float
+    directory: Path | None = None
+    changed: int | None = None
+
+
+class Draw(NamedTuple):
     """Measurements of a mechanism with one seed.
 
     Attributes:
-        stages: mode -> replaced and aligned stage (None: no alignment). seconds: time of the alignment; on a CPU,
-            processor time. untrained: number of untrained parameters. peak: peak bytes of a forward pass of
-            `NUM_COMPARED` images. weights: export of the aligned model, or file of the trained model.
+        replaced, aligned, tuned: stages; None: none. seconds: time of the alignment; on a CPU, processor time.
+        untrained: number of untrained parameters. peak: peak bytes of a forward pass of `NUM_COMPARED` images.
+        weights: export of the aligned model, or file of the trained model.
     """
 
-    stages: dict[str, tuple[Stage, Stage | None]]
-    seconds: float | None
-    untrained: int
-    peak: int
-    weights: Path
+    replaced: Stage
+    aligned: Stage | None = None
+    seconds: float | None = None
+    untrained: int = 0
+    peak: int | None = None
+    weights: Path | None = None
+    tuned: Tuned | None = None
 
 
 class Own(NamedTuple):
@@ -105,13 +118,13 @@ class Laboratory:
     """A trained model, images, and a directory that keeps measurements of the model with other attention.
 
     Args:
-        modes: randomness of attention, see `command_line.MODES`. steps: number of alignment steps; None: no alignment.
+        steps: number of alignment steps; None: no alignment.
     Attributes:
         own: the trained model with its own attention. kept: measurements in the directory.
     """
 
-    def __init__(self, trained: Trained, sample: Sample, directory: Path, modes: Sequence[str], steps: int | None):
-        self.trained, self.sample, self.directory, self.modes, self.steps = trained, sample, directory, modes, steps
+    def __init__(self, trained: Trained, sample: Sample, directory: Path, steps: int | None):
+        self.trained, self.sample, self.directory, self.steps = trained, sample, directory, steps
         self.training = None
         if steps is not None:
             self.training = open_training_images(trained, sample)
@@ -120,7 +133,7 @@ class Laboratory:
         about, options = provenance(trained.device), dump_run(trained.run)
         basis: dict[str, Any] = {name: x for name, x in about.items() if name not in ("command", "device", "git")}
         basis["code"] = digest_code()
-        basis |= {"weights": digest_weights(trained.source.state), "modes": modes}
+        basis |= {"weights": digest_weights(trained.source.state)}
         basis |= {section: options[section] for section in ("model", "attention", "data")}
         basis |= {"sample": digest_weights({"images": sample.images, "classes": sample.classes})}
         if self.training is not None:
@@ -133,7 +146,7 @@ class Laboratory:
         """Directory of the aligned models."""
         return self.directory / "aligned"
 
-    def measure(self, name: str, attention: Any, layers: Sequence[int], seed: int) -> Measured:
+    def measure(self, name: str, attention: Any, layers: Sequence[int], seed: int) -> Draw:
         """Measures a mechanism in the place of `layers`, or returns the kept measurement.
 
         Args:
@@ -149,14 +162,14 @@ class Laboratory:
             self.kept.add(key, values)
         start = self.trained.path if self.training is None else weights
         with parsing(self.kept.path, f"delete the line of {key}, to measure again"):
-            return to_measured(values, self.modes, start.resolve())
+            return to_draw(values, start.resolve())
 
     def _measure(self, attention: Any, layers: Sequence[int], seed: int, weights: Path) -> dict[str, Any]:
         trained = self.trained
         model, untrained = drop_in(trained, attention, seed)
         pairs = list(zip(attention_layers(model), attention_layers(trained.model), strict=True))
         layers = [n for n in layers if not is_same_attention(*pairs[n])] or layers
-        replaced, aligned, seconds = self._test(model, layers, seed), {}, None
+        replaced, aligned, seconds = self._test(model, layers), None, None
         with torch.no_grad():
             peak = peak_bytes(partial(model, self.own.images), trained.device)
         if self.training is not None and self.steps is not None:
@@ -164,23 +177,16 @@ class Laboratory:
             clock = time.process_time if trained.device.type == "cpu" else time.perf_counter
             began = clock()
             align_by_seed(trained, model, self.training, self.steps, seed)
-            seconds, aligned = clock() - began, self._test(model, layers, seed)
+            seconds, aligned = clock() - began, self._test(model, layers)
             export_model(weights, trained, model, attention, self.steps)
-        stages = {mode: (replaced[mode], aligned.get(mode)) for mode in self.modes}
-        return {"stages": stages, "seconds": seconds, "untrained": untrained, "peak": peak}
+        return Draw(replaced, aligned, seconds, untrained, peak)._asdict()
 
-    def _test(self, model: nn.Module, layers: Sequence[int], seed: int) -> dict[str, Stage]:
-        """Measures `model` in every mode, and leaves it in evaluation mode."""
-        found = {}
-        for mode in self.modes:
-            set_mode(model, mode, seed)
-            parts = (attended, self.own.attended), (outputs, self.own.outputs)
-            errors = [layer_errors(model, self.own.inputs, expected, compute) for compute, expected in parts]
-            means = [mean(by_layer[layer] for layer in layers) for by_layer in errors]
-            scored = self.score(model)
-            found[mode] = Stage(scored.top1, scored.loss, *means, scored.changed)
-        model.eval()
-        return found
+    def _test(self, model: nn.Module, layers: Sequence[int]) -> Stage:
+        parts = (attended, self.own.attended), (outputs, self.own.outputs)
+        errors = [layer_errors(model, self.own.inputs, expected, compute) for compute, expected in parts]
+        means = [mean(by_layer[layer] for layer in layers) for by_layer in errors]
+        scored = self.score(model)
+        return Stage(scored.top1, scored.loss, *means, scored.changed)
 
     def score(self, model: nn.Module) -> Score:
         return score(classify(model, self.trained, self.sample), self.sample.classes, self.own.predicted)
@@ -201,29 +207,23 @@ class Laboratory:
                 layers[number].load_state_dict(attention_layers(source)[number].state_dict())
         return model
 
-    def load(self, measured: Measured, attention: Any) -> nn.Module:
-        """Returns the aligned model of a measurement."""
-        path, run = measured.weights, replace(self.trained.run, attention=attention)
-        return build_model(run, load_checkpoint(path)["model"], str(path)).to(self.trained.device).eval()
+    def load(self, weights: Path, attention: Any) -> nn.Module:
+        """Returns the aligned model of a file."""
+        run = replace(self.trained.run, attention=attention)
+        return build_model(run, load_checkpoint(weights)["model"], str(weights)).to(self.trained.device).eval()
 
 
-def to_measured(values: Any, modes: Sequence[str], weights: Path) -> Measured:
+def to_draw(values: Any, weights: Path) -> Draw:
     """Returns the values of a kept measurement, which may have been changed, as numbers.
 
     Raises:
-        LookupError, TypeError, ValueError and others: they are no measurement in these `modes`.
+        LookupError, TypeError, ValueError and others: they are no measurement.
     """
-
-    def read(stage: Sequence[Any]) -> Stage:
-        return Stage(*map(float, stage[:4]), int(stage[4]))
-
-    stages = {
-        mode: (read(replaced), None if aligned is None else read(aligned))
-        for mode, (replaced, aligned) in ((mode, values["stages"][mode]) for mode in modes)
-    }
+    stages = (values["replaced"], values["aligned"])
+    replaced, aligned = (x if x is None else Stage(*map(float, x[:4]), int(x[4])) for x in stages)
     seconds = values["seconds"]
     times = None if seconds is None else float(seconds)
-    return Measured(stages, times, int(values["untrained"]), int(values["peak"]), weights)
+    return Draw(replaced, aligned, times, int(values["untrained"]), int(values["peak"]), weights)
 
 
 def measure_own(trained: Trained, sample: Sample) -> Own:

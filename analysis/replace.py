@@ -16,9 +16,8 @@ from analysis import command_line
 from analysis.align import BATCH_SIZE
 from analysis.budgets import options_text
 from analysis.certificate import NOTE, columns
-from analysis.draws import Draw, Row, is_own, paired, to_lines
-from analysis.drop_in import merge_modes
-from analysis.laboratory import MEASUREMENTS_FILE, Laboratory, Stage
+from analysis.draws import Row, is_own, paired, to_lines
+from analysis.laboratory import MEASUREMENTS_FILE, Draw, Laboratory, Stage
 from analysis.stage_figures import STAGES, draw
 from analysis.trained import Trained, load_trained, read_sample
 from analysis.tune import Start, configure, count_changes, tune
@@ -43,7 +42,8 @@ FILES = ("replace.csv", "replace_draws.csv", "replace.png")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     command_line.add_run(parser)
-    command_line.add_drop_in(parser, NUM_IMAGES, ["evaluation"])
+    command_line.add_mechanisms(parser, "all of that file")
+    command_line.add_sample(parser, NUM_IMAGES)
     parser.add_argument("--blocks", help="blocks to replace it in, as 0-8 or '0-2, 5'; all others keep the run's (all)")
     parser.add_argument(
         "--stage", type=Count(0), help="stage of a pyramid to replace it in, all of it or --blocks of it"
@@ -66,12 +66,12 @@ def main(args: argparse.Namespace) -> None:
     sample = read_sample(trained, args.images)
     place = {name: value for name in ("stage", "blocks") if (value := getattr(args, name)) is not None}
     assignments = {name: assignment(trained, place, mechanism) for name, mechanism in mechanisms.items()}
-    laboratory = Laboratory(trained, sample, args.output, args.modes, args.align)
+    laboratory = Laboratory(trained, sample, args.output, args.align)
     rows = []
     with command_line.progress("replace", len(mechanisms) * args.draws, "draws") as bar:
         for name, mechanism in mechanisms.items():
             bar.set_postfix_str(name)
-            rows += measure(laboratory, args.draws, name, options_text(mechanism), *assignments[name], bar.update)
+            rows.append(measure(laboratory, args.draws, name, options_text(mechanism), *assignments[name], bar.update))
     where = "".join(f", in {name} {value}" for name, value in place.items())
     report(laboratory, rows, where, args)
     if base is not None:
@@ -108,8 +108,8 @@ def measure(
     attention: Any,
     layers: Sequence[int],
     done: Callable[[], Any],
-) -> list[Row]:
-    """Returns the rows of a mechanism, one for each mode if the modes differ; `layers` of `attention` are replaced.
+) -> Row:
+    """Returns the row of a mechanism; `layers` of `attention` are replaced.
 
     Args:
         done: is called after every draw.
@@ -120,16 +120,9 @@ def measure(
             measured.append(laboratory.measure(name, attention, layers, seed))
             done()
     except (OptionError, FloatingPointError) as error:
-        return [Row(name, options, problem=str(error))]
-    found = {
-        mode: tuple(Draw(*one.stages[mode], one.seconds, str(one.weights)) for one in measured)
-        for mode in laboratory.modes
-    }
+        return Row(name, options, problem=str(error))
     macs = count_costs(laboratory.trained.run.model, attention).macs
-    return [
-        Row(name, options, mode, attention, by_seed, macs, measured[0].peak, measured[0].untrained)
-        for mode, by_seed in merge_modes(found).items()
-    ]
+    return Row(name, options, attention, tuple(measured), macs)
 
 
 def finetune(
@@ -142,14 +135,14 @@ def finetune(
     """
     trained, own = laboratory.trained, laboratory.own
     if not any(is_own(row) for row in rows):
-        stage, weights = Stage(own.score.top1, own.score.loss, 0.0, 0.0, 0), str(trained.path.resolve())
-        same = [Draw(stage, None if args.align is None else stage, None, weights)] * args.draws
+        stage = Stage(own.score.top1, own.score.loss, 0.0, 0.0, 0)
+        same = [Draw(stage, None if args.align is None else stage, weights=trained.path.resolve())] * args.draws
         names = ", ".join(dict.fromkeys(options["name"] for options in mechanisms_of(trained.run.attention)))
         macs = count_costs(trained.run.model, trained.run.attention).macs
-        rows = [Row(names, "", "any", trained.run.attention, tuple(same), macs), *rows]
+        rows = [Row(names, "", trained.run.attention, tuple(same), macs), *rows]
     by_name = {row.name: row for row in rows if row.draws}
     draws = [(name, seed) for seed in range(args.draws) for name in by_name]
-    starts = [Start(by_name[name].attention, by_name[name].draws[seed].weights, seed) for name, seed in draws]
+    starts = [Start(by_name[name].attention, str(by_name[name].draws[seed].weights), seed) for name, seed in draws]
     status, found = tune(base, starts, args.output / "finetune", args.jobs)
     found = [x and x._replace(changed=x.directory and count_changes(x.directory, laboratory)) for x in found]
     tuned = dict(zip(draws, found, strict=True))
@@ -168,8 +161,7 @@ def report(laboratory: Laboratory, rows: Sequence[Row], where: str, args: argpar
         epochs = f"{args.finetune} epoch{'s' * (args.finetune > 1)}"
         stages.append(f"then fine-tuned for {epochs} (tuned: top-1 of all {validation} validation images)")
     title = f"{args.checkpoint}: top-1 {own:.2f} % with its own attention, {count} images"
-    title += f"; others{where} {', '.join(stages)}, {' and '.join(args.modes)} mode"
-    title += f", {over_draws(args.draws)}"
+    title += f"; others{where} {', '.join(stages)}, {over_draws(args.draws)}"
     differences = {} if control is None else {row: paired(row, control, 100 / validation) for row in rows}
     print(f"{title}\n\n{compact_table([readable(row, own, differences.get(row)) for row in rows])}")
     print("", *certify(rows, count), NOTE, sep="\n")
@@ -185,7 +177,7 @@ def certify(rows: Sequence[Row], images: int) -> Iterator[str]:
     for row in rows:
         for stage in STAGES:
             if certificate := row.certificate(stage, images):
-                yield f"{row.name}, {row.mode} mode, {stage}: {certificate}"
+                yield f"{row.name}, {stage}: {certificate}"
 
 
 def readable(row: Row, own: float, difference: Spread | None) -> dict[str, str]:
@@ -194,7 +186,6 @@ def readable(row: Row, own: float, difference: Spread | None) -> dict[str, str]:
     return {
         "attention": row.name,
         "options": row.options,
-        "mode": row.mode,
         "untrained parameters": f"{row.untrained:,}" if row.untrained else "",
         "top-1 (%)": plus_minus(replaced, ".2f"),
         "change (points)": "" if replaced is None else f"{replaced.mean - own:+.2f}",
@@ -214,7 +205,7 @@ def readable(row: Row, own: float, difference: Spread | None) -> dict[str, str]:
 
 def values(row: Row, own: float, images: int, difference: Spread | None) -> dict[str, Any]:
     """Returns the row of the CSV file, column -> value."""
-    line: dict[str, Any] = {"attention": row.name, "options": row.options, "mode": row.mode, "images": images}
+    line: dict[str, Any] = {"attention": row.name, "options": row.options, "images": images}
     line |= {"draws": len(row.draws)}
     spreads = {
         "top1": row.spread("replaced", "top1"),

@@ -86,7 +86,7 @@ def main(args: argparse.Namespace) -> None:
     check_claim(args.output / "front", [name for i in range(100) for name in front_files(f"{i:02}")])
     mechanisms = command_line.read_mechanisms(args.attention)
     trained = load_trained(args)
-    laboratory = Laboratory(trained, read_sample(trained, args.images), args.output, ["evaluation"], args.align)
+    laboratory = Laboratory(trained, read_sample(trained, args.images), args.output, args.align)
     if args.attention is None:
         mechanisms = possible(mechanisms, laboratory)
     hybrids = Hybrids(laboratory, mechanisms, args.seed)

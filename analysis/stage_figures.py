@@ -60,8 +60,7 @@ def draw(title: str, rows: Sequence[Row], own: float, differences: Mapping[Row, 
         axes.set_xlabel("difference to its own attention,\nfine-tuned likewise (points);\nhollow: noise")
     for axes in (accuracy, error, *rest):
         axes.grid()
-    names = [row.name if row.mode in ("evaluation", "any") else f"{row.name}, {row.mode}" for row in rows]
-    accuracy.set_yticks(range(len(rows)), names, parse_math=False)
+    accuracy.set_yticks(range(len(rows)), [row.name for row in rows], parse_math=False)
     accuracy.set_ylim(max(1, len(rows)) - 0.5, -0.5)
     figure.legend(*accuracy.get_legend_handles_labels(), loc="outside lower center", ncols=2)
     return figure

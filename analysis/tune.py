@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from analysis.align import validates_on_training_images
-from analysis.laboratory import Laboratory, classify, score
+from analysis.laboratory import Laboratory, Tuned, classify, score
 from analysis.trained import Trained, load_trained, read_sample
 from attention import OptionError
 from attention.plugins import as_arguments
@@ -31,17 +31,6 @@ class Start(NamedTuple):
     attention: Any
     weights: str
     seed: int
-
-
-class Tuned(NamedTuple):
-    """Result of a run: top-1 in percent of all validation images, minutes from its start to its end, its directory,
-    and the number of images of a sample whose prediction is not the trained model's, if known.
-    """
-
-    top1: float
-    minutes: float
-    directory: Path | None = None
-    changed: int | None = None
 
 
 def configure(trained: Trained, epochs: int, overrides: Sequence[str]) -> dict[str, Any]:

@@ -127,14 +127,14 @@ def test_replace_prints_the_certificate_of_each_row_and_keeps_it(checkpoint, tmp
     softmax, performer = ask(checkpoint, tmp_path, "replace", *options)
     printed = capsys.readouterr().out
     assert " ".join(NOTE.split()) in " ".join(printed.split())
-    assert "softmax, evaluation mode, aligned: top-1 can have fallen by at most 2.5 points on" in printed
+    assert "softmax, aligned: top-1 can have fallen by at most 2.5 points on" in printed
     draws = [row for row in read_rows(tmp_path / "replace_draws.csv") if row["attention"] == "performer"]
     lines = (tmp_path / "measurements.jsonl").read_text().splitlines()
-    kept = [json.loads(line)["values"]["stages"]["evaluation"] for line in lines]
+    kept = [[json.loads(line)["values"][stage] for stage in ("replaced", "aligned")] for line in lines]
     for number, (stage, prefix) in enumerate((("replaced", ""), ("aligned", "aligned_"))):
         changed = max(int(row[f"{prefix}changed"]) for row in draws)
         assert changed == int(performer[f"{prefix}changed"]) > 0 == int(softmax[f"{prefix}changed"])
-        assert f"performer, evaluation mode, {stage}: {Certificate(120, changed)}" in printed
+        assert f"performer, {stage}: {Certificate(120, changed)}" in printed
         assert float(performer[f"{prefix}fall_bound"]) == pytest.approx(Certificate(120, changed).bound)
         assert float(performer[f"{prefix}changed_rate"]) == pytest.approx(changed / 1.2)
         for row in draws:
@@ -168,7 +168,7 @@ def test_the_certificate_of_a_fine_tuned_run_is_that_of_its_last_weights(checkpo
     trained = load_model(checkpoint)
     own = laboratory.measure_own(trained, read_sample(trained, 60)).predicted
     assert {int(row["tuned_changed"]) for row in rows} == {int((own != 7).sum())}
-    assert "linear, evaluation mode, tuned: top-1 can have fallen by at most" in capsys.readouterr().out
+    assert "linear, tuned: top-1 can have fallen by at most" in capsys.readouterr().out
     (tmp_path / "out/finetune/0/step_3_epoch_1.pt").unlink()
     rows = ask(checkpoint, tmp_path / "out", "replace", *options)
     assert {row["tuned_changed"] for row in rows} == {""}

@@ -26,7 +26,7 @@ def checkpoint(tmp_path_factory) -> Path:
 
 def create_laboratory(checkpoint: Path, directory: Path, steps: int | None = None) -> Laboratory:
     trained = load_model(checkpoint)
-    return Laboratory(trained, read_sample(trained, 60), directory, ["evaluation"], steps)
+    return Laboratory(trained, read_sample(trained, 60), directory, steps)
 
 
 @pytest.mark.complete

@@ -14,8 +14,8 @@ from ablation.sweep import read_ablation
 from analysis import error, replace, tune
 from analysis.approximation import Row, attend_by_softmax, decompose_errors, measure
 from analysis.budgets import SIZES, size_option, with_budget
-from analysis.command_line import MODES, read_mechanisms
-from analysis.drop_in import attended, drop_in, layer_errors, layer_inputs, merge_modes, outputs, set_mode
+from analysis.command_line import read_mechanisms
+from analysis.drop_in import MODES, attended, drop_in, layer_errors, layer_inputs, merge_modes, outputs, set_mode
 from analysis.error import AXES, draw
 from analysis.laboratory import Laboratory, measure_own
 from analysis.trained import Trained, read_sample
@@ -44,7 +44,7 @@ def test_softmax_in_the_place_of_softmax_changes_nothing(checkpoint, tmp_path, c
     assert float(softmax["change"]) == float(softmax["error"]) == float(softmax["error_std"]) == 0
     assert float(performer["error"]) > 0
     assert float(performer["error_std"]) > 0
-    assert (performer["untrained_parameters"], performer["images"], performer["mode"]) == ("0", "360", "evaluation")
+    assert (performer["untrained_parameters"], performer["images"]) == ("0", "360")
     assert int(eva["untrained_parameters"]) > 0
     assert lara["top1"] == ""
     assert "num_landmarks = 49" in lara["problem"]
@@ -250,11 +250,9 @@ def test_sampled_mode_is_without_dropout(checkpoint, inputs, tmp_path):
     assert all(is_same_attention(*pair) for pair in pairs)
     assert all(layer.attn_drop == 0.2 and layer.proj_drop.training for layer, _ in pairs)
     options = "--attention", own, "performer", "--images", "24", "--draws", "1", "--modes", "sampled", "--align", "1"
-    for question, sizes in ("error", ["--budgets", "4"]), ("replace", []):
-        rows = ask(checkpoint, tmp_path, question, *options, *sizes, "model.proj_drop_rate=0.3", f"attention={own}")
-        of_softmax = [float(row["error"]) for row in rows if row["attention"] == own]
-        assert of_softmax
-        assert set(of_softmax) == {0}
+    overrides = "--budgets", "4", "model.proj_drop_rate=0.3", f"attention={own}"
+    rows = ask(checkpoint, tmp_path, "error", *options, *overrides)
+    assert {float(row["error"]) for row in rows if row["attention"] == own} == {0}
 
 
 @pytest.mark.stress
@@ -378,8 +376,8 @@ def test_errors_are_means_over_the_layers_that_change(tmp_path, config, own, cha
     """Layers that have the mechanism already, and those of a pyramid's last stage, are not among them."""
     trained = load_model(save_model(tmp_path, [f"attention={own}"], scale=10, config=config))
     attention, layers = replace.assignment(trained, {}, yaml.safe_load(PERFORMER))
-    laboratory = Laboratory(trained, read_sample(trained, 4), tmp_path, ["evaluation"], None)
-    stage, _ = laboratory.measure("performer", attention, layers, 0).stages["evaluation"]
+    laboratory = Laboratory(trained, read_sample(trained, 4), tmp_path, None)
+    stage = laboratory.measure("performer", attention, layers, 0).replaced
     errors = layer_errors(drop_in(trained, attention, 0)[0], laboratory.own.inputs, laboratory.own.outputs, outputs)
     assert [n for n, each in enumerate(errors) if each] == changed
     assert stage.outputs == pytest.approx(sum(errors) / len(changed))

@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from analysis.draws import Draw, Row, to_lines
-from analysis.laboratory import Stage
+from analysis.draws import Row, to_lines
+from analysis.laboratory import Draw, Stage, Tuned
 from analysis.stage_figures import draw, draw_again, main
-from analysis.tune import Tuned
 from engine.reporting.tables import Spread
 from engine.runtime.errors import UserError
 from engine.runtime.files import dicts_to_csv
@@ -23,10 +22,10 @@ def points(axes) -> dict[str, list[list[float]]]:
 
 
 def test_figure_of_replacement_shows_the_rows():
-    eva = [Draw(Stage(top1, 0.0, error, 0.0)) for top1, error in ((69.0, 0.375), (71.0, 0.625))]
+    eva = [Draw(Stage(top1, 0.0, error, 0.0), untrained=3) for top1, error in ((69.0, 0.375), (71.0, 0.625))]
     rows = [
-        Row("eva", "", "any", draws=tuple(eva), untrained=3),
-        Row("local", "", "any", draws=(Draw(Stage(80.0, 0.0, 0.25, 0.0)),)),
+        Row("eva", "", draws=tuple(eva)),
+        Row("local", "", draws=(Draw(Stage(80.0, 0.0, 0.25, 0.0)),)),
         Row("lara", "", problem="no"),
     ]
     accuracy, error = draw("", rows, 90.0, {}).axes
@@ -41,9 +40,9 @@ def test_figure_of_replacement_shows_the_rows():
 
 def test_figure_of_stages_shows_the_rows():
     """Errors are those of outputs if layers were aligned; the best of the last stage stands first."""
-    better = Draw(Stage(20.0, 0.0, 9.0, 1.5), Stage(80.0, 0.0, 9.0, 0.5), 3.0, "", Tuned(89.0, 4.0))
-    worse = Draw(Stage(60.0, 0.0, 9.0, 1.0), Stage(85.0, 0.0, 9.0, 0.25), 3.0, "", Tuned(88.0, 4.0))
-    rows = [Row(name, "", "any", draws=(draw,)) for name, draw in (("worse", worse), ("better", better))]
+    better = Draw(Stage(20.0, 0.0, 9.0, 1.5), Stage(80.0, 0.0, 9.0, 0.5), 3.0, tuned=Tuned(89.0, 4.0))
+    worse = Draw(Stage(60.0, 0.0, 9.0, 1.0), Stage(85.0, 0.0, 9.0, 0.25), 3.0, tuned=Tuned(88.0, 4.0))
+    rows = [Row(name, "", draws=(draw,)) for name, draw in (("worse", worse), ("better", better))]
     differences = {rows[0]: Spread(-1.0, None, 1), rows[1]: None}
     accuracy, error, difference = draw("", rows, 90.0, differences).axes
     assert [label.get_text() for label in accuracy.get_yticklabels()] == ["better", "worse"]
@@ -64,15 +63,15 @@ def write_draws(path: Path, rows: list[Row]) -> Path:
 
 def make_draw(error: float, aligned: float, tuned: float | None) -> Draw:
     stage = Stage(aligned, 0.5, error, error / 2)
-    return Draw(Stage(60.0, 0.5, error, error), stage, 1.0, "", None if tuned is None else Tuned(tuned, 1.0))
+    return Draw(Stage(60.0, 0.5, error, error), stage, 1.0, tuned=None if tuned is None else Tuned(tuned, 1.0))
 
 
 def test_figure_is_drawn_again_from_the_file_of_draws(tmp_path):
     """Means over draws, and differences that are paired by seed; a mechanism that was not fine-tuned has none."""
     rows = [
-        Row("softmax", "", "any", draws=tuple(make_draw(0.0, 90.0, tuned) for tuned in (90.0, 92.0))),
-        Row("eva", "window_size=7, layout=2d", "any", draws=(make_draw(0.2, 80.0, 88.0), make_draw(0.4, 82.0, 91.0))),
-        Row("mean", "", "any", draws=(make_draw(1.0, 50.0, None),)),
+        Row("softmax", "", draws=tuple(make_draw(0.0, 90.0, tuned) for tuned in (90.0, 92.0))),
+        Row("eva", "window_size=7, layout=2d", draws=(make_draw(0.2, 80.0, 88.0), make_draw(0.4, 82.0, 91.0))),
+        Row("mean", "", draws=(make_draw(1.0, 50.0, None),)),
     ]
     path = write_draws(tmp_path / "draws.csv", rows)
     figure = draw_again(path, 100)
@@ -101,7 +100,7 @@ def test_figure_is_drawn_again_from_the_file_of_draws(tmp_path):
     ],
 )
 def test_a_file_that_is_not_of_draws_is_refused(change, message, tmp_path):
-    path = write_draws(tmp_path / "draws.csv", [Row("softmax", "", "any", draws=(make_draw(0.0, 90.0, 90.0),))])
+    path = write_draws(tmp_path / "draws.csv", [Row("softmax", "", draws=(make_draw(0.0, 90.0, 90.0),))])
     path.write_text(path.read_text().replace(*change, 1))
     with pytest.raises(UserError, match=rf"draws\.csv: {message}"):
         draw_again(path, 100)
@@ -109,6 +108,6 @@ def test_a_file_that_is_not_of_draws_is_refused(change, message, tmp_path):
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_an_error_that_is_not_finite_is_drawn_nowhere(bad: float):
-    rows = [Row(name, "", "any", draws=(Draw(Stage(80.0, 0.0, x, 0.0)),)) for name, x in (("bad", bad), ("good", 0.5))]
+    rows = [Row(name, "", draws=(Draw(Stage(80.0, 0.0, x, 0.0)),)) for name, x in (("bad", bad), ("good", 0.5))]
     _, error = draw("", rows, 90.0, {}).axes
     assert error.get_xlim() == (-0.001, 1.0)

@@ -15,7 +15,7 @@ from safetensors.numpy import save
 from ablation.report import lost_runs
 from ablation.sweep import read_ablation
 from analysis.draws import read_rows
-from analysis.laboratory import to_measured
+from analysis.laboratory import to_draw
 from analysis.measurements import Measurements
 from analysis.tune import read_results
 from attention.options import OptionError
@@ -76,7 +76,7 @@ def read_measurement(path: Path) -> None:
     values = Measurements(path, {}).find("k")
     if values is not None:
         with parsing(path):
-            to_measured(values, ["evaluation"], path)
+            to_draw(values, path)
 
 
 def read_run(path: Path) -> None:
@@ -196,7 +196,7 @@ STAGE = [50.0, 1.5, 0.1, 0.2, 3]
 VALID: dict[str, Any] = {
     "measurements.jsonl": {
         "key": "k",
-        "values": {"stages": {"evaluation": [STAGE, STAGE]}, "seconds": 1.5, "untrained": 3, "peak": 4096},
+        "values": {"replaced": STAGE, "aligned": STAGE, "seconds": 1.5, "untrained": 3, "peak": 4096},
     },
     MARKER: {"kind": "cache", "names": ["a"]},
     "metrics.jsonl": {"kind": "train", "epoch": 1, "step": 3, "loss": 0.5, "time": "2026-01-01 00:00:00"},
