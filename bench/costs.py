@@ -2,36 +2,15 @@
 
 import functools
 from collections.abc import Sequence
-from operator import add, sub
 from pathlib import Path
 
-from attention import ATTENTION, AttentionFactory, LayerContext
+from attention import ATTENTION
 from engine.config.papers import PaperRow
 from engine.reporting.tables import markdown_table
 from engine.run.load import load_run
-from models import parse_model
 from models.costs import Costs, count_costs
 
 CONFIGS = Path(__file__).parents[1] / "configs"
-
-
-def stated_costs(model: str) -> dict[str, Costs]:
-    """Returns the costs of the DeiT `model` with every mechanism at its defaults.
-
-    They are the counted costs with softmax attention, plus the difference by `Attention.cost`.
-    """
-    config = parse_model(model, {})
-    side = config.img_size // config.patch_size
-    sizes = {"dim": config.embed_dim, "num_heads": config.num_heads, "grid": (side, side), "depth": config.depth}
-
-    def of_layers(name: str) -> Costs:
-        mechanism, options = ATTENTION[name], AttentionFactory.from_options(name).config
-        costs = (mechanism.layer_cost(LayerContext(layer=layer, **sizes), options) for layer in range(config.depth))
-        return Costs(*map(sum, zip(*costs, strict=True)))
-
-    counted = count_costs({"name": model, "img_size": config.img_size}, "softmax")
-    backbone = Costs(*map(sub, counted, of_layers("softmax")))
-    return {name: Costs(*map(add, backbone, of_layers(name))) for name in ATTENTION}
 
 
 def print_costs(rows: Sequence[PaperRow]) -> None:
@@ -56,9 +35,9 @@ def costs_of_run(config: str, overrides: tuple[str, ...]) -> Costs:
 def print_costs_by_size() -> None:
     """Prints MACs and parameters of DeiT-Tiny for 196, 784 and 3136 tokens with every mechanism at its defaults."""
     titles = "MACs (G) at 196 tokens", "parameters (M)", "at 784", "parameters", "at 3136", "parameters"
-    by_size = [stated_costs(f"deit_tiny_p{patch}") for patch in (16, 8, 4)]
+    models = [{"name": f"deit_tiny_p{patch}", "img_size": 224} for patch in (16, 8, 4)]
     rows = []
     for name in ATTENTION:
-        costs = [by_name[name] for by_name in by_size]
+        costs = [count_costs(model, name) for model in models]
         rows.append([name, *(f"{x:.3f}" for c in costs for x in (c.macs / 1e9, c.parameters / 1e6))])
     print(f"\n{markdown_table(['DeiT-Tiny with', *titles], rows)}")
