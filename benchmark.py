@@ -4,9 +4,9 @@
     python benchmark.py --attention eva eva:num_landmarks=196 --tokens 196 784 3136 --modes forward train \\
         --dtypes fp32 bf16 --output runs/benchmark                            # table and CSV
     python benchmark.py --attention all --tokens 784 --modes forward+backward  # is any slower than its arithmetic?
-    python benchmark.py --attention lara lara@plain --baseline lara@plain  # fast path against the definition
+    python benchmark.py --attention lara lara@plain  # fast path and definition
     python benchmark.py --models timm:vit_tiny_patch16_224:patch_size=8 deit_tiny_p8:eva
-    python benchmark.py --macs [configs/deit_tiny_p8/*.yaml]                  # the papers' rows, or any files
+    python benchmark.py --macs                                                # beside the papers' figures
     python benchmark.py --attention all --tokens 28x28 --modes inference --budget macs=0.5 ms=100      # a choice
 
 Calls are timed in turns, A B C, then C B A. A speed-up is the median of the ratios of two times of the same round, with
@@ -24,11 +24,11 @@ from tqdm import tqdm
 from bench.arguments import check_arguments, every_mechanism, image_size, positive, token_grid
 from bench.choice import BUDGETS, format_choices, parse_budget
 from bench.comparison import BATCH_TOKENS, compare, plan
-from bench.costs import CONFIGS, print_costs, print_costs_by_size
+from bench.costs import print_costs, print_costs_by_size
 from bench.results import MEMORY, NOISE, format_results, write_tables
 from bench.workload import DTYPES, EXECUTIONS, MODES
-from engine.config.papers import PaperRow, read_papers
-from engine.runtime.arguments import PROCESSES, ArgumentParser, Count
+from engine.config.papers import read_papers
+from engine.runtime.arguments import ArgumentParser, Count
 from engine.runtime.distributed import init_distributed
 from engine.runtime.errors import refuse_bad_input
 from engine.runtime.memory import limit_memory
@@ -42,15 +42,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with refuse_bad_input():
         check_arguments(args)
         if args.macs:
-            print_costs([PaperRow(config=os.path.relpath(path, CONFIGS)) for path in args.configs] or read_papers())
-            if not args.configs:
-                print_costs_by_size()
-            return
+            print_costs(read_papers())
+            return print_costs_by_size()
         budgets = [parse_budget(text, BUDGETS) for text in args.budget]
         device = init_distributed(args.device).device
         comparisons = plan(args, device)
-        torch.set_num_threads(args.threads)
-        metadata = provenance(device) | {"cpus": os.cpu_count(), "threads": args.threads, "rounds": args.rounds}
+        metadata = provenance(device) | {"cpus": os.cpu_count(), "threads": torch.get_num_threads()}
+        metadata["rounds"] = args.rounds
         metadata["load"] = round(os.getloadavg()[0], 2)
         rows = []
         try:
@@ -74,11 +72,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     batch = f"as many as have {BATCH_TOKENS['cpu']} tokens, on a GPU {BATCH_TOKENS['cuda']}"
     modes = "forward: with a graph, as in training; train: forward, backward and AdamW; inference: without a graph"
     executions = "compiled: for each shape; cuda-graph: eager kernels, launched at once"
-    add("configs", nargs="*", help="with --macs: YAML files; none: the papers' rows and all mechanisms")
     add("--macs", action="store_true", help="parameters and multiply-accumulates beside the papers' figures")
     add("--attention", **entries, metavar=layers, help="single layers, or all; PATH: fast paths, as train.kernels")
     add("--models", **entries, metavar="MODEL", help=f"{models}, timm:NAME[:OPTION=VALUE,...], or a YAML file")
-    add("--baseline", **entries, metavar="ENTRY", help="default: softmax, and the first model")
     add("--tokens", **many, type=token_grid, default=[(28, 28)], metavar="N|HxW", help="tokens of a layer")
     pixels = "images of models, in pixels; default: 224"
     add("--image-sizes", **many, type=image_size, default=[(224, 224)], metavar="SIDE|HxW", help=pixels)
@@ -91,7 +87,6 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--execution", **many, choices=EXECUTIONS, default=["eager"], help=executions)
     add("--rounds", type=Count(2), default=10, help="measurements of each; default: %(default)s")
     add("--device", choices=("auto", "cuda", "cpu"), default="auto")
-    add("--threads", type=PROCESSES, default=torch.get_num_threads(), help="CPU threads; default: PyTorch's choice")
     add("--output", type=Path, help="directory for table.md and results.csv")
     limits = "; ".join(f"{key}: {meaning}" for key, meaning in BUDGETS.items())
     limits = f"second table of the layers within these limits, sorted by stored quality; {limits}"

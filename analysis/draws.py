@@ -1,16 +1,11 @@
 """Measurements of a trained model with other attention, in single draws: rows of a table, and lines of a CSV file."""
 
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from analysis.certificate import Certificate
-from analysis.laboratory import Draw, Stage, Tuned
+from analysis.laboratory import Draw
 from engine.reporting.tables import Spread, spread
-from engine.runtime.errors import UserError
-from engine.runtime.reading import read_csv
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,38 +75,3 @@ def to_lines(row: Row) -> list[dict[str, Any]]:
         line |= {"tuned_changed": tuned and tuned.changed}
         lines.append(line)
     return lines
-
-
-def read_rows(path: Path) -> list[Row]:
-    """Reads rows from a CSV file with the columns of `to_lines`; those of losses, times and weights are left out.
-
-    Raises:
-        UserError: the file cannot be read, lacks a column, has text for a number, or a row's seeds are not 0, 1, ...
-    """
-    found: dict[tuple[str, str], list[tuple[int, Draw]]] = {}
-    try:
-        for line in read_csv(path):
-            key = line["attention"], line["options"]
-            found.setdefault(key, []).append((int(line["seed"]), _read_draw(line)))
-    except KeyError as error:
-        raise UserError(f"{path}: no column {error}; expected those of replace_draws.csv") from None
-    except ValueError as error:
-        raise UserError(f"{path}: {error}") from None
-    rows = []
-    for key, draws in found.items():
-        seeds, by_seed = zip(*sorted(draws, key=lambda pair: pair[0]), strict=True)
-        if seeds != (*range(len(draws)),):
-            raise UserError(f"{path}: {key[0]} has the seeds {[*seeds]}; expected one line for each seed, from 0 on")
-        rows.append(Row(*key, draws=by_seed))
-    return rows
-
-
-def _read_draw(line: Mapping[str, str]) -> Draw:
-    def read(prefix: str) -> Stage | None:
-        top1, error, output = (line[f"{prefix}{name}"] for name in ("top1", "error", "output_error"))
-        return Stage(float(top1), math.nan, float(error), float(output)) if top1 else None
-
-    replaced = read("")
-    if replaced is None:
-        raise ValueError(f"no top1 in the line of {line['attention']}, seed {line['seed']}")
-    return Draw(replaced, read("aligned_"), tuned=Tuned(float(x), math.nan) if (x := line["tuned_top1"]) else None)

@@ -1,21 +1,14 @@
-"""Figure of a trained model with other attention: top-1 of each stage, errors, and differences after training.
-
-python -m analysis.stage_figures docs/data/transfer.csv docs/figures/transfer.png --images 10000   # of 10,000 images
-"""
+"""Figure of a trained model with other attention: top-1 of each stage, errors, and differences after training."""
 
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
 
-from analysis.draws import Row, is_own, paired, read_rows
-from engine.reporting.plots import BLUE, COLORS, GREY, ORANGE, encode, in_style, new_figure
-from engine.reporting.tables import Spread, over_draws
-from engine.runtime.arguments import ArgumentParser, Count
-from engine.runtime.errors import UserError, refuse_bad_input
-from engine.runtime.files import check_output, write_file
+from analysis.draws import Row
+from engine.reporting.plots import BLUE, COLORS, GREY, ORANGE, in_style, new_figure
+from engine.reporting.tables import Spread
 
 REPLACED = {
     False: ("replaced, all parameters trained", {"marker": "o", "color": BLUE}),
@@ -84,35 +77,3 @@ def _draw_stages(axes: Any, rows: Sequence[Row], stages: Sequence[str], name: st
         if points := [(i, x.mean, x.std or 0) for i, x in chosen if x]:
             y, means, deviations = zip(*points, strict=True)
             axes.errorbar(means, y, xerr=deviations, label=label, linestyle="none", **style)
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = ArgumentParser(prog="python -m analysis.stage_figures", description="Draw the figure of measured draws.")
-    parser.add_argument("draws", type=Path, help="CSV file as replace_draws.csv of analyze.py replace")
-    parser.add_argument("output", type=Path, help="figure: .png")
-    parser.add_argument("--images", type=Count(), required=True, help="number of images that top-1 is measured on")
-    args = parser.parse_args(arguments)
-    with refuse_bad_input():
-        check_output(args.output, "output", [".png"])
-        write_file(args.output, encode(draw_again(args.draws, args.images)))
-
-
-def draw_again(path: Path, images: int) -> Figure:
-    """Draws the figure of a CSV file, with differences if there are several draws.
-
-    Raises:
-        UserError: see `read_rows`; or no mechanism of the file has the outputs of the model's own attention.
-    """
-    rows = read_rows(path)
-    control = next((row for row in rows if is_own(row)), None)
-    if control is None:
-        raise UserError(f"{path}: no mechanism has an output_error of 0 in all draws; add the model's own attention")
-    own, counts = control.draws[0].replaced.top1, [len(row.draws) for row in rows]
-    differences = {row: paired(row, control, 100 / images) for row in rows} if max(counts) > 1 else {}
-    title = f"top-1 {own:.2f} % with its own attention, {images} images; {over_draws(max(counts))}"
-    title += " (some mechanisms: fewer)" * (min(counts) < max(counts))
-    return draw(title, rows, own, differences)
-
-
-if __name__ == "__main__":
-    main()

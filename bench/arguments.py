@@ -43,7 +43,5 @@ def check_arguments(args: argparse.Namespace) -> None:
     """Raises a UserError for options of benchmark.py that do not go together."""
     if not (args.macs or args.attention or args.models):
         raise UserError("give --attention, --models or --macs")
-    if args.configs and not args.macs:
-        raise UserError("configurations go with --macs, or after --models")
     if args.budget and (args.macs or args.models or not args.attention):
         raise UserError("--budget: give --attention, without --models and --macs")

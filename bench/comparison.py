@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from attention import Grid
-from attention.options import OptionError, nearest
 from bench.results import COLUMNS, FILES, SETTINGS, quartile_columns
 from bench.timing import Call, Quartiles, Times, capturing, time_rounds
 from bench.workload import Subject, Workload, attention_layer, layers_that_differ, whole_model
@@ -63,19 +62,13 @@ def plan(args: argparse.Namespace, device: torch.device) -> list[Comparison]:
         kinds.append(("attention", [attention_layer(name, *size, layer=n) for name, n in layers], args.tokens, 1))
     if args.models:
         kinds.append(("model", [whole_model(name) for name in dict.fromkeys(args.models)], args.image_sizes, 64))
-    known = [subject.name for _, subjects, _, _ in kinds for subject in subjects]
-    for name in args.baseline:
-        if name not in known:
-            raise OptionError("--baseline", f"{name!r} is not compared{nearest(name, known)}")
     for _, subjects, _, _ in kinds:
         for subject, execution in itertools.product(subjects, args.execution):
             subject.check_path(execution, device)
 
     comparisons = []
     for kind, subjects, sizes, patch in kinds:
-        names = [subject.name for subject in subjects]
-        default = names[0] if kind == "model" else "softmax"
-        baseline = next((name for name in args.baseline if name in names), default)
+        baseline = subjects[0].name if kind == "model" else "softmax"
         for size in sizes:
             costs = [subject.costs(size) for subject in subjects]
             batch = args.batch_size or max(1, BATCH_TOKENS[device.type] * patch // math.prod(size))

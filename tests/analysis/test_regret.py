@@ -1,11 +1,9 @@
-"""The search against all 216 assignments of docs/data/search.csv, and the numbers of docs/results_trained.md."""
+"""The search against all 216 assignments of docs/data/search.csv."""
 
 import csv
 import operator
 from pathlib import Path
-from statistics import mean, stdev
-
-import pytest
+from statistics import mean
 
 from analysis.assignments import choose, search
 from analysis.costs import Prices
@@ -13,7 +11,7 @@ from analysis.hybrids import OWN, Choices
 from analysis.laboratory import Score
 from analysis.search import PER_BUDGET
 
-DOCS = Path(__file__).parents[2] / "docs"
+STORED = Path(__file__).parents[2] / "docs/data/search.csv"
 SHARES = 0.68, 0.72, 0.8, 0.85, 0.9
 EVALUATIONS = 43
 """A fifth of all assignments."""
@@ -22,7 +20,7 @@ BY_DEFAULT = 56
 
 
 def read() -> dict[Choices, tuple[Score, int]]:
-    with (DOCS / "data/search.csv").open(newline="") as file:
+    with STORED.open(newline="") as file:
         rows = list(csv.DictReader(file))
     scores = [(Score(float(row["top1"]), float(row["loss"]), 0), int(row["macs"])) for row in rows]
     return {tuple(row[f"layer {n}"] for n in range(3)): score for row, score in zip(rows, scores, strict=True)}
@@ -74,57 +72,3 @@ def test_the_search_misses_less_than_half_a_point():
     assert regrets("sensitivity", limit=BY_DEFAULT) == found
     random = [regrets("random", seed) for seed in range(20)]
     assert sum(loss for _, loss in found) < mean(sum(loss for _, loss in run) for run in random)
-
-
-@pytest.mark.parametrize("share", SHARES)
-def test_the_best_of_each_budget_is_stated(share):
-    within = {choices: score for choices, (score, macs) in EVERY.items() if macs <= share * OWN_MACS}
-    best = min(within, key=lambda choices: within[choices].loss)
-    line = f"| {share:g} | {', '.join(f'`{name}`' for name in best)} | {within[best].top1:.1f} |"
-    assert line in (DOCS / "results_trained.md").read_text()
-
-
-DEEPER_SHARES = 0.7, 0.8, 0.9
-
-
-def deeper() -> dict[tuple[str, int], list[Score]]:
-    """For both strategies and each seed, the measurement of the lowest loss within each budget, in six layers."""
-    with (DOCS / "data/search_six_layers.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    runs: dict[tuple[str, int], list[dict[str, str]]] = {}
-    for row in rows:
-        runs.setdefault((row["strategy"], int(row["seed"])), []).append(row)
-    assert {len(run) for run in runs.values()} == {55}
-    best = {}
-    for key, run in runs.items():
-        within = [[row for row in run if float(row["macs_share"]) <= share] for share in DEEPER_SHARES]
-        chosen = [min(rows, key=lambda row: float(row["loss"])) for rows in within]
-        best[key] = [Score(float(row["top1"]), float(row["loss"]), 0) for row in chosen]
-    return best
-
-
-def test_the_search_in_six_layers_beside_a_random_one():
-    """With equally many measurements, from the same aligned layers of each of three seeds."""
-    best, seeds = deeper(), range(3)
-    assert {*best} == {(strategy, seed) for strategy in ("sensitivity", "random") for seed in seeds}
-    section = (
-        (DOCS / "results_trained.md")
-        .read_text()
-        .partition("### The search in a deeper model\n")[2]
-        .partition("\n## ")[0]
-    )
-    with (DOCS / "data/search_six_layers.csv").open(newline="") as file:
-        own = next(row for row in csv.DictReader(file) if {row[f"layer {n}"] for n in range(6)} == {OWN})
-    stated = f"own attention has a loss of {float(own['loss']):.4f} and a top-1 of {float(own['top1']):.1f} on"
-    assert stated in " ".join(section.split())
-    for n, share in enumerate(DEEPER_SHARES):
-        searched, random = ([best[strategy, seed][n] for seed in seeds] for strategy in ("sensitivity", "random"))
-        assert all(one.loss < other.loss for one, other in zip(searched, random, strict=True))
-        cells = [
-            f"{mean(getattr(score, name) for score in scores):.{digits}f}"
-            f" ± {stdev(getattr(score, name) for score in scores):.{digits}f}"
-            for name, digits in (("loss", 4), ("top1", 1))
-            for scores in (searched, random)
-        ]
-        line = f"| {share:g} | {' | '.join(cells)} |"
-        assert line in section, line

@@ -1,16 +1,13 @@
-"""The figure of a trained model with other attention, from rows and from the CSV file of their draws."""
+"""The figure of a trained model with other attention shows its rows."""
 
 import math
-from pathlib import Path
 
 import pytest
 
-from analysis.draws import Row, to_lines
+from analysis.draws import Row
 from analysis.laboratory import Draw, Stage, Tuned
-from analysis.stage_figures import draw, draw_again, main
+from analysis.stage_figures import draw
 from engine.reporting.tables import Spread
-from engine.runtime.errors import UserError
-from engine.runtime.files import dicts_to_csv
 
 
 def points(axes) -> dict[str, list[list[float]]]:
@@ -53,57 +50,6 @@ def test_figure_of_stages_shows_the_rows():
     ]
     assert [x for _, x in sorted(points(error).items())] == [[[0.5, 0], [0.25, 1]], [[1.5, 0], [1.0, 1]]]
     assert [*points(difference).values()] == [[[-1, 1]]]
-
-
-def write_draws(path: Path, rows: list[Row]) -> Path:
-    lines = [line for row in rows for line in to_lines(row)]
-    path.write_bytes(dicts_to_csv(lines))
-    return path
-
-
-def make_draw(error: float, aligned: float, tuned: float | None) -> Draw:
-    stage = Stage(aligned, 0.5, error, error / 2)
-    return Draw(Stage(60.0, 0.5, error, error), stage, 1.0, tuned=None if tuned is None else Tuned(tuned, 1.0))
-
-
-def test_figure_is_drawn_again_from_the_file_of_draws(tmp_path):
-    """Means over draws, and differences that are paired by seed; a mechanism that was not fine-tuned has none."""
-    rows = [
-        Row("softmax", "", draws=tuple(make_draw(0.0, 90.0, tuned) for tuned in (90.0, 92.0))),
-        Row("eva", "window_size=7, layout=2d", draws=(make_draw(0.2, 80.0, 88.0), make_draw(0.4, 82.0, 91.0))),
-        Row("mean", "", draws=(make_draw(1.0, 50.0, None),)),
-    ]
-    path = write_draws(tmp_path / "draws.csv", rows)
-    figure = draw_again(path, 100)
-    accuracy, error, difference = figure.axes
-    assert [label.get_text() for label in accuracy.get_yticklabels()] == ["softmax", "eva", "mean"]
-    assert points(accuracy)["aligned, without labels"] == [[90, 0], [81, 1], [50, 2]]
-    assert points(accuracy)["fine-tuned with labels"] == [[91, 0], [89.5, 1]]
-    assert points(error)["replaced"] == [[0, 0], [pytest.approx(0.3), 1], [1, 2]]
-    assert [*points(difference).values()] == [[[-1.5, 1]]]
-    assert "over draws: 2 (some mechanisms: fewer)" in " ".join(figure.get_suptitle().split())
-    main([str(path), str(tmp_path / "x.png"), "--images", "100"])
-    assert (tmp_path / "x.png").exists()
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (("seed", "sed"), "no column 'seed'; expected those of replace_draws.csv"),
-        ((",0,60.0,", ",1,60.0,"), r"softmax has the seeds \[1\]; expected one line for each seed, from 0 on"),
-        (
-            (",0.0,0.0,", ",0.1,0.1,"),
-            "no mechanism has an output_error of 0 in all draws; add the model's own attention",
-        ),
-        ((",60.0,", ",,"), "no top1 in the line of softmax, seed 0"),
-        ((",60.0,", ",x,"), "could not convert string to float: 'x'"),
-    ],
-)
-def test_a_file_that_is_not_of_draws_is_refused(change, message, tmp_path):
-    path = write_draws(tmp_path / "draws.csv", [Row("softmax", "", draws=(make_draw(0.0, 90.0, 90.0),))])
-    path.write_text(path.read_text().replace(*change, 1))
-    with pytest.raises(UserError, match=rf"draws\.csv: {message}"):
-        draw_again(path, 100)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

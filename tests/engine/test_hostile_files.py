@@ -14,7 +14,6 @@ from safetensors.numpy import save
 
 from ablation.report import lost_runs
 from ablation.sweep import read_ablation
-from analysis.draws import read_rows
 from analysis.laboratory import to_draw
 from analysis.measurements import Measurements
 from analysis.tune import read_results
@@ -95,7 +94,6 @@ READERS: dict[str, Callable[[Path], object]] = {
     "epochs.csv": read_epochs,
     "measurements.jsonl": read_measurement,
     "runs.csv": lambda path: (lost_runs([], path.parent), read_results(path, 1)),
-    "replace_draws.csv": read_rows,
     "quality.csv": read_quality,
     "real.json": lambda path: read_real_labels(str(path), Images(OneImage()), [0]),
     "run.yaml": load_run,
