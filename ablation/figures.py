@@ -9,8 +9,9 @@ from matplotlib.ticker import MaxNLocator
 
 from ablation.names import short_names
 from ablation.settings import Setting, has_replicates, replicate_of
-from ablation.tables import MEASURED_COSTS, Measured, means_if_apart, measure
+from ablation.tables import MEASURED_COSTS, Measured, measure
 from engine.reporting.plots import BLUE, GREY, ORANGE, PAGE, in_style, label_points, new_figure
+from engine.reporting.tables import Spread
 
 
 @in_style
@@ -71,25 +72,18 @@ def draw_differences(axes: Axes, measured: Sequence[Measured], replicate: str) -
 
 @in_style
 def draw_pareto(caption: str, settings: Sequence[Setting]) -> Figure:
-    """Draws mean top-1 against MACs, step time and (of a GPU) memory; names settings that no other beats in both.
-
-    A measured cost has no panel if settings differ in it about as much as seeds, which is noise; the title says so.
+    """Draws mean top-1 against MACs, step time and (of a GPU) memory, with standard deviations of what is measured;
+    names settings that no other beats in both.
     """
     results = [setting.results() for setting in settings]
     accuracy = [own.spread for own in measure(results, "top1")]
     macs = [setting.costs.macs for setting in settings]
     unit, scale = ("G", 1e9) if max(macs) > 1e9 else ("M", 1e6)
-    costs = {f"multiply-accumulates of an image ({unit})": [value / scale for value in macs]}
-    left_out = []
-    for key, label in MEASURED_COSTS.items():
-        measured = measure(results, key)
-        if means := means_if_apart(measured):
-            costs[label] = means
-        elif any(own.spread for own in measured):
-            cost = label.partition(" (")[0]
-            left_out.append(f"Not shown: {cost}, in which settings differ no more than {replicate_of(settings)}s.")
+    costs = {f"multiply-accumulates of an image ({unit})": [Spread(value / scale, None, 1) for value in macs]}
+    measured = {label: [own.spread for own in measure(results, key)] for key, label in MEASURED_COSTS.items()}
+    costs |= {label: spreads for label, spreads in measured.items() if any(spreads)}
     question = "Which settings are beaten by no other in both top-1 and cost? (named)"
-    figure = new_figure("\n".join([caption, question, *left_out]), 3.4, PAGE if len(costs) > 1 else 0.7 * PAGE)
+    figure = new_figure(f"{caption}\n{question}", 3.4, PAGE if len(costs) > 1 else 0.7 * PAGE)
     panels = figure.subplots(1, len(costs), sharey=True, squeeze=False)[0]
     panels[0].set_ylabel("top-1 (%)")
     for axes, (label, values) in zip(panels, costs.items(), strict=True):
@@ -98,14 +92,15 @@ def draw_pareto(caption: str, settings: Sequence[Setting]) -> Figure:
         axes.margins(0.12)
         axes.xaxis.set_major_locator(MaxNLocator(5))
         found = zip(values, accuracy, short_names(settings), strict=True)
-        found = [row for row in found if row[1] and row[0] is not None]
-        best = non_dominated([(cost, top1.mean) for cost, top1, _ in found])
+        found = [row for row in found if row[0] and row[1]]
+        best = non_dominated([(cost.mean, top1.mean) for cost, top1, _ in found])
         for is_best, (cost, top1, _) in zip(best, found, strict=True):
-            axes.errorbar(cost, top1.mean, top1.std or 0, fmt="o", color=BLUE if is_best else GREY)
-        front = sorted((cost, top1.mean, name) for cost, top1, name in itertools.compress(found, best))
+            color = BLUE if is_best else GREY
+            axes.errorbar(cost.mean, top1.mean, top1.std or 0, cost.std or 0, fmt="o", color=color)
+        front = sorted((cost.mean, top1.mean, name) for cost, top1, name in itertools.compress(found, best))
         corners = [(front[i + j][0], front[i][1]) for i in range(len(front)) for j in (0, 1) if i + j < len(front)]
         (step,) = axes.plot(*zip(*corners, strict=True), color=BLUE, linewidth=0.8, alpha=0.5) if front else (None,)
-        bars = [(cost, top1.mean + sign * (top1.std or 0)) for cost, top1, _ in found for sign in (-1, 0, 1)]
+        bars = [(cost.mean, top1.mean + sign * (top1.std or 0)) for cost, top1, _ in found for sign in (-1, 0, 1)]
         label_points(axes, [point[:2] for point in front], [name for _, _, name in front], bars, [step])
     return figure
 

@@ -53,30 +53,19 @@ class Ablation:
     plugins: tuple[str, ...] = option((), "modules or .py files that register mechanisms of your own, see --plugin")
 
 
-@dataclass(frozen=True)
-class Replicates:
-    """The runs of a setting.
+def list_replicates(ablation: Ablation) -> list[dict[str, int]]:
+    """Returns option key.path -> value of each run of every setting, by `seeds` or `folds`; without both, of one run.
 
-    Attributes:
-        option: the option in which they differ. overrides: option key.path -> value of each run.
-    """
-
-    option: str
-    overrides: tuple[dict[str, int], ...]
-
-
-def list_replicates(ablation: Ablation) -> Replicates:
-    """Returns the runs of every setting, by `seeds` or `folds`; without both, one run as it is.
+    Runs differ in the last option.
 
     Raises:
         OptionError: both are given, or see `list_seeds`.
     """
     if ablation.folds is None:
-        return Replicates("train.seed", tuple({"train.seed": seed} for seed in list_seeds(ablation.seeds)) or ({},))
+        return [{"train.seed": seed} for seed in list_seeds(ablation.seeds)] or [{}]
     if ablation.seeds is not None:
         raise OptionError("folds", f" = {ablation.folds} is given beside seeds; leave one of them out")
-    overrides = ({"data.folds": ablation.folds, "data.fold": fold} for fold in range(ablation.folds))
-    return Replicates("data.fold", tuple(overrides))
+    return [{"data.folds": ablation.folds, "data.fold": fold} for fold in range(ablation.folds)]
 
 
 def list_seeds(seeds: int | tuple[int, ...] | None) -> Sequence[int]:

@@ -191,11 +191,11 @@ class Planner:
         name = self.name(row, size)
         self._check_replicates(run, given)
         command = [*self.launcher, TRAIN, str(row.base), *self.overrides, *given, *size]
-        cases = tuple(self._create_case(run, command, name, values) for values in self.replicates.overrides)
+        cases = tuple(self._create_case(run, command, name, values) for values in self.replicates)
         changes = {option: to_text(value) for option, value in row.options.items() if option not in OF_ROWS}
         if self.ablation.bases:
             changes = {"base": title(row.base)} | changes
-        return name, Setting(changes, self._paper(row), cases, matched, self.replicates.option)
+        return name, Setting(changes, self._paper(row), cases, matched, ["train.seed", *self.replicates[0]][-1])
 
     def _check_replicates(self, run: Run, given: Sequence[str]) -> None:
         """Refuses overrides of the option in which the runs of a setting differ, and impossible folds.
@@ -203,7 +203,7 @@ class Planner:
         Raises:
             ConfigError: the first problem.
         """
-        for key in self.replicates.overrides[0]:
+        for key in self.replicates[0]:
             if is_overridden(key, [*self.overrides, *given]):
                 by = "folds" if self.ablation.folds else "seeds"
                 raise ConfigError(f"{key} is given beside {by}; leave one of them out")
@@ -212,7 +212,7 @@ class Planner:
         if held_out_by := run.data.held_out_by:
             raise ConfigError(f"{held_out_by}: folds already holds images out; set it to null in base")
         with as_config_error("folds: "):
-            check_run(with_values(run, self.replicates.overrides[0]), self.world_size)
+            check_run(with_values(run, self.replicates[0]), self.world_size)
 
     def name(self, row: Row, size: Sequence[str] = ()) -> str:
         """Returns the name of a row in the file system, with the override `size` that `match` adds."""

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean, pstdev
 from typing import Any, NamedTuple
 
 from ablation.cases import Case
@@ -18,9 +17,6 @@ Table = dict[str, list[str]]
 
 MEASURED_COSTS = {"step_seconds": "step time (s)", "memory_mb": "peak memory (MB)"}
 """Costs that runs measure: key in their final records -> label of an axis."""
-
-TIMES_SEEDS = 3
-"""A measured cost has a panel if it varies this many times as much between settings as between seeds."""
 
 WITHIN = f"within {100 * TOLERANCE:.0f} %"
 """Title of the column that says whether the target of `match` is reached."""
@@ -134,19 +130,6 @@ def measure(results: Sequence[Mapping[int, Mapping[str, Any]]], name: str) -> li
     pairs = [[own[seed] - first[seed] for seed in own if seed in first] for own in values[1:]]
     differences = [None, *(spread(found, step) for found in pairs)]
     return [Measured(own, spread(own.values()), d) for own, d in zip(values, differences, strict=True)]
-
-
-def means_if_apart(measured: Sequence[Measured]) -> list[float | None]:
-    """Returns the mean of every setting, None without a finished run; empty if settings do not vary more than seeds.
-
-    Variation is the standard deviation: of the settings' means, which must be more than `TIMES_SEEDS` that of a
-    setting's seeds (root of the mean square; that of a single seed is not known, and taken for none).
-    """
-    means = [own.spread.mean for own in measured if own.spread]
-    squares = [own.spread.std**2 for own in measured if own.spread and own.spread.std is not None]
-    between_seeds = math.sqrt(fmean(squares)) if squares else 0.0
-    is_apart = len(means) > 1 and pstdev(means) > TIMES_SEEDS * between_seeds
-    return [own.spread and own.spread.mean for own in measured] if is_apart else []
 
 
 def tabulate_match(settings: Sequence[Setting]) -> Table:
