@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from analysis.costs import Prices
+from analysis.draws import Score
 from analysis.hybrids import Choices
-from analysis.laboratory import Score
 from engine.checkpoints.progress import is_score
 
 MOST_CANDIDATES = 100_000

@@ -1,11 +1,78 @@
 """Measurements of a trained model with other attention, in single draws: rows of a table, and lines of a CSV file."""
 
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from analysis.certificate import Certificate
-from analysis.laboratory import Draw
 from engine.reporting.tables import Spread, spread
+
+
+class Score(NamedTuple):
+    """Top-1 in percent, mean cross-entropy in nats, and number of predictions that are not the trained model's; see
+    `analysis.laboratory.score`.
+    """
+
+    top1: float
+    loss: float
+    changed: int
+
+
+class Stage(NamedTuple):
+    """Measurements of a model with another mechanism.
+
+    Attributes:
+        top1, loss, changed: see `Score`. attended, outputs: `relative_error` of attended values, and of outputs, on
+            the inputs of the trained model's layers; mean over the layers that get another mechanism or other options.
+    """
+
+    top1: float
+    loss: float
+    attended: float
+    outputs: float
+    changed: int | None = None
+
+
+class Tuned(NamedTuple):
+    """Result of further training: top-1 in percent of all validation images, minutes from its start to its end, its
+    directory, and the number of images of a sample whose prediction is not the trained model's, if known.
+    """
+
+    top1: float
+    minutes: float
+    directory: Path | None = None
+    changed: int | None = None
+
+
+class Draw(NamedTuple):
+    """Measurements of a mechanism with one seed.
+
+    Attributes:
+        replaced, aligned, tuned: stages; None: none. seconds: time of the alignment; on a CPU, processor time.
+        untrained: number of untrained parameters. peak: peak bytes of a forward pass of
+            `analysis.laboratory.NUM_COMPARED` images. weights: export of the aligned model, or file of the trained one.
+    """
+
+    replaced: Stage
+    aligned: Stage | None = None
+    seconds: float | None = None
+    untrained: int = 0
+    peak: int | None = None
+    weights: Path | None = None
+    tuned: Tuned | None = None
+
+
+def to_draw(values: Any, weights: Path) -> Draw:
+    """Returns the values of a kept measurement, which may have been changed, as numbers.
+
+    Raises:
+        LookupError, TypeError, ValueError and others: they are no measurement.
+    """
+    stages = (values["replaced"], values["aligned"])
+    replaced, aligned = (x if x is None else Stage(*map(float, x[:4]), int(x[4])) for x in stages)
+    seconds = values["seconds"]
+    times = None if seconds is None else float(seconds)
+    return Draw(replaced, aligned, times, int(values["untrained"]), int(values["peak"]), weights)
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from analysis.certificate import Certificate
-from analysis.laboratory import Laboratory, Score, export_model
+from analysis.draws import Score
+from analysis.laboratory import Laboratory, export_model
 from attention import Attention, OptionError
 from models import create_model, depths_of
 from models.assignment import assign, text_of

@@ -16,8 +16,8 @@ from analysis import command_line
 from analysis.align import BATCH_SIZE
 from analysis.budgets import options_text
 from analysis.certificate import NOTE, columns
-from analysis.draws import Row, is_own, paired, to_lines
-from analysis.laboratory import MEASUREMENTS_FILE, Draw, Laboratory, Stage
+from analysis.draws import Draw, Row, Stage, is_own, paired, to_lines
+from analysis.laboratory import MEASUREMENTS_FILE, Laboratory
 from analysis.stage_figures import STAGES, draw
 from analysis.trained import Trained, load_trained, read_sample
 from analysis.tune import Start, configure, count_changes, tune

@@ -21,8 +21,9 @@ from analysis.align import BATCH_SIZE, validates_on_training_images
 from analysis.assignments import Point, choose, is_best
 from analysis.certificate import NOTE, columns
 from analysis.costs import COSTS, Cost, Prices
+from analysis.draws import Score
 from analysis.hybrids import OWN, Choices, Hybrids
-from analysis.laboratory import MEASUREMENTS_FILE, Laboratory, Score
+from analysis.laboratory import MEASUREMENTS_FILE, Laboratory
 from analysis.trained import load_trained, read_sample
 from attention import OptionError
 from bench.choice import parse_budget

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from analysis.align import validates_on_training_images
-from analysis.laboratory import Laboratory, Tuned, classify, score
+from analysis.draws import Tuned
+from analysis.laboratory import Laboratory, classify, score
 from analysis.trained import Trained, load_trained, read_sample
 from attention import OptionError
 from attention.plugins import as_arguments

@@ -18,7 +18,7 @@ from attention import Grid
 from bench.comparison import Comparison, rows_of, size_text
 from bench.results import COLUMNS as RESULTS
 from bench.results import SETTINGS
-from bench.timing import cpu_clock, elapsed, time_rounds
+from bench.timing import cpu_clock, time_rounds
 from bench.workload import Subject, Workload, read_options, whole_model
 from engine.runtime.arguments import ArgumentParser
 from engine.runtime.errors import refuse_bad_input
@@ -99,11 +99,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         done = {(row["baseline"], row["size"], row["mode"]) for row in read_csv(output)}
         todo = [(case.comparison(), case.rounds) for case in CASES]
         todo = [(each, rounds) for each, rounds in todo if (each.baseline, size_text(each), each.mode) not in done]
-        matrix, macs = torch.randn(1024, 1024), 0.0
-        for each, rounds in todo:  # a backward pass has twice the products of a forward pass
-            macs += (1 + rounds) * (1 if each.mode == "inference" else 3.3) * sum(costs.macs for costs in each.costs)
-        seconds = macs / 1024**3 * elapsed(lambda: matrix @ matrix, 8, CPU, cpu_clock())[0] / 8
-        print(f"{len(todo)} cases: {seconds / 60:.0f} to {seconds / 30:.0f} minutes", flush=True)
         for each, rounds in tqdm(todo, unit="case", disable=None):
             lines = dicts_to_csv(measure(each, rounds), COLUMNS).splitlines(keepends=True)
             append_whole(output, b"".join(lines[1:]))

@@ -7,8 +7,8 @@ from statistics import mean
 
 from analysis.assignments import choose, search
 from analysis.costs import Prices
+from analysis.draws import Score
 from analysis.hybrids import OWN, Choices
-from analysis.laboratory import Score
 from analysis.search import PER_BUDGET
 
 STORED = Path(__file__).parents[2] / "docs/data/search.csv"

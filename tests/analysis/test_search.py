@@ -13,8 +13,8 @@ import analyze
 from analysis import assignments, costs, laboratory, search
 from analysis.assignments import Candidate, Point, choose, is_best, predict
 from analysis.costs import Prices
+from analysis.draws import Score
 from analysis.hybrids import OWN
-from analysis.laboratory import Score
 from bench.timing import time_rounds
 from engine.run.load import load_run
 from engine.runtime.arguments import MOST

@@ -4,8 +4,7 @@ import math
 
 import pytest
 
-from analysis.draws import Row
-from analysis.laboratory import Draw, Stage, Tuned
+from analysis.draws import Draw, Row, Stage, Tuned
 from analysis.stage_figures import draw
 from engine.reporting.tables import Spread
 

@@ -32,11 +32,10 @@ def test_rows_have_times_memory_and_ratios_of_products(file):
     assert {row["size"] for row in rows} == {"128x144"}
 
 
-def test_a_file_is_continued(file, monkeypatch, capsys):
+def test_a_file_is_continued(file, monkeypatch):
     monkeypatch.setattr(high_resolution, "CASES", [Case(HOST, (128, 144), "forward+backward")])
     before = file.read_bytes()
     main(["--output", str(file)])
-    assert capsys.readouterr().out.startswith("0 cases")
     assert file.read_bytes() == before
 
 

@@ -14,7 +14,7 @@ from safetensors.numpy import save
 
 from ablation.report import lost_runs
 from ablation.sweep import read_ablation
-from analysis.laboratory import to_draw
+from analysis.draws import to_draw
 from analysis.measurements import Measurements
 from analysis.tune import read_results
 from attention.options import OptionError
