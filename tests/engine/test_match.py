@@ -4,11 +4,13 @@ from pathlib import Path
 
 import pytest
 
+from ablation.match import solve
 from ablation.report import report_sweep
 from ablation.tables import tabulate
 from attention import ATTENTION
-from engine.run.load import load_run
+from engine.run.load import load_run, load_unbuilt
 from models import layer_contexts
+from tests.support.launcher import ROOT
 from tests.support.sweeps import BASE, read, refusal
 
 BASE = BASE.replace("patch_size: 8", "patch_size: 4").replace("depth: 1", "depth: 2").replace("size: 2}", "size: 7}")
@@ -60,6 +62,12 @@ def test_a_target_is_the_same_on_every_grid(config):
     sizes = "grid: {attention: [{name: abc}], model.img_size: [32, 64]}\n"
     _, settings, _ = read(config, f"match: {{token_macs: 960}}\n{sizes}")
     assert [(setting.matched.value, setting.matched.reached) for setting in settings] == [(13, 13 * 72)] * 2
+
+
+def test_sizes_of_the_shipped_sweep_stay_where_two_are_equally_near():
+    """25 samples are as far below the target of equal_macs.yaml as 26 are above it; runs are named by the size."""
+    overrides = ["model.img_size=56", "attention={name: scatterbrain}"]
+    assert solve(9600.0, load_unbuilt(ROOT / "configs/fashion_mnist/softmax.yaml", overrides)).value == 26
 
 
 @pytest.mark.parametrize(
