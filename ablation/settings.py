@@ -36,10 +36,6 @@ class Setting:
         return self.cases[0].run
 
     @property
-    def num_runs(self) -> int:
-        return len(self.cases)
-
-    @property
     def replicates(self) -> tuple[str, list[int]]:
         """The option in which the runs differ, and its value in each."""
         section, name = self.replicated_by.split(".")
@@ -110,7 +106,7 @@ def accuracies(settings: Sequence[Setting]) -> dict[str, str]:
 
 def has_replicates(settings: Sequence[Setting]) -> bool:
     """Returns whether settings are trained with several seeds or folds."""
-    return settings[0].num_runs > 1
+    return len(settings[0].cases) > 1
 
 
 def replicate_of(settings: Sequence[Setting]) -> str:

@@ -191,7 +191,7 @@ def format_number(number: float | None, form: str) -> str:
 
 def list_notes(settings: Sequence[Setting], table: Table, left_out: Sequence[str]) -> list[str]:
     """Returns the notes below a table: the reliability of its numbers, and exceptions in single rows."""
-    replicate, num_runs = replicate_of(settings), settings[0].num_runs
+    replicate, num_runs = replicate_of(settings), len(settings[0].cases)
     notes = [REPLICATES.format(replicate) if has_replicates(settings) else ONE_RUN] + [FOLDS] * (replicate == "fold")
     counts = set(map(int, table.get(f"{replicate}s", [])))
     ended = [[bool(case.result() or case.has_failed()) for case in setting.cases] for setting in settings]

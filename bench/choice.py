@@ -63,13 +63,13 @@ def format_choices(rows: Sequence[Mapping[str, Any]], budgets: Sequence[tuple[st
         rows: measured layers, softmax attention's among them, as in results.csv.
         budgets: keys of `BUDGETS` and their limits.
     """
-    stored = {factory_of(layer): (layer, loss) for layer, loss in read_quality().items()}
+    stored = {factory_of(layer): loss for layer, loss in read_quality().items()}
     lines = [f"Budgets: {' '.join(f'{key}={limit:g}' for key, limit in budgets)}. {MEANING}"]
     for setting, group in itertools.groupby(rows, key=itemgetter(*SETTINGS)):
         layers, ranked = list(group), []
         softmax = next(row["macs"] for row in layers if row["name"] == "softmax")
         for row in layers:
-            (_, loss), costs = stored.get(factory_of(row["name"]), ("", None)), costs_of(row, softmax)
+            loss, costs = stored.get(factory_of(row["name"])), costs_of(row, softmax)
             shown = readable(row) | {"MACs, relative": f"{costs['macs']:.2f}"}
             shown["points lost"] = plus_minus(loss, ".2f") or "not stored"
             titles = ("name", "points lost", f"speed-up over {row['baseline']}", "ms", "peak (MiB)", "MACs, relative")
@@ -85,10 +85,6 @@ def format_choices(rows: Sequence[Mapping[str, Any]], budgets: Sequence[tuple[st
         else:
             least = f"The nearest, {line['name']}, exceeds one {excess:.3g} times"
             lines += [f"No layer meets the budgets. {least}; raise a limit, or give other --attention."]
-    given = {factory_of(row["name"]) for row in rows}
-    names = {factory.name for factory in given - stored.keys()}
-    if others := [layer for each, (layer, _) in stored.items() if each.name in names and each not in given]:
-        lines += ["", f"Stored with other options, which --attention takes: {' '.join(others)}"]
     return "\n".join(lines)
 
 

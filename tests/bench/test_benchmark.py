@@ -245,7 +245,6 @@ def test_layers_within_budgets_by_stored_quality(budgets, names, monkeypatch):
     else:
         assert "No layer meets the budgets. The nearest, mean, exceeds one 2 times; raise a limit" in text
     assert ("0 of 1 layers" in other) == ("macs" not in budgets)
-    assert other.endswith("takes: local:window_size=9")
 
 
 def test_a_choice_among_measured_layers(capsys):
