@@ -43,7 +43,7 @@ class Report(NamedTuple):
 
 def make_report(settings: Sequence[Setting], left_out: Sequence[str] = ()) -> Report:
     """Returns the report on a sweep; `left_out` are lines that name the settings without runs."""
-    table = tabulate(settings).readers
+    table = tabulate(settings, for_readers=True)
     given = {*changed_options(settings), *tabulate_match(settings), "parameters (M)", "MACs (G)", "seeds", "folds"}
     given |= {title for title in table if title.startswith("paper")}
     constant = [title for title in table if title in given and len(set(table[title])) == 1]
@@ -74,7 +74,7 @@ def write_tables(caption: str, settings: Sequence[Setting], output: Path, left_o
     with hold_lock(output / "lock", wait=True):
         write_file(output / "table.md", report_sweep(caption, settings, left_out).encode())
         write_file(output / "table.tex", to_latex(caption, settings, left_out).encode())
-        for name, table in ("table.csv", tabulate(settings).programs), ("runs.csv", list_runs(settings)):
+        for name, table in ("table.csv", tabulate(settings)), ("runs.csv", list_runs(settings)):
             write_file(output / name, to_csv(list(table), zip(*table.values(), strict=True)))
 
 

@@ -1,9 +1,9 @@
 """Tables of a sweep's finished runs: a row for each setting, a row for each run, and the notes below them."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from ablation.cases import Case
 from ablation.match import TOLERANCE
@@ -39,15 +39,9 @@ FOLDS = (
 )
 
 
-class Tables(NamedTuple):
-    """A table with the accuracies of several runs as `for_readers` has them, and as `for_programs` has them."""
-
-    readers: Table
-    programs: Table
-
-
-def tabulate(settings: Sequence[Setting]) -> Tables:
-    """Returns a row for each setting.
+def tabulate(settings: Sequence[Setting], for_readers: bool = False) -> Table:
+    """Returns a row for each setting. Accuracies of several runs are those of `mean_and_verdict` for readers, and of
+    `single_numbers` for programs.
 
     Accuracies are from the last epoch: "top-1" of the plain weights and, if any run keeps them, "EMA top-1" of averaged
     weights. Step time and memory are means over runs; memory is measured on a GPU only.
@@ -69,13 +63,10 @@ def tabulate(settings: Sequence[Setting]) -> Tables:
         options[f"{replicate_of(settings)}s"] = [str(len(runs)) for runs in results]
     measured = {name: measure(results, key) for name, key in accuracies(settings).items()}
 
-    def join(write: Callable[[str, Sequence[Measured]], Table]) -> Table:
-        table = {**options}
-        for name, own in measured.items():
-            table |= write(name, own) if several else {f"{name} (%)": mean_cells(own, ".2f")}
-        return table | {"paper (%)": paper_cells(settings, "top1", ".2f")}
-
-    return Tables(join(for_readers), join(for_programs))
+    write = mean_and_verdict if for_readers else single_numbers
+    for name, own in measured.items():
+        options |= write(name, own) if several else {f"{name} (%)": mean_cells(own, ".2f")}
+    return options | {"paper (%)": paper_cells(settings, "top1", ".2f")}
 
 
 def list_runs(settings: Sequence[Setting]) -> Table:
@@ -154,7 +145,7 @@ def paper_cells(settings: Sequence[Setting], field: str, form: str) -> list[str]
     return [format_number(setting.paper and getattr(setting.paper, field), form) for setting in settings]
 
 
-def for_programs(name: str, measured: Sequence[Measured]) -> Table:
+def single_numbers(name: str, measured: Sequence[Measured]) -> Table:
     """Returns one number per column. The interval is the difference minus and plus the half width."""
     spreads, differences = [own.spread for own in measured], [own.difference for own in measured]
     return {
@@ -166,7 +157,7 @@ def for_programs(name: str, measured: Sequence[Measured]) -> Table:
     }
 
 
-def for_readers(name: str, measured: Sequence[Measured]) -> Table:
+def mean_and_verdict(name: str, measured: Sequence[Measured]) -> Table:
     """Returns mean ± standard deviation in one column, and the difference with a verdict in another."""
     return {
         f"{name} (%)": [plus_minus(own.spread, ".2f") for own in measured],

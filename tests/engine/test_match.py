@@ -48,7 +48,7 @@ def test_the_solved_size_is_an_override_of_an_ordinary_run(config):
         assert setting.cases[0].directory.name.endswith(f",{setting.matched.override}")
     assert left_out == ["attention=softmax: attention(softmax): declares no option that sets its size"]
     assert softmax.cases[0].directory.name == "attention=softmax"
-    table, reached = tabulate(settings).programs, [performer.matched.reached, abc.matched.reached]
+    table, reached = tabulate(settings), [performer.matched.reached, abc.matched.reached]
     assert table["size"] == ["num_samples=8", "num_landmarks=5", ""]
     assert table["token_macs: target"] == ["375", "375", ""]
     assert table["token_macs: reached"] == [f"{x:.0f}" for x in reached] + [""]

@@ -103,7 +103,7 @@ def test_what_is_the_same_in_all_rows_goes_to_the_caption(config):
     assert (caption, same, note) == ("Windows", "All rows: attention.position_bias = table.", ONE_RUN)
     columns = ["attention.window_size", "parameters (M)", "MACs (G)", "step (s)", "top-1 (%)"]
     assert header == f"| {' | '.join(columns)} |"  # without a paper's, which gives none
-    assert "attention.position_bias" in tabulate(settings).programs
+    assert "attention.position_bias" in tabulate(settings)
 
 
 @pytest.mark.complete
@@ -112,13 +112,13 @@ def test_a_papers_table_has_the_papers_figures_beside_ours(tmp_path):
     ablation, settings, _ = read_ablation(ROOT / "configs/ablation/eva_table2.yaml", [], tmp_path, ["python"])
     assert settings[1].cases[0].directory == tmp_path / "deit_tiny_p8-performer"
     assert settings[1].cases[0].command[2].endswith("/deit_tiny_p8/performer.yaml")
-    table = tabulate(settings[:2]).programs
+    table = tabulate(settings[:2])
     assert table["base"] == ["deit_tiny_p8/softmax", "deit_tiny_p8/performer"]
     assert [table[title][1] for title in ("MACs (G)", "paper: MACs (G)", "paper (%)")] == ["4.655", "4.9", "67.19"]
     note = "deit_tiny_p8/performer, not as the paper prints it: 4.9 G is the cost of 96 features"
     assert note in report_sweep(ablation.caption, settings[:2])
     ablation, settings, _ = read_ablation(ROOT / "configs/ablation/eva_table6.yaml", [], tmp_path, ["python"])
-    table = tabulate(settings).programs
+    table = tabulate(settings)
     assert table["paper: step (ms)"] == ["87", "65", "77", "87", "89", "94", "119", "108", "99"]
     assert table["paper: memory (GB)"] == ["8.1", "7.8", "8.4", "9.1", "9.4", "9.9", "12.5", "11.9", "17.7"]
     assert table["paper (%)"][-1] == "77.16"
@@ -145,7 +145,7 @@ def test_a_row_shows_the_seeds_that_are_finished(config):
     ablation, settings, _ = read(config, REPLICATED)
     for case in (*settings[0].cases, settings[1].cases[1]):
         finish(case, top1=97.5)
-    table = tabulate(settings).programs
+    table = tabulate(settings)
     found = list(zip(table["seeds"], table["top-1 (%)"], table["top-1 std"], strict=True))
     assert found == [("3", "97.50", "0.00"), ("1", "97.50", ""), ("0", "", "")]
     assert "| 1 | 97.50 | +0.00 (one run) |" in report_sweep(ablation.caption, settings)

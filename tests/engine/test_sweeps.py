@@ -53,7 +53,7 @@ def test_empty_cells_have_the_values_that_hold(config):
     _, settings, _ = read(config)
     for setting, top1 in zip(settings, (90, 92, 89), strict=True):
         finish(setting.cases[0], top1=top1)
-    table = tabulate(settings).programs
+    table = tabulate(settings)
     assert table["attention"] == ["softmax", "local", "local"]
     assert table["attention.window_size"] == ["", "1", "2"]
     assert table["schedule.epochs"] == ["4", "4", "2"]
