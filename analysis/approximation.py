@@ -175,8 +175,6 @@ def measure(
         stages = (0,) if fit is None else (0, args.align)
         options, found = attention, {steps: {mode: [] for mode in args.modes} for steps in stages}
         try:
-            if args.decompose:
-                check_draws(attention)
             if budget is not None:
                 options = with_budget(attention, budget, num_tokens)
             for seed in range(args.draws):
@@ -209,19 +207,12 @@ def measure(
                 yield row(mode=mode, errors=errors, steps=steps, **sampled)
 
 
-def check_draws(attention: Mapping[str, Any]) -> None:
-    """Raises the OptionError for a mechanism whose passes share samples, so that they show no variance."""
-    if (interval := attention.get("feature_redraw_interval", 1)) > 1:
-        problem = f" = {interval}: passes that share samples have no variance for --decompose; set it to 1"
-        raise OptionError(f"attention({attention['name']}).feature_redraw_interval", problem)
-
-
 @torch.no_grad()
 def decompose_errors(model: nn.Module, softmax: Softmax, samples: int) -> list[tuple[float, float]]:
     """Returns the mean `relative_error` of every attention layer over `samples` passes, and its part that is variance.
 
     The error of a random y against a fixed t is E (y - t)^2 = (E y - t)^2 + Var y. The variance is estimated over the
-    passes, divided by samples - 1; a single pass has none. Every pass must draw its own samples, see `check_draws`.
+    passes, divided by samples - 1; a single pass has none.
     """
     found = []
     for layer, given, expected in zip(attention_layers(model), softmax.inputs, softmax.expected, strict=True):

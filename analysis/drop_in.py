@@ -71,15 +71,13 @@ def check_projections(layer: Attention, own: Attention) -> None:
 def set_mode(model: nn.Module, mode: str, seed: int) -> None:
     """Sets only the attention layers to one of `MODES`; their samples follow from `seed`.
 
-    The sampled mode is that of training without dropout, which is not a part of an estimate. Its first pass draws new
-    samples, where training passes share them too (`feature_redraw_interval`): a run keeps those of its last passes.
+    The sampled mode is that of training without dropout, which is not a part of an estimate.
     """
     torch.manual_seed(seed)
     for layer in attention_layers(model):
         layer.train(mode == "sampled")  # and its parts: EVA's landmarks sample, not the layer itself
         if mode == "sampled":
             leave_out_dropout(layer.core)
-            layer.core.restart()
 
 
 def leave_out_dropout(layer: Attention) -> None:

@@ -9,6 +9,7 @@ come from `Attention.cost`.
 """
 
 import inspect
+import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -103,7 +104,9 @@ def main(arguments: Sequence[str]) -> None:
         if len(arguments) > 1 or any(argument.startswith("-") for argument in arguments):
             print("usage: python -m attention [--plugin MODULE] [NAME]")
             sys.exit(0 if {"-h", "--help"} & {*arguments} else 2)
-        print(page(*arguments) if arguments else table())
+        print(page(*arguments) if arguments else table(), flush=True)
+    except BrokenPipeError:  # by a reader that has enough, such as head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OptionError as error:
         print(f"python -m attention: {error}", file=sys.stderr)
         sys.exit(2)

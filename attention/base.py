@@ -341,8 +341,5 @@ class Attention(nn.Module):
         named = dict(zip(("grid", "key_mask"), others, strict=False)) | {**kwargs}
         return x, {name: value for name, value in named.items() if value is not None}
 
-    def restart(self) -> None:
-        """Forgets the training passes that the mechanism has counted, for a training that begins anew."""
-
     def extra_repr(self) -> str:
         return f"{self.config}"

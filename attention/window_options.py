@@ -6,7 +6,7 @@ from torch import Tensor
 
 from .base import Attention, LayerContext
 from .options import option
-from .parts.geometry import Grid, Layout, Windows, raster
+from .parts.geometry import Grid, Windows, raster
 from .parts.masking import of_grid
 from .parts.position import CAUSAL_INDEX, BiasKind, PositionBias
 
@@ -38,15 +38,6 @@ def window_option(name: str) -> Any:
     return option(**OPTIONS[name])
 
 
-def layout_of(config: Any) -> Layout:
-    """The option `layout` of a mechanism with windows; a TypeError names the field to write if it has none."""
-    if not hasattr(config, "layout"):
-        line = 'layout: Layout | None = window_option("layout")'
-        where = "from attention.parts.geometry import Layout, from attention.window_options import window_option"
-        raise TypeError(f"{type(config).__qualname__} has windows and no option layout; write `{line}` in it ({where})")
-    return config.layout
-
-
 def windows_on(config: Any, grid: Grid, key_mask: Tensor | None = None) -> Windows:
     """The windows of a mechanism's options on this grid; they hold no tokens if window_size is 0.
 
@@ -56,10 +47,10 @@ def windows_on(config: Any, grid: Grid, key_mask: Tensor | None = None) -> Windo
     sides = (side, side), (overlap, overlap)
     if side == 0:
         sides = (0, 0), (0, 0)
-    elif layout_of(config) == "1d":
+    elif config.layout == "1d":
         sides = (1, side), (0, overlap)
     key_mask = of_grid(key_mask, grid[0] * grid[1])
-    return Windows(raster(grid, layout_of(config)), *sides, config.causal, key_mask)
+    return Windows(raster(grid, config.layout), *sides, config.causal, key_mask)
 
 
 def position_bias(attn: Attention, context: LayerContext) -> PositionBias:
@@ -83,6 +74,6 @@ def refuse_windows(attn: Attention, context: LayerContext) -> None:
         OptionError: a window or overlap is larger than the grid; causal attention has another layout than 1d.
     """
     config = attn.config
-    attn.refuse_above(context, "window_size", "overlap", side=max(raster(context.grid, layout_of(config))))
+    attn.refuse_above(context, "window_size", "overlap", side=max(raster(context.grid, config.layout)))
     if config.causal and config.layout != "1d":
         attn.refuse("layout", config.layout, NOT_RASTER)

@@ -13,7 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 from attention import Attention, AttentionFactory, OptionError
 from attention.options import Options, option, parse_options
@@ -33,28 +33,6 @@ class Place(Options):
         None,
         "blocks of the model, or of the stage, counted from 0: `3`, `0-8`, `0-3, 7` or a list; null: all of the stage",
     )
-
-
-class Checked(dict[str, Any]):
-    """Name and options of a mechanism that have been parsed, with the `Place` if they name one.
-
-    It keeps the factory, so that they are not parsed again. Copies are plain dicts, whose options may be changed.
-    """
-
-    factory: AttentionFactory
-
-    @classmethod
-    def of(cls, factory: AttentionFactory, options: Mapping[str, Any]) -> Self:
-        """Returns the `options` that `factory` was made of."""
-        checked = cls(options)
-        checked.factory = factory
-        return checked
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        raise TypeError(f"{name} = {value}: these options have been parsed; change a copy, dict(options)")
-
-    def __reduce__(self) -> tuple[type[dict[str, Any]], tuple[dict[str, Any]]]:
-        return dict, (dict(self),)
 
 
 class Entry(NamedTuple):
@@ -86,8 +64,8 @@ def assign(model: str, attention: Mechanism | Sequence[Mechanism], depths: Seque
         if place := split_place(mechanism)[0]:
             problem = "belongs to an entry of a list, attention: [{blocks: 0-8, name: ...}, ...]; leave it out"
             raise OptionError(f"attention.{next(iter(place))}", problem)
-        copies = [Checked.of(mechanism.factory, mechanism) for _ in stages[1:]]
-        options = [*copies, _check("softmax", "")] if copies else [mechanism]
+        copies = [dict(mechanism) for _ in stages[1:]]
+        options = [*copies, {"name": "softmax"}] if copies else [mechanism]
         return [Entry(*pair) for pair in zip(options, map(tuple, stages), strict=True)]
     given = [
         _check(entry, f"attention[{i}]") for i, entry in enumerate(attention if isinstance(attention, Sequence) else ())
@@ -127,11 +105,12 @@ def single_layers(depths: Sequence[int]) -> range:
 
 def layer_factories(entries: Iterable[Entry]) -> list[LayerFactory]:
     """The factory of every block; the context of its layer counts the earlier blocks with the same mechanism."""
-    by_layer = {layer: entry.options for entry in entries for layer in entry.layers}
+    by_entry = [(_factory(entry.options), entry.layers) for entry in entries]
+    by_layer = {layer: factory for factory, layers in by_entry for layer in layers}
     counts: Counter[str] = Counter()
     factories: list[LayerFactory] = []
-    for _, options in sorted(by_layer.items()):
-        factory = _check(options, "attention").factory
+    for layer in sorted(by_layer):
+        factory = by_layer[layer]
         factories.append(functools.partial(factory, num_same_before=counts[factory.name]))
         counts[factory.name] += 1
     return factories
@@ -166,7 +145,7 @@ def split_place(entry: Mechanism) -> tuple[dict[str, Any], dict[str, Any]]:
 def factories_of(attention: Mechanism | Sequence[Mechanism] | None) -> list[AttentionFactory]:
     """The factory of every entry of the attention of a run, which has been checked."""
     entries = [attention] if isinstance(attention, str | Mapping) else attention or []
-    return [_check(entry, "attention").factory for entry in entries]
+    return [_factory(entry) for entry in entries]
 
 
 def mechanisms_of(attention: Mechanism | Sequence[Mechanism] | None) -> list[dict[str, Any]]:
@@ -209,18 +188,20 @@ def text_of(numbers: Iterable[int]) -> str:
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
-def _check(entry: Any, path: str) -> Checked:
-    """Parses the mechanism of an entry, unless it is `Checked`."""
-    if isinstance(entry, Checked):
-        return entry
+def _check(entry: Any, path: str) -> dict[str, Any]:
+    """An entry as a mapping, whose mechanism has been parsed."""
     place, mechanism = split_place(entry) if isinstance(entry, str | Mapping) else ({}, entry)
-    return Checked.of(AttentionFactory.from_options(mechanism, path), {**place, **mechanism})
+    AttentionFactory.from_options(mechanism, path)
+    return {**place, **mechanism}
+
+
+def _factory(entry: Mechanism) -> AttentionFactory:
+    return AttentionFactory.from_options(split_place(entry)[1])
 
 
 def _placed(place: Mapping[str, Any], entry: dict[str, Any]) -> dict[str, Any]:
     """The mechanism of an entry in another place."""
-    options = {**place, **split_place(entry)[1]}
-    return Checked.of(entry.factory, options) if isinstance(entry, Checked) else options
+    return {**place, **split_place(entry)[1]}
 
 
 def _stages(depths: Sequence[int]) -> list[range]:

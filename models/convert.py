@@ -114,12 +114,11 @@ def _count_prefix_tokens(tensors: StateDict) -> dict[str, int]:
 def resample_bias_tables(
     state_dict: StateDict, model: nn.Module, source: nn.Module | None = None
 ) -> tuple[StateDict, dict[str, str]]:
-    """Adapts a state dict's relative position bias to the windows of `model`: tables of the kinds table and t5.
+    """Adapts a state dict's relative position bias to the windows of `model`: tables of the kind table.
 
     Args:
         source: the model of the state dict, which may be on the meta device. None assumes that the tables have the same
-            kind as the model's, and that tables with equal numbers of rows have the same windows; the windows of other
-            tables of kind t5 are then unknown.
+            kind as the model's, and that tables with equal numbers of rows have the same windows.
     Returns:
         The names of the resampled tables, and name -> reason for the tables that `model` cannot use.
     """
@@ -135,11 +134,6 @@ def resample_bias_tables(
             reasons[key] = f"there it is of {' '.join(their_kind)}"
         elif fits and their_windows == windows:
             continue
-        elif kind[0] == "t5" and their_windows:
-            if (resampled := bias.resampled_t5(table, their_windows[0][1] + their_windows[1][1])) is None:
-                reasons[key] = f"{tuple(table.shape)} there is no such table"
-            else:
-                tables[key] = resampled
         elif kind[0] != "table":
             reasons[key] = f"of another window, and {' '.join(kind)} cannot be resampled"
         else:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import os
 import re
 import subprocess
 import sys
@@ -175,3 +176,11 @@ def test_mechanisms_are_imported_when_they_are_asked_for():
     lines = lines if find_spec("triton") else lines[:7]
     run = subprocess.run([sys.executable, "-c", "\n".join(lines)], cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
+
+
+def test_a_reader_that_has_enough_of_the_table_is_no_error():
+    reading, writing = os.pipe()
+    os.close(reading)
+    run = subprocess.run([sys.executable, "-m", "attention"], cwd=ROOT, stdout=writing, stderr=subprocess.PIPE)
+    os.close(writing)
+    assert (run.stderr, run.returncode) == (b"", 0)

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from ..base import Attention, Cost, LayerContext
 from ..costs import linear_attention_macs, mix_features_macs
-from ..ops import kernels
 from ..ops.kernels import with_fast_path
 from ..ops.random_features import fused
 from ..ops.random_features.op import linear_attention, mix_features, weighted_values_reference
@@ -90,9 +89,6 @@ class Performer(Attention):
     prefix_tokens = "plain"
     size_option = "num_samples"
     omega: Tensor
-    train_omega: Tensor
-    num_passes: Tensor
-    last_draw: Tensor
 
     class Config(Options):
         num_samples: int = option(128, "samples omega per head", low=1)
@@ -118,14 +114,13 @@ class Performer(Attention):
             "redraw",
             "samples of training: redraw: new ones; fixed: one set; learnable: parameters; evaluation keeps one set",
         )
-        feature_redraw_interval: int = option(1, "training passes that share samples (feature_redraw redraw)", low=1)
         local: bool = local_option()
         causal: bool = causal_option()
 
     def __init__(self, context: LayerContext, config: Any):
         super().__init__(context, config)
         if config.feature_redraw != "redraw":
-            neutral = {"eval_omega_sampling": config.omega_sampling, "feature_redraw_interval": 1}
+            neutral = {"eval_omega_sampling": config.omega_sampling}
             self.refuse_unused(neutral, f"nothing is redrawn with feature_redraw: {config.feature_redraw}")
         if config.features not in CLAMPED:
             self.refuse_unused({"released_clamp": False}, f"acts with features {' and '.join(CLAMPED)}")
@@ -136,40 +131,10 @@ class Performer(Attention):
             self.omega = nn.Parameter(omega)
         else:
             self.register_buffer("omega", omega)
-        if config.feature_redraw_interval > 1:
-            self.register_buffer("train_omega", omega.clone())
-            self.register_buffer("last_draw", torch.full_like(omega[0, 0, 0], torch.nan))
-            self.register_buffer("num_passes", torch.zeros_like(omega[0, 0, 0], dtype=torch.int64))
 
     def sample_omega(self, sampling: OmegaSampling, like: Tensor) -> Tensor:
         """Samples (h, s, d) on the device of `like`, in its compute dtype."""
         return gaussian(sampling, (self.num_heads, self.config.num_samples, self.head_dim), like)
-
-    def redraw(self, like: Tensor) -> Tensor:
-        """The samples of this training pass: fresh samples, or with `feature_redraw_interval` those of an earlier pass.
-
-        Every pass draws fresh samples even if it does not use them: a branch on the count would synchronise the device.
-        """
-        fresh = self.sample_omega(self.config.omega_sampling, like)
-        if self.config.feature_redraw_interval == 1:
-            return fresh
-        if kernels.path() == "lean":  # every part of the batch would count as a pass, twice
-            problem = "by parts of the batch (lean) every part has samples of its own; set it to 1, or take auto"
-            self.refuse("feature_redraw_interval", self.config.feature_redraw_interval, problem)
-        # Activation checkpointing restores the generator: equal samples mean a recomputed pass, which is not counted.
-        counted = fresh[0, 0, 0] != self.last_draw
-        due = counted & (self.num_passes % self.config.feature_redraw_interval == 0)
-        omega = torch.where(due, fresh, self.train_omega)
-        self.train_omega.copy_(omega)  # a CUDA graph writes the same memory again
-        self.num_passes.add_(counted)
-        self.last_draw.copy_(fresh[0, 0, 0])
-        return omega
-
-    def restart(self) -> None:
-        """Makes the next training pass draw new samples. The average of those of several passes is no sample."""
-        if self.config.feature_redraw_interval > 1:
-            self.num_passes.zero_()
-            self.last_draw.fill_(torch.nan)
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:
@@ -181,6 +146,6 @@ class Performer(Attention):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         fresh, causal = self.training and self.config.feature_redraw == "redraw", self.config.causal
-        omega = self.redraw(q) if fresh else self.omega
+        omega = self.sample_omega(self.config.omega_sampling, q) if fresh else self.omega
         features = self.config.features + "_released" * self.config.released_clamp
         return performer(q, k, v, omega, features=features, causal=causal, key_mask=key_mask).to(v.dtype)

@@ -49,25 +49,6 @@ class PositionBias(nn.Module):
         assert self.table is not None
         return bias_index(*self.index_arguments, self.table.device)
 
-    def resampled_t5(self, table: Tensor, distance: int) -> Tensor | None:
-        """A table of kind t5 for this window, from one (axes, rows, h) for `distance` tokens of side and overlap.
-
-        Offsets are stretched as the window is. A row is the mean over the offsets in its bucket; rows without an offset
-        keep their values, or are 0 on the meta device. None if a window of that size has no such table.
-        """
-        assert self.table is not None
-        _, size, overlap, causal = self.index_arguments
-        if table.shape[::2] != self.table.shape[::2] or table.shape[1] != t5_num_buckets(distance):
-            return None
-        there, here = (_t5_of_axis(reach, causal).to(table.device) for reach in (distance, size[1] + overlap[1]))
-        of_offsets = table.float()[:, there].mT  # (axes, h, offsets)
-        of_offsets = F.interpolate(of_offsets, len(here), mode="linear", align_corners=True).mT
-        found = torch.zeros_like(self.table, device=table.device) if self.table.is_meta else self.table.detach()
-        found = found.to(of_offsets)
-        for bucket in here.unique():
-            found = found.index_copy(1, bucket[None], of_offsets[:, here == bucket].mean(1, keepdim=True))
-        return found.to(table.dtype)
-
     def forward(self) -> Tensor | None:
         """The bias, (h, w, e); None for the kind `none`."""
         if self.table is None:
@@ -183,12 +164,6 @@ def _index_and_rows(kind: str, size: Grid, overlap: Grid, causal: bool, device: 
 def bias_index(kind: str, size: Grid, overlap: Grid, causal: bool, device: torch.device) -> Tensor:
     """Table rows of a `PositionBias` for every pair of positions of a window, (axes, w, e) int64."""
     return _index_and_rows(kind, size, overlap, causal, device)[0]
-
-
-def _t5_of_axis(distance: int, causal: bool) -> Tensor:
-    """Rows of a table of kind t5 for all offsets along an axis, from the smallest to the largest."""
-    buckets, offset = t5_num_buckets(distance), torch.arange(0 if causal else 1 - distance, distance)
-    return log_bucket(offset, buckets, distance) if causal else t5_bucket(offset, buckets, distance)
 
 
 def t5_num_buckets(distance: int) -> int:

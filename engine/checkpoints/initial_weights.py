@@ -23,7 +23,6 @@ from engine.runtime.distributed import World
 from engine.runtime.errors import UserError
 from engine.runtime.text import describe_difference, one_line
 from models import create_model
-from models.base import attention_layers
 from models.freeze import describe_freeze, freeze
 
 
@@ -71,8 +70,6 @@ def load_initial_weights(model: nn.Module, run: Run, world: World, classes: Sequ
     if run.init.strict and others:
         raise UserError(f"{place}: init.strict=true, but {'; '.join(others)}")
     model.load_state_dict(state, strict=False)
-    for layer in attention_layers(model):
-        layer.core.restart()
     if world.is_primary:
         print("\n".join([place, f"  source   {source.origin}", *table(outcome)]), flush=True)
         if source.model is None and source.num_heads is None:

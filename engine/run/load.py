@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from attention import AttentionFactory
 from attention.options import OptionError, parse_options
 from attention.plugins import load_plugin, plugin_of
 from engine.config.schema import Data, Run
@@ -31,7 +30,7 @@ from engine.run.checks import check_run
 from engine.runtime.errors import ConfigError, OptionErrors
 from engine.runtime.text import one_line
 from models import MODELS, create_model, is_host, parse_model, split_name
-from models.assignment import Checked, Entry, as_option, assign, split_place
+from models.assignment import Entry, as_option, assign, split_place
 from models.base import attention_layers
 from models.freeze import freeze
 from models.hosted import described
@@ -297,7 +296,7 @@ def _tell(text: str) -> None:
     print(text, file=sys.stderr)
 
 
-def _write_out(entries: Sequence[Entry], model: nn.Module) -> list[Checked]:
+def _write_out(entries: Sequence[Entry], model: nn.Module) -> list[dict[str, Any]]:
     """Returns the options of `entries` with all options of their layers in `model`.
 
     The options have the sizes that the layers have: with the option `fit`, those that the grids allow.
@@ -307,7 +306,7 @@ def _write_out(entries: Sequence[Entry], model: nn.Module) -> list[Checked]:
         layer = layers[entry.layers[0]].core
         options = {"name": layer.name(), **plain(dataclasses.asdict(layer.config))}
         place, _ = split_place(entry.options)
-        written.append(Checked.of(AttentionFactory(layer.name(), layer.config), {**place, **options}))
+        written.append({**place, **options})
     return written
 
 

@@ -105,38 +105,6 @@ def test_the_error_of_what_samples_nothing_is_bias(checkpoint, tmp_path):
 
 
 @pytest.mark.complete
-def test_passes_that_share_samples_are_not_decomposed(checkpoint, tmp_path):
-    """They would report all variance as bias. Without --decompose they have an error, whose draws differ."""
-    shared, fresh = (f"{{name: performer, feature_redraw_interval: {interval}}}" for interval in (2, 1))
-    options = "--attention", shared, fresh, "--budgets", "4", "--modes", "sampled", "--images", "4", "--draws", "2"
-    only = "--temperatures", "1"
-    rows = ask(checkpoint, tmp_path, "error", *options, *only, "--decompose", "4")
-    assert {row["attention"] for row in rows if row["error"]} == {fresh}
-    (problem,) = {row["problem"] for row in rows if row["attention"] == shared}
-    assert problem.startswith("attention(performer).feature_redraw_interval = 2: passes that share samples")
-    assert problem.endswith("set it to 1")
-    rows = ask(checkpoint, tmp_path, "error", *options, *only)
-    assert all(float(row["error_std"]) > 0 for row in rows)
-
-
-def test_samples_that_a_run_keeps_between_passes_are_drawn_anew(checkpoint, inputs):
-    """Draws differ, also for a mechanism whose run kept samples for its next passes."""
-    attention = {"name": "performer", "num_samples": 8, "feature_redraw_interval": 100}
-    trained = load_model(checkpoint)
-    model, _ = drop_in(trained, attention, 0)
-    model.train()(read_sample(trained, 4).images)
-    run = dataclasses.replace(trained, source=trained.source._replace(state=model.state_dict()), model=model.eval())
-
-    def outputs(seed: int) -> torch.Tensor:
-        again, _ = drop_in(run, attention, 0)
-        set_mode(again, "sampled", seed)
-        return attended(attention_layers(again)[0], *inputs[0])
-
-    assert torch.equal(outputs(1), outputs(1))
-    assert not torch.equal(outputs(1), outputs(2))
-
-
-@pytest.mark.complete
 def test_outputs_of_aligned_layers_are_decomposed(checkpoint, tmp_path):
     """Alignment lowers the error of the outputs; what samples nothing keeps all of it as bias, softmax has none."""
     names = "--attention", "softmax", "performer", "linear", "--budgets", "4", "--modes", "sampled", "--images", "8"

@@ -32,7 +32,6 @@ import torch
 from torch import nn
 
 import validate
-from attention import create_attention
 from engine.checkpoints import convert
 from engine.checkpoints.export import export, export_checkpoint
 from engine.checkpoints.files import find_checkpoint, find_weights, kept_weights, load_checkpoint, save_checkpoint
@@ -487,14 +486,6 @@ def test_weights_and_buffers_that_are_not_finite_are_neither_saved_nor_loaded(ch
         assert not list(tmp_path.iterdir())
     with pytest.raises(UserError, match="x: the checkpoint's weights do not fit: 1 not finite: running_var"):
         load_weights(nn.BatchNorm1d(3), model.state_dict(), "x")
-
-
-def test_a_number_that_a_mechanism_has_not_had_yet_may_be_nan(checkpoints: Checkpoints, tmp_path: Path):
-    context = {"dim": 8, "num_heads": 2, "grid": (3, 5)}
-    model = create_attention("performer", **context, num_samples=5, feature_redraw_interval=2)
-    assert model.last_draw.isnan()
-    checkpoints.save(Progress(), {"model": model})
-    load_weights(model, find_checkpoint(tmp_path, "last")[1]["model"], "x")
 
 
 def test_a_directory_without_checkpoints(checkpoints: Checkpoints, tmp_path: Path):

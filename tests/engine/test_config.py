@@ -1,11 +1,9 @@
 """Configuration files are read back as written, and a mistake is refused in one line that names its place."""
 
 import argparse
-import copy
 import dataclasses
 import importlib
 import os
-import pickle
 import re
 import typing
 from pathlib import Path
@@ -14,15 +12,12 @@ import pytest
 import torch
 import yaml
 
-from attention import ATTENTION, OptionError
-from attention.options import parse_options
+from attention import OptionError
 from engine.config.schema import Augment, Optim, Run
 from engine.config.yaml_files import dump_yaml, read_yaml
-from engine.run.load import REMOVED, dump_run, find_config, load_run, parse_run, plain
+from engine.run.load import REMOVED, dump_run, find_config, load_run, parse_run
 from engine.runtime.errors import ConfigError, refuse_bad_input
 from models import create_model
-from models.base import attention_layers
-from models.costs import count_costs
 
 VALID = """\
 model:
@@ -612,33 +607,3 @@ def test_a_refusal_names_its_rank(rank, said, monkeypatch, capsys):
         raise OptionError("model.name", "unknown")
     assert ended.value.code == 2
     assert capsys.readouterr().err == said
-
-
-@pytest.mark.parametrize(
-    ("path", "entries"),
-    [("deit_tiny_p8/eva.yaml", 1), pytest.param("pvtv2_b3_2xheads/eva.yaml", 3, marks=pytest.mark.complete)],
-)
-def test_every_mechanism_is_parsed_once(monkeypatch, path, entries):
-    """Also what is built from the run afterwards parses nothing, but a copy with other options is parsed."""
-    parsed = []
-
-    def parse(cls, *arguments):
-        parsed.append(cls)
-        return parse_options(cls, *arguments)
-
-    monkeypatch.setattr("attention.parse_options", parse)
-    run = load_run(f"configs/{path}")
-    assert parsed.count(ATTENTION["eva"].Config) == entries
-    count = len(parsed)
-    layers = attention_layers(create_model(attention=run.attention, **run.model, device="meta"))
-    count_costs(run.model, run.attention)
-    assert len(parsed) == count
-    first, *_ = run.attention if isinstance(run.attention, list) else [run.attention]
-    assert plain(dataclasses.asdict(layers[0].config)).items() <= first.items()
-    with pytest.raises(TypeError, match="change a copy"):
-        first["window_size"] = 1
-    for copied in (pickle.loads(pickle.dumps(run)), copy.deepcopy(run)):
-        assert copied == run
-    changed = {**first, "window_size": 1}
-    other = create_model(run.model["name"], [changed] * 4 if path.startswith("pvt") else changed, device="meta")
-    assert attention_layers(other)[0].config.window_size == 1

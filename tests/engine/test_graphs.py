@@ -168,7 +168,6 @@ def test_a_state_of_the_host_is_refused(act, name: str):
     [
         ("train.grad_accum_steps=2", "model.drop_path_rate=0.2", "train.ema_decay=0.9", "train.amp=bf16"),
         pytest.param(("augment.mixup=0.8", "augment.smoothing=0.1", "model.stem=conv"), marks=pytest.mark.complete),
-        pytest.param(("attention={name: performer, feature_redraw_interval: 3}",), marks=pytest.mark.complete),
         pytest.param(
             ("model.mask_token=true", "model.num_classes=0", "augment.smoothing=0", "simmim.mask_size=4"),
             marks=pytest.mark.complete,

@@ -1,13 +1,11 @@
 """Performer: the samples of each pass, the feature maps, and the symmetries."""
 
-import itertools
 import math
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from attention import create_attention
 from attention.mechanisms.performer import performer, performer_reference
@@ -31,7 +29,6 @@ CASES = [
     case(),
     case(omega_sampling="orthogonal", local=True),
     case(eval_omega_sampling="orthogonal_sqrt_d"),
-    case(feature_redraw_interval=2),
     case("fixed", features="hyperbolic"),
     case("learnable"),
     replace(case(features="trigonometric"), well_conditioned=False),
@@ -56,7 +53,6 @@ EFFECTS = {
     "omega_sampling": ({}, "orthogonal"),
     "eval_omega_sampling": ({}, "orthogonal"),
     "feature_redraw": ({}, "fixed"),
-    "feature_redraw_interval": ({}, 2),
     "local": ({}, True),
     "causal": ({}, True),
 }
@@ -67,10 +63,6 @@ SYMMETRIES = [
 ]
 GROWTH = [Growth(1, 1), Growth(1, 1, lambda side: {"causal": True})]
 REFUSED = [
-    (
-        {"feature_redraw": "fixed", "feature_redraw_interval": 2},
-        r"attention\(performer\).feature_redraw_interval = 2: .*; set feature_redraw_interval: 1",
-    ),
     (
         {"feature_redraw": "learnable", "eval_omega_sampling": "orthogonal"},
         r"attention\(performer\).eval_omega_sampling = orthogonal: .*; set eval_omega_sampling: iid",
@@ -183,34 +175,3 @@ def test_orthogonal_evaluation_after_independent_training(monkeypatch):
     assert are_orthogonal(samples(attn.eval(), monkeypatch)) == [True, True]
     assert are_orthogonal(samples(attn.train(), monkeypatch)) == [False, False]
     assert are_orthogonal(samples(layer(omega_sampling="orthogonal"), monkeypatch)) == [True, True]
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_samples_are_shared_by_as_many_passes_as_asked(compiled):
-    torch.compiler.reset()
-    attn = layer(feature_redraw_interval=3)
-    forward = torch.compile(attn, fullgraph=True, backend="eager") if compiled else attn
-    used = []
-    for _ in range(7):
-        forward(torch.zeros(1, 15, 8), GRID)
-        used.append(attn.train_omega.clone())
-    assert [torch.equal(a, b) for a, b in itertools.pairwise(used)] == [True, True, False, True, True, False]
-    again = layer(feature_redraw_interval=3)
-    again.load_state_dict(attn.state_dict())
-    torch.manual_seed(1)
-    again(torch.zeros(1, 15, 8), GRID)  # the eighth pass, after a resumption
-    assert torch.equal(again.train_omega, used[-1])
-
-
-def test_recomputation_uses_the_samples_of_its_own_pass():
-    """Activation checkpointing runs a pass twice, which must change neither the samples nor their count."""
-    gradients = []
-    for recompute in (False, True):
-        attn = layer(feature_redraw_interval=2).double()
-        torch.manual_seed(2)
-        for _ in range(5):
-            x = draw(2, 15, 8)
-            y = checkpoint(attn, x, GRID, use_reentrant=False) if recompute else attn(x, GRID)
-            y.square().sum().backward()
-        gradients.append(attn.qkv.weight.grad)
-    assert torch.equal(*gradients)

@@ -144,7 +144,7 @@ def test_a_mechanism_whose_weights_follow_the_grid_is_not_resized():
 
 def test_a_larger_grid_has_the_sizes_that_fit_it():
     """A grid of 4 x 2 allows 8 of 16 landmarks, and windows of 2 columns; prefix tokens and pruned blocks are there."""
-    attention = {"name": "eva", "window_size": 4, "num_landmarks": 16, "fit": True, "position_bias": "t5"}
+    attention = {"name": "eva", "window_size": 4, "num_landmarks": 16, "fit": True}
     model = tiny_model("deit", attention, img_size=(32, 16), class_token=True)
     assert model.blocks[0].attn.config.num_landmarks == 8
     model.set_input_size((16, 64))

@@ -85,39 +85,6 @@ def test_t5_buckets():
     assert t5_bucket(offset, 16, 7).tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 7, 9, 12, 13, 15]
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_a_t5_table_is_resampled_by_stretching_its_offsets(causal):
-    """A bias that is linear in the offset stays so, at the same share of the window's side: 3 tokens become 5."""
-    windows = Windows((1, 15), (1, 3), causal=causal), Windows((1, 15), (1, 5), causal=causal)
-    there, here = (PositionBias("t5", h, d, each).double() for each in windows)
-    with torch.no_grad():
-        offsets = torch.arange(0 if causal else -2, 3)
-        rows = t5_bucket(offsets, 16, 3) if not causal else offsets
-        there.table[0, rows] = offsets.double()[:, None].expand(-1, h)
-        before = here.table.clone()
-        here.table.copy_(here.resampled_t5(there.table, 3))
-    position = torch.arange(5)
-    expected = (position[:, None] - position).double() / 2  # the farthest offset is 4, and was 2
-    shown = torch.ones(5, 5, dtype=torch.bool).tril() if causal else torch.ones(5, 5, dtype=torch.bool)
-    assert_equal(here()[:, shown], expected[shown].expand(h, -1))
-    unused = torch.ones(16, dtype=torch.bool)
-    unused[here.index().unique()] = False
-    assert torch.equal(here.table[0, unused], before[0, unused])
-    assert unused.sum() == (11 if causal else 7)
-
-
-def test_a_t5_table_of_buckets_of_several_offsets_has_their_mean():
-    """64 tokens have 32 buckets; a constant table stays constant, and another number of rows is no such table."""
-    there, here = (PositionBias("t5", h, d, Windows((1, 128), (1, side))).double() for side in (64, 100))
-    assert (there.table.shape[1], here.table.shape[1]) == (32, 50)
-    found = here.resampled_t5(torch.full_like(there.table, 3.0), 64)
-    rows = here.index().unique()
-    assert len(rows) > 40
-    assert_equal(found[0, rows], torch.full((len(rows), h), 3.0, dtype=torch.float64))
-    assert here.resampled_t5(there.table, 100) is None
-    assert here.resampled_t5(there.table[..., :1], 64) is None
-
-
 def test_table_bias_at_zero_leaves_local_unchanged_and_t5_is_a_sum_over_axes():
     (q, k, v), windows = tokens((6, 6)), Windows((6, 6), (3, 3))
     bias = PositionBias("t5", h, d, windows).double()

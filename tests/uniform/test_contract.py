@@ -144,8 +144,7 @@ def test_defaults_suit_the_grids_of_deit_and_pvt(name):
 @every_case
 def test_an_empty_batch_goes_through(case, path):
     attn, x = case.build(), case.tokens(batch=0).requires_grad_()
-    is_refused = path == "lean" and case.options.get("feature_redraw_interval", 1) > 1  # in training
-    for training in (False,) if is_refused else (True, False):
+    for training in (True, False):
         with kernels.use(path):
             y = attn.train(training)(x, case.grid)
             y.sum().backward()

@@ -5,7 +5,6 @@ import torch
 
 from attention import ATTENTION, create_attention, kernels
 from attention.ops.memory import by_parts
-from attention.options import OptionError
 from bench.operators import off_cpu
 from engine.runtime.memory import peak_bytes
 from tests.support.calls import assert_paths_agree, value_and_gradients
@@ -17,10 +16,6 @@ from tests.support.partition import chosen
 @pytest.mark.parametrize("path", ["plain", "lean"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_paths_agree_in_value_and_all_gradients(case, path):
-    if path == "lean" and case.options.get("feature_redraw_interval", 1) > 1:
-        with pytest.raises(OptionError, match="every part has samples of its own"):
-            assert_paths_agree(case, path)
-        return
     assert_paths_agree(case, path)
 
 
