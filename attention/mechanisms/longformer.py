@@ -7,7 +7,6 @@ Cost: 2 N (w + 2 g) C multiply-accumulates by definition, w = 2 rho + 1 keys (w^
 for the global rows. The band is computed in tiles of rho queries a side, so that w becomes 3 rho. Linear in N.
 """
 
-import copy
 from typing import Any, Literal
 
 import torch
@@ -15,12 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
-from ..costs import num_padded, projections, window_macs
+from ..costs import num_padded, window_macs
 from ..ops.joint_softmax.op import gathered_logits, mix, prefix_term, shared_logits
 from ..options import Options, attn_drop_option, fit_option, local_option, option
-from ..parts.geometry import Grid, Windows, raster, select_tokens, split_heads, split_prefix
+from ..parts.geometry import Grid, Windows, raster, select_tokens, split_prefix
 from ..parts.groups import bin_counts
-from ..parts.linear import linear_part
 from ..parts.tables import kept_table
 from .softmax import softmax
 
@@ -29,9 +27,6 @@ def longformer(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    q_global: Tensor | None = None,
-    k_global: Tensor | None = None,
-    v_global: Tensor | None = None,
     *,
     global_tokens: Tensor,
     grid: Grid,
@@ -41,12 +36,10 @@ def longformer(
     """Softmax over band and global keys; over all keys for the global queries.
 
     Args:
-        q_global (B, h, g, d), k_global, v_global (B, h, P + N, d): projections of their own for global queries.
         global_tokens: distinct raster indices of the global tokens, (g,) int64.
         grid: rows and columns of the band; (1, N) for a raster band. radius: rho, by row or column.
     """
-    if q_global is None or k_global is None or v_global is None:
-        q_global, k_global, v_global = q.index_select(2, global_tokens), k, v
+    rows = softmax(q.index_select(2, global_tokens), k, v, attn_drop)
     (k_prefix, k), (v_prefix, v) = split_prefix(k, q.shape[2]), split_prefix(v, q.shape[2])
     tiles = band(grid, radius)
     band_keys = tiles.indices(q.device)  # (tiles, e); -1 outside the grid
@@ -59,7 +52,6 @@ def longformer(
     on_global = on_global.masked_fill((distances[0] <= radius) & (distances[1] <= radius), -torch.inf)
     global_values = v.index_select(2, global_tokens)[:, :, None]
     terms = [(on_band, values), (on_global, global_values), *prefix_term(queries, k_prefix, v_prefix)]
-    rows = softmax(q_global, k_global, v_global, attn_drop)
     return tiles.reverse(mix(terms, attn_drop)).index_copy(2, global_tokens, rows.to(v.dtype))
 
 
@@ -80,9 +72,7 @@ def within(tiles: Windows, radius: int, device: torch.device) -> Tensor:
     return (rows[:, None, :, None] & columns[None, :, None, :]).flatten(2).flatten(0, 1)
 
 
-def longformer_reference(
-    q, k, v, q_global=None, k_global=None, v_global=None, *, global_tokens, grid, radius, attn_drop=0.0
-):
+def longformer_reference(q, k, v, *, global_tokens, grid, radius, attn_drop=0.0):
     """`longformer`, query by query."""
     y, chosen, P = torch.zeros_like(q), global_tokens.tolist(), k.shape[2] - q.shape[2]
     for n in range(q.shape[2]):
@@ -93,10 +83,8 @@ def longformer_reference(
             if m in chosen or max(abs(m // grid[1] - row), abs(m % grid[1] - column)) <= radius
         ]
         keys = [*range(P), *keys]
-        q_n, k_n, v_n = q[:, :, n, None], k[:, :, keys], v[:, :, keys]
-        if n in chosen:
-            q_n, k_n, v_n = (q_n, k, v) if q_global is None else (q_global[:, :, [chosen.index(n)]], k_global, v_global)
-        weights = (q_n @ k_n.mT / q.shape[-1] ** 0.5).softmax(-1)
+        k_n, v_n = (k, v) if n in chosen else (k[:, :, keys], v[:, :, keys])
+        weights = (q[:, :, n, None] @ k_n.mT / q.shape[-1] ** 0.5).softmax(-1)
         y[:, :, n] = (F.dropout(weights, attn_drop) @ v_n)[:, :, 0]
     return y
 
@@ -112,7 +100,6 @@ class Longformer(Attention):
         )
         layout: Literal["1d", "2d"] = option("1d", "band of the raster order, or square windows around each query")
         num_global: int = option(1, "global tokens g, spread evenly over the grid", low=0)
-        separate_global: bool = option(False, "separate projections for the global rows, initialised as copies of qkv")
         local: bool = local_option()
         attn_drop: float = attn_drop_option()
         fit: bool = fit_option()
@@ -120,9 +107,6 @@ class Longformer(Attention):
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
         self.global_tokens(context.grid, torch.device("cpu"))  # refuses counts that no rows x columns of bins form
-        if config.separate_global and not config.num_global:
-            self.refuse("separate_global", True, "there is no global token; set num_global above 0")
-        self.qkv_global = copy.deepcopy(self.qkv) if config.separate_global else None
 
     def global_tokens(self, grid: Grid, device: torch.device) -> Tensor:
         """Raster indices (g,) of the tokens at the centres of g equal bins of the grid."""
@@ -133,29 +117,14 @@ class Longformer(Attention):
         rows, columns = ((2 * torch.arange(c, device=device) + 1) * side // (2 * c) for side, c in sides)
         return (rows[:, None] * grid[1] + columns).flatten()
 
-    def project(self, x: Tensor, grid: Grid) -> tuple[Tensor | None, ...]:
-        """(B, P + N, C) -> q, k, v, and for global queries q_global (B, h, g, d), k_global and v_global, or None."""
-        if self.qkv_global is None:
-            return *super().project(x, grid), None, None, None
-        C = x.shape[-1]
-        chosen = split_prefix(x, grid[0] * grid[1])[1].index_select(1, self.global_tokens(grid, x.device))
-        q_global = split_heads(linear_part(self.qkv_global, chosen, slice(C)), 1, self.num_heads)
-        keys_and_values = linear_part(self.qkv_global, x, slice(C, None))
-        return *super().project(x, grid), *q_global, *split_heads(keys_and_values, 2, self.num_heads)
-
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:
         N, C, g = context.num_tokens, context.dim, config.num_global
         windows = band(raster(context.grid, config.layout), config.radius)
         macs = window_macs(windows, C) + 2 * num_padded(windows) * g * C + 2 * N * g * C  # band, columns, rows
-        if not config.separate_global:
-            return Cost(0, macs)
-        queries, keys_and_values = g * C * C, 2 * N * C * C
-        return Cost(projections(context, 3).parameters, macs + queries + keys_and_values)
+        return Cost(0, macs)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Tensor:
-        """Attends with the results of `project` and the grid."""
-        *of_global, grid = others
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         options: dict[str, Any] = {"radius": self.config.radius, "attn_drop": self.attn_drop}
         options |= {"global_tokens": self.global_tokens(grid, q.device), "grid": raster(grid, self.config.layout)}
-        return longformer(q, k, v, *of_global, **options)
+        return longformer(q, k, v, **options)

@@ -10,7 +10,7 @@ from attention.mechanisms.longformer import longformer
 from tests.support.cases import PREFIX, Case
 from tests.support.comparisons import assert_equal, under_mask, weights_of
 from tests.support.growth import Growth
-from tests.support.inputs import CPU, B, draw, every_grid, h, tokens
+from tests.support.inputs import CPU, every_grid, h, tokens
 
 case = partial(Case, "longformer", (5, 7))
 SMALL = {"radius": 3}
@@ -18,15 +18,13 @@ SMALL = {"radius": 3}
 CASES = [
     case({"radius": 4, "num_global": 2}),
     case({"radius": 2, "num_global": 0, "layout": "2d"}),
-    case({"radius": 1, "layout": "2d", "separate_global": True}, mixes_values=False),
+    case({"radius": 1, "layout": "2d"}),
     case({"radius": 4, "num_global": 2, **PREFIX}),
-    case({"radius": 1, "separate_global": True, **PREFIX}, mixes_values=False),
 ]
 EFFECTS = {
     "radius": (SMALL, 2),
     "layout": (SMALL, "2d"),
     "num_global": (SMALL, 2),
-    "separate_global": (SMALL, True),
     "attn_drop": (SMALL, 0.5),
     "local": (SMALL, True),
 }
@@ -34,7 +32,6 @@ SYMMETRIES = [({"transposed"}, {"radius": 1, "layout": "2d"}), (set(), {"radius"
 GROWTH = [Growth(1, 1)]
 REFUSED = [
     ({"num_global": 47}, r"attention\(longformer\).num_global = 47 .* nearest valid: 48"),
-    ({"num_global": 0, "separate_global": True}, r"separate_global = True: .* set num_global above 0"),
 ]
 EVERYTHING = [{"radius": 24}, {"radius": 5, "layout": "2d"}, {"radius": 0, "num_global": 24}]
 SYMBOLS = {"w": 3 * 24, "g": 1}  # tiles of rho = 24 queries
@@ -61,21 +58,6 @@ def test_longformer_attends_to_2_rho_plus_1_keys():
     q, k, _ = tokens((8, 8))
     attended = weights_of(longformer, q, k, global_tokens=torch.empty(0, dtype=torch.int64), grid=(1, 64), radius=3) > 0
     assert (attended[:, :, 3:-3].sum(-1) == 7).all()
-
-
-def test_longformer_separate_projections_start_as_the_shared_ones_and_act_on_global_rows_alone():
-    site = {"dim": 16, "num_heads": h, "grid": (5, 7), "radius": 2, "num_global": 3}
-    attn = create_attention("longformer", separate_global=True, **site).double()
-    shared = create_attention("longformer", **site).double()
-    shared.load_state_dict({key: value for key, value in attn.state_dict().items() if "global" not in key})
-    x, global_tokens = draw(B, 35, 16), attn.global_tokens((5, 7), CPU)
-    y = shared(x, (5, 7))
-    assert_equal(attn(x, (5, 7)), y)
-    assert sum(p.numel() for p in attn.qkv_global.parameters()) == 3 * 16**2 + 3 * 16
-    with torch.no_grad():
-        attn.qkv_global.weight.mul_(3)
-    changed = ((attn(x, (5, 7)) - y).abs() > 1e-6).any(-1).any(0)
-    assert changed.nonzero()[:, 0].tolist() == global_tokens.tolist()
 
 
 @pytest.mark.parametrize(

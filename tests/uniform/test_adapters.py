@@ -10,7 +10,7 @@ from attention import Attention
 from tests.support.comparisons import FP64, rms_ratio
 from tests.support.facts import CASES, light
 
-every_case = pytest.mark.parametrize("case", light(CASES, "separate_global"))
+every_case = pytest.mark.parametrize("case", light(CASES))
 LAYERS = nn.Linear, nn.Conv2d
 
 
