@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 
 from attention.mechanisms.focused_linear import focus, focused_linear
-from attention.parts.features import elu_plus_one
 from attention.parts.groups import bins, group_mean
 from tests.mechanisms.test_sra import average
 from tests.support.cases import PREFIX, Case
@@ -96,12 +95,6 @@ def test_weights_are_not_negative_and_sum_to_almost_one(power):
 def test_length_of_a_query_has_almost_no_effect():
     difference = focused_linear(5 * Q, K, V, SCALE, power=3.0) - focused_linear(Q, K, V, SCALE, power=3.0)
     assert 0 < difference.abs().max() < 1e-2  # what is added to the mean weight, some of which are tiny
-
-
-def test_elu_plus_one_in_the_place_of_the_powers_would_be_another_attention():
-    kernel = elu_plus_one(Q) @ elu_plus_one(K).mT
-    other = kernel @ V / kernel.sum(-1, keepdim=True)
-    assert (focused_linear(Q, K, V, SCALE, power=3.0) - other).abs().max() > 0.1
 
 
 @every_grid

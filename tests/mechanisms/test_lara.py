@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention import AttentionFactory, OptionError, create_attention
+from attention import create_attention
 from attention.mechanisms.lara import lara
 from attention.mechanisms.performer import performer
 from attention.mechanisms.ra import ra
@@ -301,16 +301,6 @@ def test_noise_follows_the_options(monkeypatch):
     assert uniform is None
 
 
-@pytest.mark.parametrize(
-    ("options", "chosen"),
-    [({}, ("decoupled", "light", "unit")), ({"proposal": "single"}, ("balance", "none", "unit"))],
-    ids=str,
-)
-def test_the_configuration_shows_the_options_that_fit_the_proposal(options, chosen):
-    config = AttentionFactory.from_options({"name": "lara", **options}).config
-    assert (config.weighting, config.landmark_transform, config.noise) == chosen
-
-
 def test_a_second_sample_acts_in_training_only():
     one, two = layer().eval(), layer(samples_per_proposal=2).eval()
     x = torch.randn(2, 24, 8)
@@ -354,8 +344,3 @@ def test_landmarks_are_transformed_segment_means(monkeypatch):
             whole = attn.landmark_q.norm(attn.landmark_q.linear(segment.transpose(1, 2).flatten(2)))
             segment = whole.view(1, 4, 2, 4).transpose(1, 2)
         torch.testing.assert_close(q_bar, segment)
-
-
-def test_segments_of_another_grid_are_checked_when_it_comes():
-    with pytest.raises(OptionError, match=r"num_landmarks = 4 .* 1x3 .* nearest valid: 3"):
-        layer()(torch.randn(1, 3, 8), (1, 3))

@@ -269,13 +269,3 @@ def test_blocks_of_a_kind_are_one_graph_per_mode():
     """Two kinds, in training and in evaluation, and in training the first block, which begins with no addition."""
     model = tiny_model("deit", HYBRID["deit"], drop_path_rate=0.3)
     assert count_graphs(model, lambda model: train_and_evaluate(model, tiny_images("deit"))) == 5
-
-
-@pytest.mark.stress
-@asks_for_gradients
-def test_blocks_of_a_kind_in_a_stage_are_one_graph_per_mode():
-    attention = [*HYBRID["pvtv2_b0"], {"stage": 1, "blocks": 2, **EVA}]
-    model = tiny_model("pvtv2_b0", attention, depths=(1, 3, 1, 1), drop_path_rate=0.3)
-    assert names(model) == ["eva", "eva", "softmax", "eva", "eva", "softmax"]
-    images = tiny_images("pvtv2_b0")
-    assert count_graphs(model, lambda model: train_and_evaluate(model, images, smaller=False)) == 6 + 5

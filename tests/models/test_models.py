@@ -25,7 +25,6 @@ from models.costs import count_costs
 from models.deit import Deit
 from models.patches import Patches
 from models.pvt import Pvt
-from tests.support.attention_in_full import resolve_attention
 from tests.support.partition import chosen
 from tests.uniform.test_materialisation import fill_with_garbage
 
@@ -132,15 +131,6 @@ def test_parameters(name, attention, millions):
     count = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     digits = len(str(millions).split(".")[1])
     assert round(count, digits) == millions
-
-
-def test_doubled_heads():
-    doubled = {name.removesuffix("_2xheads"): name for name in MODELS if name.endswith("_2xheads")}
-    assert set(doubled) == {f"pvtv2_b{i}" for i in range(6)}
-    for name, twice in doubled.items():
-        config = parse_model(name, {})
-        heads = tuple(2 * heads for heads in config.num_heads)
-        assert parse_model(twice, {}) == dataclasses.replace(config, num_heads=heads)
 
 
 def test_timm_builds_the_same():
@@ -408,14 +398,6 @@ def test_blocks_of_any_rate_are_one_graph_per_mode(checkpointing):
     model = tiny_model("deit", "softmax", drop_path_rate=0.3)
     model.set_grad_checkpointing(checkpointing)
     assert count_graphs(model, lambda model: train_and_evaluate(model, tiny_images("deit"))) == 3 - checkpointing
-
-
-@pytest.mark.stress
-@asks_for_gradients
-def test_every_stage_is_one_graph_per_mode():
-    model = tiny_model("pvtv2_b0", drop_path_rate=0.3)
-    graphs = count_graphs(model, lambda model: train_and_evaluate(model, tiny_images("pvtv2_b0"), smaller=False))
-    assert graphs == 9  # one stage has two blocks
 
 
 KINDS_OF_BLOCKS = {
@@ -686,19 +668,6 @@ def test_resampling_needs_a_known_grid():
     assert resample_pos_embed(same.state_dict(), same)["pos_embed"].data_ptr() == same.pos_embed.data_ptr()
     state_dict = tiny_model("pvtv2_b0").state_dict()
     assert resample_pos_embed(state_dict, tiny_model("pvtv2_b0")) is state_dict
-
-
-def test_attention_is_written_out():
-    assert resolve_attention("deit_tiny_p8", "eva") == {"name": "eva"}
-    assert resolve_attention("deit", EVA) == EVA
-    assert resolve_attention("pvtv2_b2", EVA) == [EVA, EVA, EVA, {"name": "softmax"}]
-    assert resolve_attention("pvtv2_b2", ["sra", EVA, "sra", EVA]) == [{"name": "sra"}, EVA, {"name": "sra"}, EVA]
-    model = tiny_model("pvtv2_b0", ["sra", "local", EVA, "softmax"])
-    names = [type(stage.blocks[0].attn).__name__ for stage in model.stages]
-    assert names == ["Sra", "Local", "Eva", "Softmax"]
-    torch.manual_seed(0)
-    one = create_model("pvtv2_b0", resolve_attention("pvtv2_b0", EVA), **TINY["pvtv2_b0"])
-    torch.testing.assert_close(one.state_dict(), tiny_model("pvtv2_b0", EVA).state_dict(), rtol=0, atol=0)
 
 
 BY_BLOCK = "one mechanism or a list of mappings that name their blocks"

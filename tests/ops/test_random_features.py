@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from attention.mechanisms.softmax import softmax
-from attention.ops.random_features.proposals import POOLED, propose
 from attention.parts.features import log_features
 from attention.parts.sampling import gaussian
 from tests.support.comparisons import assert_equal
@@ -28,13 +27,6 @@ def test_two_nested_softmaxes_are_the_ratio_of_sums():
     kernel = phi_q @ phi_k.mT
     expected = kernel @ v / kernel.sum(-1, keepdim=True)
     assert_equal(random_feature_attention(q, k, v, omega, weight), expected)
-
-
-@pytest.mark.parametrize("proposal", POOLED)
-def test_pooled_proposals_need_landmarks_of_keys(proposal):
-    q_bar, k = torch.randn(1, 1, 3, 2), torch.randn(1, 1, 4, 2)
-    with pytest.raises(ValueError, match="give landmarks of keys"):
-        propose(q_bar, k, None, None, proposal)
 
 
 def test_large_inputs_do_not_overflow():

@@ -29,19 +29,6 @@ def local_term_reference(v, weight, bias, grid):
     return y
 
 
-@pytest.mark.parametrize(("width", "size"), [(d, 5), (h * d, 3)])
-def test_taps(width, size):
-    term, v = LocalTerm(width, size).double(), draw(B, h, N, d)
-    assert_equal(term.convolve(v, GRID), local_term_reference(v, term.weight[:, 0], term.bias, GRID))
-
-
-def test_prefix_tokens_have_none_and_are_left_out():
-    term, v = LocalTerm(d, 5).double(), draw(B, h, 2 + N, d)
-    y = term.convolve(v, GRID)
-    assert not y[:, :, :2].any()
-    assert_equal(y[:, :, 2:], term.convolve(v[:, :, 2:], GRID))
-
-
 def test_masked_tokens_are_zeros():
     term, v, counts = LocalTerm(d, 3).double(), draw(B, h, N, d), draw(B, N) > 0
     assert_equal(term.convolve(v, GRID, counts), term.convolve(torch.where(counts[:, None, :, None], v, 0), GRID))

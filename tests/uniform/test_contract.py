@@ -167,9 +167,3 @@ def test_tokens_that_do_not_fit_the_grid_are_refused(case):
     assert_refused(attn, torch.cat([x[:, :1], x], 1), (H, W), x.shape[1])
     if case.options.get("num_prefix_tokens"):
         assert_refused(attn, x[:, -H * W :], (H, W), x.shape[1])
-
-
-@pytest.mark.parametrize("name", ATTENTION)
-def test_tokens_of_almost_the_same_number_are_refused(name):
-    attn = create_attention(name, dim=8, num_heads=2, grid=(28, 28))
-    assert_refused(attn, torch.randn(1, 28 * 28, 8), (27, 29), 27 * 29)

@@ -95,14 +95,6 @@ def test_cost_of_causal_attention_in_chunks(mechanism):
         assert stated(mechanism, **context) == expected
 
 
-def test_a_mechanism_that_does_not_state_its_cost_is_named():
-    class Free(Attention):
-        pass
-
-    with pytest.raises(NotImplementedError, match="Free does not define cost"):
-        Free.cost(LayerContext(dim=4, num_heads=1, grid=(2, 2)), None)
-
-
 def evaluate(formula: str, symbols: Mapping[str, float]) -> float:
     """Value of a formula such as ``"2 N (|E| + c) C / R^2"``; adjacent factors multiply, from left to right."""
     tokens = re.findall(r"\|E\||[A-Za-z]+|\d+|[-+/^()]", formula)
@@ -230,36 +222,10 @@ ROWS = [  # configuration, overrides, parameters in M, MACs in G: literal, most 
     ("deit_tiny_p8/scatterbrain_lsh", (), 5.719, 5.512),
     ("deit_tiny_p8/eva_lsh", (), 5.822, 4.567),  # as eva without a position bias, and the hash
     ("deit_tiny_p8/eva_clustered", (), 5.828, 4.673),  # as eva; the hash, in place of the products of features
-    ("deit_tiny_p8/softmax", ("attention=sra",), 12.804, 4.064),
-    ("deit_tiny_p8/linear", (), 5.719, 4.422),
-    ("deit_tiny_p8/xca", (), 5.719, 4.422),
-    ("deit_tiny_p8/cosformer", (), 5.719, 4.653),
-    ("deit_tiny_p8/cosformer", ("attention.layout=2d",), 5.719, 5.116),
-    ("deit_tiny_p8/transnormer", (), 5.720, 4.395),
-    ("deit_tiny_p8/t2r", (), 5.794, 4.422),
-    ("deit_tiny_p8/rfa", (), 5.719, 4.885),
-    ("deit_tiny_p8/dpfp", (), 5.719, 4.653),
-    ("deit_tiny_p8/linear_sra", (), 6.169, 3.739),
-    ("deit_tiny_p8/nystrom", (), 5.721, 4.779),
-    ("deit_tiny_p8/nystrom", ("attention.conv=none",), 5.719, 4.72),
-    ("deit_tiny_p8/linformer", (), 6.641, 4.545),
-    ("deit_tiny_p8/abc", (), 6.060, 4.81),
-    ("deit_tiny_p8/synthesizer", (), 5.282, 5.09),
-    ("deit_tiny_p8/orthoformer", (), 5.719, 4.633),
-    ("deit_tiny_p8/longformer", (), 5.719, 4.458),
-    ("deit_tiny_p8/sparse_transformer", (), 5.719, 4.39),
-    ("deit_tiny_p8/bigbird", (), 5.719, 4.769),  # 4.653 in analyses that leave out the global rows
-    ("deit_tiny_p8/clustered", ("attention.num_bits=32", "attention.num_top_keys=0"), 5.719, 4.426),
-    ("deit_tiny_p8/clustered", ("attention.num_bits=32",), 5.719, 4.541),
-    ("deit_tiny_p8/reformer", (), 5.275, 5.376),
-    ("deit_tiny_p8/shifted_window", (), 5.725, 4.368),  # as local, with a row for every offset
-    ("deit_tiny_p8/neighborhood", (), 5.725, 4.553),  # 4.368 where only the k^2 keys of a query are counted
     ("deit_tiny_p16/softmax", (), 5.717, 1.247),
     ("deit_tiny_p16/lara", (), 5.820, 1.211),
     ("deit_tiny_p16/eva", (), 5.823, 1.173),
     ("deit_tiny_p16/ra", (), 5.717, 1.335),
-    ("deit_tiny_p16/focused_linear", (), 6.191, 1.139),
-    ("deit_tiny_p16/slab", (), 6.189, 1.139),
     ("deit_small_p16/softmax", (), 22.050, 4.574),
     ("deit_small_p16/local", (), 22.057, 4.308),
     ("deit_small_p16/lara", (), 22.153, 4.503),
@@ -300,14 +266,6 @@ def test_costs_of_every_mechanism_at_fewer_and_more_tokens(name, patch):
     """Two layers are enough, because TransNormer has two kinds of layers."""
     found = count_costs({"name": f"deit_tiny_p{patch}", "img_size": 224, "depth": 2}, name)
     assert found == deit((224 // patch) ** 2, 192, 3, name, depth=2)
-
-
-@pytest.mark.parametrize(("samples", "total"), [(64, 4.653), (96, 4.885), (128, 5.116)])
-def test_performer_costs_by_samples(samples, total):
-    run = load_run(CONFIGS / "deit_tiny_p8/performer.yaml", (f"attention.num_samples={samples}",))
-    found = count_costs(run.model, run.attention)
-    assert found == deit(784, 192, 3, {"name": "performer", "num_samples": samples, "released": True})
-    assert found.macs / 1e9 == pytest.approx(total, rel=0.01)
 
 
 COUNTED = [row for row in read_papers() if row.parameters or row.macs or row.released_macs]

@@ -101,8 +101,3 @@ def test_a_context_that_cannot_be_is_refused(name, context, message):
 def test_a_grid_may_be_a_list_and_an_option_hides_the_context():
     attn = create_attention("sra", dim=16, num_heads=2, grid=[14, 14], reduction=7)
     assert (attn.config.reduction, attn.sr.stride) == (7, (7, 7))
-
-
-def test_an_unknown_mechanism_is_refused():
-    with pytest.raises(OptionError, match=r"attention.name: unknown mechanism 'sofmax'; did you mean 'softmax'\?"):
-        create_attention("sofmax", dim=16, num_heads=2, grid=(14, 14))

@@ -44,8 +44,7 @@ def joint_softmax(
         if keys is not None:
             on_keys = summary_logits(queries, keys)
             logits = on_keys if logits is None else on_keys + logits
-        if logits is None:
-            raise ValueError("joint_softmax: got values of summary tokens alone; give their keys or logits")
+        assert logits is not None, "values come with keys or logits"
         terms.append((logits, values.to(v.dtype)))
     return windows.reverse(mix(terms, attn_drop))
 

@@ -69,8 +69,7 @@ def propose(
         key_mask: (B, M) bool, true for keys that count. filled: (B, c) bool, true for landmarks that count.
     """
     if proposal in POOLED:
-        if k_bar is None:
-            raise ValueError(f"proposal {proposal!r}: got no k_bar; give landmarks of keys")
+        assert k_bar is not None, "pooled proposals have landmarks of keys"
         key = k_bar if proposal == "pool" else mask_logits(k_bar @ k_bar.mT, filled).softmax(-1) @ k_bar
         return Proposals((q_bar + key)[:, :, :, None])
     affinity = mask_logits(q_bar @ k.mT, key_mask)
