@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention import AttentionFactory, create_attention
+from attention import create_attention
 from attention.mechanisms.ra import ra
 from attention.mechanisms.softmax import softmax
 from attention.parts.features import scale
@@ -172,21 +172,6 @@ def test_noise_and_samples_follow_the_options():
     assert not noise.any()
     assert uniform is None
     assert sample_noise(training=False, proposal="biased", eval_noise=True)[0].any()
-
-
-@pytest.mark.parametrize(
-    ("options", "eval_noise"),
-    [
-        ({}, True),
-        ({"released": True}, False),
-        ({"proposal": "biased"}, False),
-        ({"proposal": "mean_key"}, False),
-        ({"proposal": "biased", "eval_noise": True}, True),
-    ],
-    ids=str,
-)
-def test_the_configuration_says_whether_evaluation_adds_noise(options, eval_noise):
-    assert AttentionFactory.from_options({"name": "ra", **options}).config.eval_noise is eval_noise
 
 
 def test_only_random_evaluation_has_a_seed():

@@ -198,13 +198,6 @@ def test_pretrained_weights_of_other_classes_and_channels(tmp_path):
     assert tokens.pretrained_cfg["first_conv"] is None
 
 
-@families
-def test_formats_of_intermediates(name):
-    model = tiny_model(name).eval()
-    with pytest.raises(AssertionError, match="are grids"):
-        model.forward_intermediates(tiny_images(name), output_fmt="NHWC")
-
-
 def test_intermediates_are_of_all_patches():
     model = tiny_model("deit", "softmax", patch_drop_rate=0.5)
     with pytest.raises(ValueError, match=r"model.patch_drop_rate leaves out patches of the maps; set it to 0, or call"):

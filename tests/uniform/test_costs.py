@@ -107,16 +107,6 @@ def evaluate(formula: str, symbols: Mapping[str, float]) -> float:
     return eval(code)
 
 
-def test_formulas_are_read_as_they_are_written():
-    symbols = {"N": 10, "R": 2, "|E|": 3, "nu": 5, "h": 4}
-    assert evaluate("2 N^2 |E| / R^2", symbols) == 150
-    assert evaluate("(4 + h) N nu - 2 (N - N / R^2) (|E|)", symbols) == 400 - 45
-    with pytest.raises(KeyError, match="C"):
-        evaluate("N C", symbols)
-    with pytest.raises(AssertionError, match="not a formula"):
-        evaluate("2 N * h", symbols)
-
-
 @pytest.mark.parametrize("N", [784, 3136])
 @pytest.mark.parametrize("name", ATTENTION)
 def test_the_docstring_tells_the_cost(name, N):

@@ -151,19 +151,17 @@ REMOVED = [
     *(("transnormer", {"window_size": 4, "depth": 2, "variant": variant}, {}, PADDED) for variant in ("t1", "t2")),
     *(("combiner", {**WINDOWS, **options}, {}, PADDED) for options in ({}, {"pool": "mean"}, {"causal": True})),
     ("transformer_ls", {**WINDOWS, "num_landmarks": 3}, {}, PADDED),
-    ("scatterbrain", WINDOWS, {}, PADDED),
-    ("scatterbrain", {**WINDOWS, "overlap": 2}, {}, PADDED),
-    ("scatterbrain", {**WINDOWS, "overlap": 2, "causal": True}, {}, PADDED),
+    *(
+        ("scatterbrain", {**WINDOWS, **options}, {}, PADDED)
+        for options in ({}, {"overlap": 2}, {"overlap": 2, "causal": True})
+    ),
     ("eva", {"window_size": 7, "layout": "1d", "num_landmarks": 0}, {}, PADDED),
     ("eva", {"window_size": 7, "layout": "1d", "num_landmarks": 4}, {"num_landmarks": 3}, PADDED),
     ("eva", {**WINDOWS, "num_landmarks": 4, "causal": True}, {"num_landmarks": 3}, PADDED),
-    ("eva", {**WINDOWS, "num_landmarks": 4, "pool": "max"}, {"num_landmarks": 3}, PADDED),
-    ("lara", {"num_landmarks": 4}, {"num_landmarks": 3}, PADDED),
-    ("eva", {**WINDOWS, "num_landmarks": 4, "local": True}, {"num_landmarks": 3}, PADDED),
+    ("eva", {**WINDOWS, "num_landmarks": 4, "pool": "max", "local": True}, {"num_landmarks": 3}, PADDED),
     ("lara", {"num_landmarks": 4, "local": True}, {"num_landmarks": 3}, PADDED),
     ("lara", {"num_landmarks": 4, "proposal": "mixture", "weighting": "coupled"}, {"num_landmarks": 3}, PADDED),
     # one token of every window and group is gone
-    ("eva", {**WINDOWS, "num_landmarks": 4, "pool": "max"}, {"window_size": 5}, LAST_OF_SIX),
     ("eva", {**WINDOWS, "num_landmarks": 4}, {"window_size": 5}, LAST_OF_SIX),
     ("eva", {**WINDOWS, "num_landmarks": 4, "causal": True, "log_count": True}, {"window_size": 5}, LAST_OF_SIX),
     ("eva", {"window_size": 0, "num_landmarks": 4, "num_samples": 2}, {}, LAST_OF_SIX),

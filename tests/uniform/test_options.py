@@ -14,15 +14,6 @@ GRID = (5, 7)
 
 
 @pytest.mark.parametrize("name", ATTENTION)
-def test_options_are_documented_frozen_dataclasses(name):
-    config = ATTENTION[name].Config()
-    for field in dataclasses.fields(config):
-        assert field.metadata["meaning"], field.name
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            setattr(config, field.name, None)
-
-
-@pytest.mark.parametrize("name", ATTENTION)
 def test_every_option_has_a_row(name):
     """All but `fit`, which acts on grids that the other options do not allow; see test_fit.py."""
     assert set(FACTS[name].EFFECTS) == set(options_of(name)) - {"fit"}
