@@ -17,6 +17,7 @@ from ..base import Attention, Cost, LayerContext
 from ..costs import group_cost, num_padded, total, window_cost
 from ..ops.group_values.landmarks import Landmarks, Mean, Transform, landmark_option
 from ..ops.joint_softmax.op import attended_in_window, joint_softmax, mix_reference
+from ..ops.kernels import first_order, with_fast_path
 from ..options import Options, fit_option, local_option, option, released_option
 from ..parts.features import full_precision, scale, upcast, xi
 from ..parts.geometry import Grid, Layout, Windows, split_prefix
@@ -52,9 +53,8 @@ def eva_clustered(
     return joint_softmax(q, k, v, bias, k_tilde[:, :, None], beta[:, :, None], logits, windows=windows)
 
 
-def cluster_values(k: Tensor, v: Tensor, omega: Tensor, cluster: Tensor) -> Tensor:
-    """Random-feature averages of the values (B, h, N, d) of each cluster and of ones, (B, h, c, d + 1); zero for an
-    empty cluster. See `eva_clustered`.
+def averages(k: Tensor, v: Tensor, omega: Tensor, cluster: Tensor) -> tuple[Tensor, ...]:
+    """`cluster_values`, and what its gradients need.
 
     The features exp(-|omega - k'|^2 / 2) are xi(k', omega) up to a factor of the cluster, and divided by its largest.
     """
@@ -64,7 +64,35 @@ def cluster_values(k: Tensor, v: Tensor, omega: Tensor, cluster: Tensor) -> Tens
     features, v = (log_xi - largest.gather(2, cluster)).exp()[..., None], F.pad(v, (0, 1), value=1.0)
     sums = cluster_sum(features * v, cluster, omega.shape[2])
     mass = sums[..., -1:].clamp(min=0.5)  # at least the largest feature, 1; an empty cluster has none
-    return sums / mass
+    return sums / mass, mass, far, features, v
+
+
+class ClusterValues(torch.autograd.Function):
+    """`cluster_values` with gradients by hand."""
+
+    @staticmethod
+    def forward(ctx, k, v, omega, cluster):
+        y, *kept = averages(k, v, omega, cluster)
+        ctx.save_for_backward(cluster, y, *kept)
+        return y
+
+    @staticmethod
+    @first_order
+    def backward(ctx, dy):
+        cluster, y, mass, far, features, v = ctx.saved_tensors
+        dsums, scale = dy / mass, far.shape[-1] ** -0.25
+        dsums[..., -1:].sub_((dsums * y).sum(-1, keepdim=True))
+        of_token = dsums.gather(2, cluster[..., None].expand_as(v)).mul_(features)
+        dk = (of_token * v).sum(-1, keepdim=True).mul_(scale) * far
+        return dk, of_token[..., :-1], cluster_sum(dk, cluster, y.shape[2]).div_(-scale), None
+
+
+@with_fast_path(ClusterValues.apply, lambda *args: True)
+def cluster_values(k: Tensor, v: Tensor, omega: Tensor, cluster: Tensor) -> Tensor:
+    """Random-feature averages of the values (B, h, N, d) of each cluster and of ones, (B, h, c, d + 1); zero for an
+    empty cluster. See `eva_clustered`.
+    """
+    return averages(k, v, omega, cluster)[0]
 
 
 def eva_clustered_reference(q, k, v, cluster, k_tilde, omega, bias=None, *, windows, log_count=False):

@@ -243,12 +243,6 @@ def test_the_smallest_image_is_that_of_all_layers():
         model.set_input_size(img_size=8)
 
 
-def test_prefix_tokens_are_those_of_every_layer():
-    model = tiny_model("deit", HYBRID["deit"], class_token=True, reg_tokens=2)
-    assert [layer.num_prefix_tokens for layer in attention_layers(model)] == [3, 3, 3]
-    assert model(tiny_images("deit")).shape == (2, 5)
-
-
 def test_key_masks_are_taken_if_every_layer_takes_them():
     images = tiny_images("deit").double()
     mask = torch.ones(2, 6, 5, dtype=torch.bool)

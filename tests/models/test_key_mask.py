@@ -90,16 +90,6 @@ def test_masked_patches_have_no_effect(name: str, family: str):
     assert gradient.masked_select(~hidden).any()
 
 
-@pytest.mark.parametrize("family", CELL)
-def test_a_mask_of_all_patches_changes_nothing(family: str):
-    model = build(family, "softmax")
-    x = torch.randn(2, 3, 64, 32, dtype=torch.float64)
-    mask = torch.ones(2, 64 // CELL[family], 32 // CELL[family], dtype=torch.bool)
-    torch.testing.assert_close(model(x, mask), model(x), rtol=FP64, atol=FP64)
-    model.set_grad_checkpointing()
-    torch.testing.assert_close(model(x, mask), model(x), rtol=FP64, atol=FP64)
-
-
 def test_padding_of_sequences_is_left_out():
     """A sequence with `pad_token` at its end has the logits of the same sequence and other padding."""
     options = {"vocab_size": 7, "patch_size": 1, "in_chans": 1, "img_size": (1, 12), "dynamic_img_size": False}

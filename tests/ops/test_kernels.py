@@ -37,6 +37,9 @@ LAYERS = [
     Case("ra", (4, 6)),
 ]
 every_layer = pytest.mark.parametrize("case", LAYERS, ids=lambda case: case.name)
+and_nystrom = pytest.mark.parametrize(
+    "case", [*LAYERS, Case("nystrom", (4, 6), {"num_landmarks": 4})], ids=lambda case: case.name
+)
 
 
 def taken(case: Case, monkeypatch) -> set[str]:
@@ -182,7 +185,7 @@ def test_inputs_used_twice_frozen_or_strided(case):
 
 
 @pytest.mark.complete
-@every_layer
+@and_nystrom
 def test_gradients_compile_under_autocast(case):
     """By the defaults of torch.compile; where eager mode's own rounding is large, the two differ by no more than it."""
     torch.compiler.reset()
@@ -194,7 +197,7 @@ def test_gradients_compile_under_autocast(case):
         assert rms_ratio(result, gradient) < max(0.02, rms_ratio(gradient, unrounded))
 
 
-@every_layer
+@and_nystrom
 def test_gradients_within_autocast(case):
     attn, x = case.build(torch.float32), case.tokens(torch.float32)
     expected = value_and_gradients(attn, x, case.grid, amp=True)
@@ -266,8 +269,9 @@ def test_paths_are_named_and_restored():
     assert kernels.path() == "auto"
     assert len([*ATTENTION.values()]) > 30, "imports all ops"
     assert kernels.resolved() == (
-        "auto: fast densities, elu_plus_one, focused, group_mean, group_values, joint_softmax, lara, linear_attention,"
-        " log_features, merge_others, performer, powers_by_sign, ra, waves, within"
+        "auto: fast approach_inverse, cluster_values, densities, elu_plus_one, focused, group_mean, group_values,"
+        " joint_softmax, lara, linear_attention, log_features, merge_others, performer, powers_by_sign, ra, waves,"
+        " within"
     )
     with kernels.use("plain"):
         assert kernels.resolved() == kernels.path() == "plain"

@@ -1,4 +1,4 @@
-"""Adapters and quantised weights in the place of linear layers: every mechanism calls its layers as modules."""
+"""Adapters in the place of linear layers: every mechanism calls its layers as modules."""
 
 import copy
 
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from attention import Attention
-from tests.support.comparisons import FP64, rms_ratio
+from tests.support.comparisons import FP64
 from tests.support.facts import CASES, light
 
 every_case = pytest.mark.parametrize("case", light(CASES))
@@ -69,14 +69,3 @@ def test_every_layer_is_called_as_a_module(case):
         attn.get_submodule(name).register_forward_hook(lambda *_, name=name: called.add(name))
     attn(case.tokens(), case.grid)
     assert called == layers
-
-
-@pytest.mark.filterwarnings("ignore:.*quant:DeprecationWarning", "ignore:.*quant:UserWarning")
-@every_case
-def test_linear_layers_of_eight_bits(case):
-    attn, x = case.build(torch.float32).eval(), case.tokens(torch.float32)
-    quantised = torch.ao.quantization.quantize_dynamic(attn, {nn.Linear})
-    assert not any(type(layer) is nn.Linear for layer in quantised.modules())
-    y = quantised(x, case.grid)
-    assert y.isfinite().all()
-    assert not case.well_conditioned or rms_ratio(y, attn(x, case.grid)) < 0.1  # weights and inputs have 256 values

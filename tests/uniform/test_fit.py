@@ -180,12 +180,6 @@ def test_a_mechanism_from_outside_has_the_option_by_one_line():
     assert config == Rows.Config(window_size=5, num_landmarks=15, fit=True)
 
 
-def test_without_the_option_sizes_are_refused():
-    for options in ({}, {"fit": False}):
-        with pytest.raises(OptionError, match=r"attention\(eva\).window_size = 7: larger than the 6x6 grid; at most 6"):
-            Case("eva", (6, 6), options).build()
-
-
 def test_options_that_no_size_makes_valid_are_refused():
     with pytest.raises(OptionError, match=r"attention\(eva\).partition = mask: needs window_size"):
         Case("eva", (2, 2), {"fit": True, "partition": "mask", "window_size": 0}).build()
