@@ -1,17 +1,21 @@
 """Figures of a sweep: accuracy, its differences, and its cost."""
 
 import itertools
+import math
 from collections.abc import Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from ablation.names import short_names
-from ablation.settings import Setting, has_replicates, replicate_of
+from ablation.names import name_change, short_names
+from ablation.settings import Setting, has_replicates, replicate_of, varied_options
 from ablation.tables import MEASURED_COSTS, Measured, measure
-from engine.reporting.plots import BLUE, GREY, ORANGE, PAGE, in_style, label_points, new_figure
-from engine.reporting.tables import Spread
+from engine.reporting.plots import BLUE, GREY, ORANGE, PAGE, in_style, label_points, new_figure, write_cell
+from engine.reporting.tables import Spread, plus_minus
+
+LABELS = {"E": "|E| (tokens)", "C": "C (landmarks)", "S": "S (samples)"}
+"""Symbol in the names of settings -> label of an axis."""
 
 
 @in_style
@@ -68,6 +72,51 @@ def draw_differences(axes: Axes, measured: Sequence[Measured], replicate: str) -
         if points:
             x = [difference.mean for difference in points.values()]
             axes.errorbar(x, list(points), xerr=bars, label=label, **style)
+
+
+@in_style
+def draw_heat_map(caption: str, settings: Sequence[Setting]) -> Figure | None:
+    """Draws mean top-1 over two varying options; None unless exactly two vary, over all combinations of numbers."""
+    found = numeric_axes(settings)
+    if found is None:
+        return None
+    (down, rows), (right, columns) = found
+    means, texts = [[math.nan] * len(columns) for _ in rows], [[""] * len(columns) for _ in rows]
+    for setting, own in zip(settings, measure([setting.results() for setting in settings], "top1"), strict=True):
+        if own.spread:
+            y, x = rows.index(float(setting.changes[down])), columns.index(float(setting.changes[right]))
+            means[y][x], texts[y][x] = own.spread.mean, plus_minus(own.spread, ".2f")
+    (down, row_ticks), (right, column_ticks) = (axis_of(option, values, settings) for option, values in found)
+    title = f"{caption}\nHow does top-1 depend on both?" + " Mean ± standard deviation." * has_replicates(settings)
+    figure = new_figure(title, 1.2 + 0.4 * len(rows), min(PAGE, 1.6 + 0.95 * len(columns)))
+    axes = figure.add_subplot(xlabel=right, ylabel=down)
+    image = axes.imshow(means, origin="lower", aspect="auto")
+    axes.set_xticks(range(len(columns)), column_ticks)
+    axes.set_yticks(range(len(rows)), row_ticks)
+    for y, x in itertools.product(range(len(rows)), range(len(columns))):
+        if texts[y][x]:
+            write_cell(image, x, y, means[y][x], texts[y][x])
+    figure.colorbar(image, label="top-1 (%)")
+    return figure
+
+
+def axis_of(option: str, values: Sequence[float], settings: Sequence[Setting]) -> tuple[str, list[str]]:
+    """Returns label and ticks of an axis, with the sizes of `LABELS` for the sides of windows and for landmarks."""
+    names = {float(setting.changes[option]): name_change(setting, option) for setting in settings}
+    symbols, _, ticks = zip(*(names[value].partition("=") for value in values), strict=True)
+    return LABELS.get(symbols[0], option), list(ticks)
+
+
+def numeric_axes(settings: Sequence[Setting]) -> list[tuple[str, list[float]]] | None:
+    """Returns the two varying options and their ascending values, or None, see `draw_heat_map`."""
+    options = varied_options(settings)
+    try:
+        places = [tuple(float(setting.changes[option]) for option in options) for setting in settings]
+    except (KeyError, ValueError):
+        return None
+    values = [sorted(set(axis)) for axis in zip(*places, strict=True)]
+    is_whole = len(values) == 2 and len(set(places)) == len(settings) == len(values[0]) * len(values[1])
+    return list(zip(options, values, strict=True)) if is_whole else None
 
 
 @in_style

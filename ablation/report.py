@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from ablation.cases import Case
-from ablation.figures import draw_pareto, draw_results
+from ablation.figures import draw_heat_map, draw_pareto, draw_results
 from ablation.latex import latex_table
 from ablation.settings import Setting, changed_options, in_order
 from ablation.tables import Table, list_notes, list_runs, tabulate, tabulate_match
@@ -15,12 +15,13 @@ from engine.reporting.plots import encode
 from engine.reporting.tables import markdown_table
 from engine.runtime.files import to_csv, write_file
 from engine.runtime.locks import hold_lock
+from engine.runtime.ownership import remove_owned
 from engine.runtime.reading import read_csv
 
 TABLES = ("table.md", "table.tex", "table.csv", "runs.csv")
 """Files that `write_tables` writes."""
 
-FIGURES = ("table.png", "pareto.png")
+FIGURES = ("table.png", "heat_map.png", "pareto.png")
 """Files that `write_figures` writes."""
 
 
@@ -79,11 +80,17 @@ def write_tables(caption: str, settings: Sequence[Setting], output: Path, left_o
 
 
 def write_figures(caption: str, settings: Sequence[Setting], output: Path) -> None:
-    """Writes table.png and pareto.png into `output`."""
-    drawings = [draw(caption, settings) for draw in (draw_results, draw_pareto)]
+    """Writes table.png, pareto.png and, for two options of numbers, heat_map.png into `output`.
+
+    Removes an earlier figure that the sweep has no longer.
+    """
+    drawings = [draw(caption, settings) for draw in (draw_results, draw_heat_map, draw_pareto)]
     with hold_lock(output / "lock", wait=True):
         for name, figure in zip(FIGURES, drawings, strict=True):
-            write_file(output / name, encode(figure))
+            if figure is not None:
+                write_file(output / name, encode(figure))
+            else:
+                remove_owned(output, [name])
 
 
 def lost_runs(cases: Sequence[Case], output: Path) -> list[str]:

@@ -11,15 +11,16 @@ from matplotlib.text import Text
 from matplotlib.transforms import Bbox
 
 from ablation.cases import Case, failure_mark
-from ablation.figures import draw_pareto, draw_results, non_dominated
+from ablation.figures import draw_heat_map, draw_pareto, draw_results, non_dominated
 from ablation.latex import latex_table
 from ablation.names import short_names
-from ablation.report import report_sweep, to_latex, write_tables
+from ablation.report import FIGURES, report_sweep, to_latex, write_figures, write_tables
 from ablation.settings import Setting, in_order
 from ablation.sweep import read_ablation
 from ablation.tables import ONE_RUN, measure, tabulate
 from engine.reporting.plots import in_style
 from engine.reporting.tables import T_975, Spread, spread
+from engine.runtime.ownership import claim
 from tests.support.launcher import ROOT
 from tests.support.sweeps import BASE, finish, read, read_table, write_records
 
@@ -186,6 +187,28 @@ def grid_of_numbers(config: Path) -> list[Setting]:
         for case in setting.cases[: 3 if number == 0 else 1]:
             finish(case, top1=90 + number, step_seconds=0.1 * abs(number - 2))
     return settings
+
+
+def test_two_axes_of_numbers_make_a_heat_map(config):
+    settings = grid_of_numbers(config)
+    figure = draw_heat_map("Windows", settings)
+    axes = figure.axes[0]
+    assert (axes.get_ylabel(), axes.get_xlabel()) == ("|E| (tokens)", "schedule.epochs")
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["1", "4", "16"]  # ascending, as is no list above
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["9", "10"]
+    texts = {text.get_position(): text.get_text() for text in axes.texts}
+    assert texts == {(1, 2): "90.00 ± 0.00", (0, 2): "91.00", (1, 0): "92.00", (0, 0): "93.00", (1, 1): "94.00"}
+    assert draw_heat_map("Windows", settings[:-1]) is None  # a combination is missing
+    assert draw_heat_map("Windows", settings[::2]) is None  # one axis
+
+
+@pytest.mark.complete
+def test_a_figure_that_a_sweep_has_no_longer_is_removed(config):
+    settings = grid_of_numbers(config)
+    claim(config.parent, FIGURES)
+    for rows, gone in (settings, set()), (settings[:-1], {"heat_map.png"}):
+        write_figures("Windows", rows, config.parent)
+        assert {path.name for path in config.parent.glob("*.png")} == set(FIGURES) - gone
 
 
 @pytest.mark.complete
