@@ -7,8 +7,8 @@
 Every run is an ordinary run directory of train.py below --output. The same command again skips finished runs and
 resumes unfinished ones. Started several times at once, also on several machines, it trains runs that are not running
 elsewhere, and runs whose process was killed. --jobs K trains K runs at a time, each with its share of the GPUs or CPUs.
-The tables (table.md, table.tex, table.csv, runs.csv) are rewritten after every run, the figures (table.png, pareto.png,
-heat_map.png) at the end or at a stop signal.
+The tables (table.md, table.tex, table.csv, runs.csv) are rewritten after every run, the figures (table, pareto
+and heat_map, as .png and .pdf) at the end or at a stop signal.
 """
 
 import argparse

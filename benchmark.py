@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    epilog = f"{MEMORY} {NOISE}".replace("%", "%%")
+    epilog = f"{MEMORY} {NOISE}"
     parser = ArgumentParser(description="Compare mechanisms and models side by side.", epilog=epilog)
     add, many, entries = parser.add_argument, {"nargs": "+"}, {"nargs": "+", "default": []}
     layers, models = "NAME[@PATH][:OPTION=VALUE,...]", "NAME:ATTENTION[@PATH][:OPTION=VALUE,...]"

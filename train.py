@@ -22,6 +22,7 @@ from engine.config.schema import Run
 from engine.data.identity import identify_data, warn_of_one_split
 from engine.data.loaders import create_loaders
 from engine.data.splits import classes_of, count_data_classes
+from engine.data.workers import workers_of_rank
 from engine.evaluation.evaluate import evaluate_all
 from engine.reporting.console import format_values
 from engine.reporting.recorder import RUN_FILES, Recorder, SilentRecorder
@@ -85,6 +86,8 @@ class Trainer:
         self.layout = torch.channels_last if self.options.channels_last else torch.contiguous_format
         loaders = create_loaders(run, world, img_size=run.model["img_size"], num_classes=run.model["num_classes"])
         self.train_loader, self.val_loader, self.augment = loaders
+        if (workers := workers_of_rank(run.data.workers)) < run.data.workers:
+            world.tell(f"data.workers = {run.data.workers}: {workers} loader processes, as many as a rank has cores")
         self.model = create_initial_model(run, output, world, classes_of(self.val_loader.dataset))
         self.model.to(world.device, memory_format=self.layout)
         self.model.set_grad_checkpointing(self.options.grad_checkpointing)

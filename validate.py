@@ -13,7 +13,6 @@ may be other data: `engine.evaluation.label_matching.match_classes` says which o
 import argparse
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -72,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         found = find_weights(args.checkpoint, args.select, args.weights)
         for target in args.export:
             check_target(target)
-        overrides = [f"data.workers={min(Data.workers, os.cpu_count() or 1)}", *args.overrides]
+        overrides = [f"data.workers={Data.workers}", *args.overrides]
         is_own = is_made_here(args.checkpoint)
         runs = [
             parse_described(checkpoint["config"], str(path), overrides, is_own=is_own, reads_images=True)

@@ -21,7 +21,10 @@ from engine.runtime.reading import read_csv
 TABLES = ("table.md", "table.tex", "table.csv", "runs.csv")
 """Files that `write_tables` writes."""
 
-FIGURES = ("table.png", "heat_map.png", "pareto.png")
+DRAWN = ("table", "heat_map", "pareto")
+"""Figures of `write_figures`."""
+
+FIGURES = tuple(f"{name}.{form}" for name in DRAWN for form in ("png", "pdf"))
 """Files that `write_figures` writes."""
 
 
@@ -80,17 +83,18 @@ def write_tables(caption: str, settings: Sequence[Setting], output: Path, left_o
 
 
 def write_figures(caption: str, settings: Sequence[Setting], output: Path) -> None:
-    """Writes table.png, pareto.png and, for two options of numbers, heat_map.png into `output`.
+    """Writes table, pareto and, for two options of numbers, heat_map as .png and .pdf into `output`.
 
     Removes an earlier figure that the sweep has no longer.
     """
     drawings = [draw(caption, settings) for draw in (draw_results, draw_heat_map, draw_pareto)]
     with hold_lock(output / "lock", wait=True):
-        for name, figure in zip(FIGURES, drawings, strict=True):
-            if figure is not None:
-                write_file(output / name, encode(figure))
-            else:
-                remove_owned(output, [name])
+        for name, figure in zip(DRAWN, drawings, strict=True):
+            if figure is None:
+                remove_owned(output, [f"{name}.png", f"{name}.pdf"])
+                continue
+            write_file(output / f"{name}.png", encode(figure))
+            write_file(output / f"{name}.pdf", encode(figure, "pdf"))
 
 
 def lost_runs(cases: Sequence[Case], output: Path) -> list[str]:

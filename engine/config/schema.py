@@ -78,7 +78,7 @@ class Data:
     num_sequences: tuple[int, int] = option(
         (20_000, 1_000), "copy: sequences that are drawn to train and to validate", low=1, high=10**6
     )
-    workers: int = option(8, "loader processes per rank", low=0, high=256)
+    workers: int = option(8, "loader processes per rank, at most its share of the cores", low=0, high=256)
     timeout_minutes: float = option(
         5.0, "minutes for which a rank waits for a batch of its loader processes before it fails", above=0, high=10_080
     )

@@ -22,7 +22,7 @@ from engine.data.augment import BatchAugment, Size, create_mixup, create_transfo
 from engine.data.images import BrokenImage
 from engine.data.sampler import EpochSampler, SeededDataset
 from engine.data.splits import Images, classes_of, count_classes, open_images, report_split
-from engine.data.workers import WorkerLoader
+from engine.data.workers import WorkerLoader, workers_of_rank
 from engine.objectives import choose_objective
 from engine.runtime.distributed import World, seed_everything
 from engine.runtime.text import describe_difference, one_line
@@ -242,7 +242,7 @@ def _create_loader(
         limit=limit,
         remedy=remedy,
         sampler=sampler,
-        num_workers=data.workers,
+        num_workers=workers_of_rank(data.workers),
         pin_memory=world.on_cuda,
         patience=60 * data.timeout_minutes,
     )

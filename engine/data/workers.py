@@ -20,6 +20,12 @@ class WorkersFailed(UserError):
     """Loader workers were killed, have sent no batch for too long, or have no shared memory."""
 
 
+def workers_of_rank(workers: int) -> int:
+    """Returns the loader processes of this rank: `data.workers`, but no more than its share of the cores."""
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    return min(workers, max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE") or 1)))
+
+
 class WorkerLoader(DataLoader):
     """DataLoader whose workers live from pass to pass, so that only one pass can run at a time.
 

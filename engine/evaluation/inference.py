@@ -1,7 +1,6 @@
 """A trained model ready for use, and its predictions for image files."""
 
 import math
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from engine.data.folders import FileReader
 from engine.data.images import convert
 from engine.data.loaders import ImageLoader, choose_batch_size, images_of
 from engine.data.splits import Images
+from engine.data.workers import workers_of_rank
 from engine.objectives.classification import probabilities_of, rank_classes
 from engine.run.described import parse_described
 from engine.runtime.distributed import Amp, autocast
@@ -104,7 +104,7 @@ def create_loader(trained: Trained, files: Sequence[str], batch_size: int | None
     images = Images(FileReader(files), trained.transform)
     _, height, width = trained.transform(Image.new("RGB", (1, 1))).shape
     batch_size = batch_size or choose_batch_size((height, width))
-    workers = min(Data.workers, os.cpu_count() or 1, len(files) // batch_size)  # no worker starts for less than a batch
+    workers = min(workers_of_rank(Data.workers), len(files) // batch_size)  # no worker starts for less than a batch
     return ImageLoader(images, batch_size, stack=default_collate, limit=math.inf, remedy="", num_workers=workers)
 
 

@@ -18,7 +18,7 @@ from engine.runtime.reading import open_regular, parse_json
 from engine.runtime.terminal import warn_once
 from engine.runtime.text import one_line
 
-METRICS, EPOCHS = "metrics.jsonl", "epochs.csv"
+CONFIG, METRICS, EPOCHS = "config.yaml", "metrics.jsonl", "epochs.csv"
 """Files of a run directory."""
 
 TOTALS = ("time", "elapsed_seconds", "gpu_hours", "images_seen")

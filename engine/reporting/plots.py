@@ -4,7 +4,7 @@ import io
 import textwrap
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from matplotlib import rc_context
@@ -33,6 +33,7 @@ STYLE: dict[Any, Any] = {
     "errorbar.capsize": 2,
     "image.cmap": "viridis",
     "savefig.dpi": 200,
+    "pdf.fonttype": 42,
 }
 """Parameters of matplotlib."""
 
@@ -156,9 +157,9 @@ def write_cell(image: AxesImage, x: float, y: float, value: float, text: str) ->
 
 
 @in_style
-def encode(figure: Figure) -> bytes:
-    """Returns the content of a figure's PNG file."""
+def encode(figure: Figure, form: Literal["png", "pdf"] = "png") -> bytes:
+    """Returns the content of a figure's file. A PDF has its text as text, and no time."""
     content = io.BytesIO()
     with warnings.catch_warnings(action="ignore"):  # the font may lack glyphs of class names
-        figure.savefig(content, format="png")
+        figure.savefig(content, format=form, metadata={"CreationDate": None} if form == "pdf" else None)
     return content.getvalue()

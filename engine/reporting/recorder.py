@@ -35,7 +35,7 @@ from engine.config.schema import Run
 from engine.config.yaml_files import dump_yaml
 from engine.reporting.charts import Charts
 from engine.reporting.console import SHOWN, format_values
-from engine.reporting.metrics import EPOCHS, METRICS, EpochTable, epochs_csv, is_until, stream_records
+from engine.reporting.metrics import CONFIG, EPOCHS, METRICS, EpochTable, epochs_csv, is_until, stream_records
 from engine.reporting.prometheus import HEARTBEAT, Heartbeat
 from engine.reporting.speed import StepSpeed
 from engine.reporting.trackers import Tracker
@@ -46,9 +46,6 @@ from engine.runtime.provenance import provenance
 from engine.runtime.reading import open_regular
 from engine.runtime.terminal import CONSOLE, print_fields, progress_bar
 from engine.runtime.text import one_line
-
-CONFIG = "config.yaml"
-"""File of a run directory with the configuration."""
 
 RUN_FILES = (CONFIG, METRICS, EPOCHS, HEARTBEAT, CONSOLE, ORIGIN)
 """Files that every run writes into its directory."""

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from attention.options import nearest
-from engine.reporting.metrics import MAX_METRICS, EpochTable, find_records, list_changes, stream_records
+from engine.config.yaml_files import read_yaml
+from engine.reporting.metrics import CONFIG, MAX_METRICS, EpochTable, find_records, list_changes, stream_records
 from engine.reporting.tables import align
 from engine.runtime.arguments import ArgumentParser
 from engine.runtime.errors import UserError, refuse_bad_input
@@ -50,7 +51,7 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
     return sorted(found)
 
 
-COLUMNS = ("state", "epoch", "top-1 (%)", "images/s", "elapsed", "GPU-hours", "ETA", "changed")
+COLUMNS = ("state", "model", "attention", "epoch", "top-1 (%)", "images/s", "elapsed", "GPU-hours", "ETA", "changed")
 
 
 def summarise(run: Path) -> dict[str, str]:
@@ -64,6 +65,7 @@ def summarise(run: Path) -> dict[str, str]:
     is_running = is_locked(run)
     texts = [
         f"running: {lock_holder(run)}" if is_running else _end(last),
+        *_subject(run),
         f"{max(trained.get('epoch', 0), evaluated.get('epoch', 0))}/{start.get('epochs', '?')}",
         _text(evaluated.get("top1"), ".2f"),
         _text(trained.get("images_per_second"), ".0f"),
@@ -73,6 +75,18 @@ def summarise(run: Path) -> dict[str, str]:
         "; ".join(list_changes(records)),
     ]
     return dict(zip(COLUMNS, texts, strict=True))
+
+
+def _subject(run: Path) -> tuple[str, str]:
+    """Returns the names of a run's model and of its mechanisms; "" where its configuration cannot be read."""
+    try:
+        options = read_yaml(run / CONFIG).values
+    except UserError:
+        return "", ""
+    model, attention = options.get("model"), options.get("attention")
+    entries = attention if isinstance(attention, list) else [attention]
+    names = [str(entry.get("name")) for entry in entries if isinstance(entry, dict)]
+    return str(model.get("name")) if isinstance(model, dict) else "", "+".join(dict.fromkeys(names))
 
 
 def _end(last: dict[str, Any]) -> str:

@@ -47,7 +47,7 @@ def make_run(directory: Path, *records: dict) -> Path:
 )
 def test_states(tmp_path: Path, end: dict, state: str):
     row = summarise(make_run(tmp_path / "run", START, EVAL, TRAIN, {**TRAIN, **end}))
-    assert row == dict(zip(COLUMNS, (state, "2/4", "87.50", "100", "0:00:50", "", "", ""), strict=True))
+    assert row == dict(zip(COLUMNS, (state, "", "", "2/4", "87.50", "100", "0:00:50", "", "", ""), strict=True))
 
 
 def test_options_that_were_changed_within_a_run_are_named(tmp_path: Path):
@@ -200,7 +200,24 @@ def test_a_run_that_is_running(tmp_path: Path):
 def test_a_run_of_an_earlier_version(tmp_path: Path):
     old = {"kind": "start", "epoch": 0, "step": 0}, {"kind": "eval", "epoch": 1, "step": 9, "top1": 50.0}
     row = summarise(make_run(tmp_path / "run", *old, {"kind": "final", "epoch": 1, "step": 9, "top1": 50.0}))
-    assert [*row.values()] == ["finished", "1/?", "50.00", "", "", "", "", ""]
+    assert [*row.values()] == ["finished", "", "", "1/?", "50.00", "", "", "", "", ""]
+
+
+@pytest.mark.parametrize(
+    ("config", "names"),
+    {
+        "model: {name: deit_tiny_p8}\nattention: {name: eva, window_size: 7}": ("deit_tiny_p8", "eva"),
+        "model: {name: x}\nattention: [{name: eva}, {name: softmax}, {name: eva}]": ("x", "eva+softmax"),
+        "model: {name: timm:vit}\nattention: null": ("timm:vit", ""),
+        "model: 3\nattention: [4]": ("", ""),
+        "not: [a yaml": ("", ""),
+    }.items(),
+)
+def test_the_model_and_the_attention_of_a_run(config: str, names: tuple[str, str], tmp_path: Path):
+    run = make_run(tmp_path / "run", START)
+    (run / "config.yaml").write_text(config)
+    row = summarise(run)
+    assert (row["model"], row["attention"]) == names
 
 
 def test_runs_below_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture):

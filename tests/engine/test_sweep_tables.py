@@ -206,9 +206,10 @@ def test_two_axes_of_numbers_make_a_heat_map(config):
 def test_a_figure_that_a_sweep_has_no_longer_is_removed(config):
     settings = grid_of_numbers(config)
     claim(config.parent, FIGURES)
-    for rows, gone in (settings, set()), (settings[:-1], {"heat_map.png"}):
+    for rows, gone in (settings, set()), (settings[:-1], {"heat_map.png", "heat_map.pdf"}):
         write_figures("Windows", rows, config.parent)
-        assert {path.name for path in config.parent.glob("*.png")} == set(FIGURES) - gone
+        assert {path.name for path in config.parent.glob("*.p[nd][gf]")} == set(FIGURES) - gone
+        assert (config.parent / "table.pdf").read_bytes().startswith(b"%PDF")
 
 
 @pytest.mark.complete

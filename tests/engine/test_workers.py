@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import Dataset
 
 from engine.data.sampler import EpochSampler, SeededDataset
-from engine.data.workers import WorkerLoader, WorkersFailed
+from engine.data.workers import WorkerLoader, WorkersFailed, workers_of_rank
 from engine.runtime.distributed import World
 
 CPU = World(torch.device("cpu"))
@@ -108,3 +108,13 @@ def test_workers_that_fail_end_the_pass_in_a_line(strike: Callable, problem: str
     with pytest.raises(WorkersFailed, match=problem) as caught:
         list(loader)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "workers"), [(16, "2", 8), (16, "8", 2), (2, "", 2), (1, "8", 1), (64, "1", 9)]
+)
+def test_a_rank_has_no_more_workers_than_its_share_of_the_cores(cores, ranks, workers, monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: range(cores))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    assert workers_of_rank(9) == workers
+    assert workers_of_rank(0) == 0
