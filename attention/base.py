@@ -129,6 +129,7 @@ class Attention(nn.Module):
         self.config = config
         self.label = f"attention({self.name()})"  # made here: torch 2.11 would guard compiled graphs by the cache of re
         self.refusal = self.refuses_key_mask(config)  # here too: compiled graphs have no signatures
+        self.grid = context.grid
         self.num_heads = context.num_heads
         self.head_dim = context.dim // context.num_heads
         self.num_prefix_tokens = context.num_prefix_tokens
@@ -247,11 +248,11 @@ class Attention(nn.Module):
         """
         raise NotImplementedError(f"{type(self).__name__} does not define attend")
 
-    def forward(self, x: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, grid: Grid | None = None, key_mask: Tensor | None = None) -> Tensor:
         """Attends over tokens (B, P + N, C), the last N of which form an (H, W) grid: (B, P + N, C).
 
         Args:
-            grid: (H, W); may differ from the grid given at construction.
+            grid: (H, W); None: the grid given at construction, from which it may differ.
             key_mask: (B, N) bool, true for tokens of the grid that count, as in torch's attention and Hugging Face's
                 attention_mask. The values of other tokens have no effect and no gradient; their outputs are zero.
 
@@ -260,6 +261,7 @@ class Attention(nn.Module):
             ValueError: x is not (B, P + H*W, C), for instance an image (B, C, H, W); the mask has another shape or
                 type, or the mechanism refuses masks.
         """
+        grid = self.grid if grid is None else grid
         if torch.jit.is_tracing():  # it records sizes as tensors, but a traced graph belongs to one grid
             grid = int(grid[0]), int(grid[1])
         P = self.num_prefix_tokens

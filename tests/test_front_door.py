@@ -115,6 +115,14 @@ def test_a_mechanism_in_full(capsys):
     assert "attention.name: unknown mechanism 'sofmax'; did you mean 'softmax'?" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["softmax", "eva", "linformer"])
+def test_the_grid_of_construction_need_not_be_given(name):
+    attn, x = create_attention(name, dim=16, num_heads=2, grid=(7, 14)).eval(), torch.randn(2, 98, 16)
+    assert torch.equal(attn(x), attn(x, (7, 14)))
+    with pytest.raises(ValueError, match="got 97 tokens, but 0 prefix tokens and a 7x14 grid make 98"):
+        attn(torch.randn(2, 97, 16))
+
+
 SHAPES = {  # shape of x, grid -> the error's type and what it says
     ((2, 16, 4, 6), (4, 6)): (ValueError, "(2, 16, 4, 6); give its tokens, x.flatten(2).mT for (B, C, H, W), and the"),
     ((2, 4, 6, 16), (4, 6)): (ValueError, "x.flatten(1, 2) for (B, H, W, C), and the grid (4, 6)"),
@@ -124,7 +132,6 @@ SHAPES = {  # shape of x, grid -> the error's type and what it says
     ((2, 25, 16), (4, 6)): (ValueError, "got 25 tokens, but 0 prefix tokens and a 4x6 grid make 24; give the (H, W)"),
     ((2, 16, 24), (4, 6)): (ValueError, "got tokens of 24 channels, but the layer has dim = 16"),
     ((2, 24, 16), 24): (TypeError, "got the grid 24; give the rows and columns of the tokens, two ints (H, W)"),
-    ((2, 24, 16), None): (TypeError, "got the grid None; give"),
     ((2, 24, 16), (4.0, 6.0)): (TypeError, "got the grid (4.0, 6.0); give"),
     ((2, 24, 16), (24,)): (TypeError, "got the grid (24,); give"),
     ((2, 24, 16), torch.Size((2, 16, 4, 6))): (TypeError, "got the grid torch.Size([2, 16, 4, 6]); give"),

@@ -64,7 +64,7 @@ class Linformer(Attention):
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
-        self.grid, owner = context.grid, self
+        owner = self
         if config.sharing == "layers":
             owner = context.shared.setdefault(("linformer", config.num_landmarks, context.grid), self)
         # A tuple hides the owner from torch: its parameter occurs once in the state dict and in a weight average.

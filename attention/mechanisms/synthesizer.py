@@ -49,7 +49,6 @@ class Synthesizer(Attention):
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
-        self.grid = context.grid
         rows = context.num_prefix_tokens + context.grid[0] * context.grid[1]
         self.factors = nn.Parameter(torch.empty(2, self.num_heads, config.rank, rows))
         nn.init.trunc_normal_(self.factors, std=0.02)
