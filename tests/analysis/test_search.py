@@ -160,6 +160,8 @@ def test_files_of_the_front_are_runs_of_train(checkpoint, tmp_path, monkeypatch,
     for row in front:
         path = tmp_path / f"{row['front']}.yaml"
         run = load_run(path, [])
+        assert (run.schedule.epochs, run.schedule.warmup_epochs) == (1, 0)  # of quickstart's 12
+        assert run.optim.lr == load_model(checkpoint).run.optim.lr / 4
         names = [row["layer 0"], row["layer 1"]]
         entries = run.attention if isinstance(run.attention, list) else [{**run.attention, "blocks": "0-1"}]
         expected = {name: {OWN: "softmax", eva: "eva"}.get(name, name) for name in names}
