@@ -39,7 +39,7 @@ from engine.training.device import check_device, chosen_kernels
 from engine.training.exchange import UpdateExchange
 from engine.training.failure import explain_failures
 from engine.training.graphs import graph_passes
-from engine.training.nonfinite import FiniteGuard, dump_step
+from engine.training.nonfinite import FiniteGuard
 from engine.training.objective import create_objective
 from engine.training.optim import create_average, create_optimizer, create_schedule, keep_finite
 from engine.training.plan import print_plan
@@ -133,8 +133,7 @@ class Trainer:
         compilation = self.cleanup.enter_context(compiled_blocks(models, run, self.world))
         network, cuda_graph = graph_passes(self.objective, self.model, run, self.world, self.layout)
         self.network = self.cleanup.enter_context(self.world.average_gradients(network))
-        update = self.checkpoints, self.train_loader, self.stateful, progress
-        self.guard = FiniteGuard(run.train, progress, lambda *why: dump_step(*update, *why))
+        self.guard = FiniteGuard(run.train, progress)
         self.exchange = UpdateExchange(run, self.world, progress, self.guard.check)
         self.world.tell(describe_batch_norm(self.model, run, self.world.size))
         kind = Recorder if self.world.is_primary else SilentRecorder

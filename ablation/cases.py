@@ -18,7 +18,7 @@ from engine.reporting.metrics import find_records, list_changes
 from engine.run.load import dump_run, flatten, parse_run
 from engine.runtime.errors import ConfigError, UserError
 from engine.runtime.terminal import warn_once
-from engine.training.differences import CONTENT, NAMES_ONLY, list_data_differences, list_differences
+from engine.training.differences import list_data_differences, list_differences
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def check_options(cases: Sequence[Case]) -> None:
 def check_data(cases: Sequence[Case]) -> None:
     """Refuses runs that have begun on other data than the sweep has now, as train.py would.
 
-    Names on stderr the runs whose checkpoints do not tell their data, or only its names. Data that an objective draws
+    Names on stderr the runs whose checkpoints do not tell their data. Data that an objective draws
     follows from the options.
 
     Raises:
@@ -124,8 +124,6 @@ def check_data(cases: Sequence[Case]) -> None:
         elif lines := list_data_differences(found[1], identify(case.run.data)):
             remedy = "name its data again, or another --output"
             raise UserError(f"{case.directory}: was trained on other data; {remedy}: {'; '.join(lines)}")
-        elif CONTENT[0] not in found[1]:
-            print(f"warning: {found[0]}: {NAMES_ONLY}", file=sys.stderr)
 
 
 @functools.cache

@@ -72,7 +72,7 @@ def test_all_scripts_are_installed_and_are_commands():
 
 
 def test_a_subcommand_gets_the_arguments_after_it(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["eav", "runs", str(tmp_path), "--compare", "top1"])
+    monkeypatch.setattr(sys, "argv", ["eav", "runs", str(tmp_path)])
     with pytest.raises(SystemExit) as ended:
         eav.main()
     assert (ended.value.code, capsys.readouterr().err.count(str(tmp_path))) == (2, 1)

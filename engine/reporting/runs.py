@@ -1,11 +1,9 @@
-"""Shows all runs below a folder as a table, or a column of several runs epoch by epoch.
+"""Shows all runs below a folder as a table.
 
     python -m engine.reporting.runs runs/
-    python -m engine.reporting.runs runs/eva runs/lara --compare eval_top1
 
 A run is running (and where), finished, stopped (by a signal; the same command goes on), failed (and why), or
-interrupted (it ended without a record). `changed` names options that --allow-change has changed within the run. Any
-column of `epochs.csv` can be compared; docs/logs.md explains them.
+interrupted (it ended without a record). `changed` names options that --allow-change has changed within the run.
 """
 
 from collections.abc import Sequence
@@ -13,25 +11,19 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from attention.options import nearest
 from engine.config.yaml_files import read_yaml
-from engine.reporting.metrics import CONFIG, MAX_METRICS, EpochTable, find_records, list_changes, stream_records
+from engine.reporting.metrics import CONFIG, find_records, list_changes
 from engine.reporting.tables import align
 from engine.runtime.arguments import ArgumentParser
 from engine.runtime.errors import UserError, refuse_bad_input
 from engine.runtime.locks import is_locked, lock_holder
-from engine.runtime.text import one_line
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = ArgumentParser(description="Show runs as a table, or compare them.")
-    parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="folders of runs; to compare: runs")
-    parser.add_argument("--compare", metavar="COLUMN", help="show this column of epochs.csv of every run")
+    parser = ArgumentParser(description="Show runs as a table.")
+    parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="folders of runs")
     args = parser.parse_args(arguments)
     with refuse_bad_input():
-        if args.compare:
-            print(align(compare({str(path): read_epochs(path) for path in args.paths}, args.compare)))
-            return
         runs = find_runs(args.paths)
     print(align([["run", *COLUMNS], *([str(run), *summarise(run).values()] for run in runs)]))
 
@@ -102,41 +94,6 @@ def _seconds_left(start: dict[str, Any], last: dict[str, Any]) -> float | None:
         return None
     each = (last["elapsed_seconds"] - start["elapsed_seconds"]) / steps
     return each * (start["total_steps"] - last["step"])
-
-
-def read_epochs(run: Path) -> list[dict[str, Any]]:
-    """Returns the rows of `epochs.csv` of the run in the directory `run`.
-
-    Raises:
-        UserError: there are no rows.
-    """
-    if not (rows := EpochTable(stream_records(run, MAX_METRICS)).rows()):
-        raise UserError(f"{run}: no epochs of a run; name its directory")
-    return rows
-
-
-def compare(runs: dict[str, list[dict[str, Any]]], column: str) -> list[list[str]]:
-    """Returns a row per epoch with `column` of every run, and of all but the first its difference to the first.
-
-    Args:
-        runs: name -> rows of `read_epochs`.
-    Raises:
-        UserError: a run does not have the column.
-    """
-    tables = {}
-    for name, rows in runs.items():
-        known = dict.fromkeys(key for row in rows for key, value in row.items() if isinstance(value, int | float))
-        if column not in known:
-            raise UserError(f"--compare: {one_line(repr(column), 60)} is no column of {name}{nearest(column, known)}")
-        tables[name] = {row["epoch"]: row[column] for row in rows if isinstance(row.get(column), int | float)}
-    first, *others = tables
-    lines = [["epoch", first, *(text for name in others for text in (name, "difference"))]]
-    for epoch in sorted(set().union(*tables.values())):
-        base, *values = (table.get(epoch) for table in tables.values())
-        pairs = [(x, None if x is None or base is None else x - base) for x in values]
-        texts = (text for x, d in pairs for text in (_text(x, ".6g"), _text(d, "+.6g")))
-        lines.append([str(epoch), _text(base, ".6g"), *texts])
-    return lines
 
 
 def _text(value: float | None, form: str) -> str:

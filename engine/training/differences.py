@@ -6,7 +6,6 @@ from typing import Any
 from engine.checkpoints.files import IDENTITY
 from engine.run.load import flatten
 from engine.runtime.text import describe_difference
-from engine.training.optim import without_defaults
 
 RESUMABLE_OPTIONS = {
     "data.root",
@@ -34,12 +33,6 @@ BY_DEVICE = {"train.compile", "train.cuda_graph"}
 TEACHER = "teacher_weights"
 """Key of the teacher's digest, known only after the teacher is loaded."""
 
-CONTENT = ("train_content", "val_content")
-"""Metadata of the data that checkpoints of earlier versions lack."""
-
-NAMES_ONLY = "this older checkpoint stores image names only, so names are compared"
-"""Note on a checkpoint without `CONTENT`."""
-
 ABSENT = "absent"
 """Shown for an option or metadata that a run lacks."""
 
@@ -63,13 +56,11 @@ def find_differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> set[s
     """Returns the options with an effect in which the runs `here` and `there` differ.
 
     Besides `RESUMABLE_OPTIONS`, these are without an effect: a mechanism's `released`, which only chooses the defaults
-    of other options, `optim.betas` and `optim.eps` that are the optimiser's own or that it does not take, and those of
-    `BY_DEVICE` that are auto in one of the runs.
+    of other options, and those of `BY_DEVICE` that are auto in one of the runs.
 
     Args:
         there, here: dotted path of an option -> value.
     """
-    there, here = without_defaults(there), without_defaults(here)
     changed = {key for key in there.keys() | here.keys() if there.get(key, ABSENT) != here.get(key, ABSENT)}
     idle = {key for key in changed if key.startswith("attention.") and key.endswith(".released")}
     resolved = {key for key in BY_DEVICE if "auto" in (there.get(key), here.get(key))}

@@ -1,22 +1,12 @@
 """Losses and gradients that are not finite: their updates are skipped, or end the run."""
 
-import json
 import math
-import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from typing import cast
+from collections.abc import Sequence
 
 from torch import nn
 
 from engine.checkpoints.progress import Progress
 from engine.config.schema import Train
-from engine.data.loaders import Loader, images_of
-from engine.data.sampler import EpochSampler
-from engine.runtime.errors import UserError
-from engine.runtime.files import write_atomically
-from engine.runtime.ownership import claim
-from engine.training.resume import Checkpoints, Stateful
 
 
 class FiniteGuard:
@@ -28,11 +18,10 @@ class FiniteGuard:
 
     Args:
         progress: counts the losses of updates that were made, and the updates that were skipped.
-        dump: records an update, given how many updates ago it was, and the reason; see `dump_step`.
     """
 
-    def __init__(self, options: Train, progress: Progress, dump: Callable[[str, int], None]):
-        self.options, self.progress, self.dump = options, progress, dump
+    def __init__(self, options: Train, progress: Progress):
+        self.options, self.progress = options, progress
 
     def begin_update(self, model: nn.Module) -> None:
         """Copies the buffers, which a forward pass changes (as BatchNorm does), if the update may be skipped."""
@@ -70,7 +59,6 @@ class FiniteGuard:
         self.progress.num_skipped += 1
         for name, buffer in self.model.named_buffers():  # a forward pass may have replaced the tensors
             buffer.copy_(self.buffers[name])
-        self.dump(reason, 0)
 
     def _count_overflow(self, overflows: bool, updates_ago: int) -> None:
         count = self.progress.num_overflows = self.progress.num_overflows + 1 if overflows else 0
@@ -82,35 +70,4 @@ class FiniteGuard:
             )
 
     def _stop(self, reason: str, updates_ago: int) -> None:
-        self.dump(reason, updates_ago)
         raise FloatingPointError(f"step {self.progress.step - updates_ago}: {reason}")
-
-
-def dump_step(
-    checkpoints: Checkpoints, loader: Loader, stateful: Stateful, progress: Progress, reason: str, updates_ago: int
-) -> None:
-    """Writes the current update, or the one before, to `failed_step_S.json` and `.pt` beside the checkpoints.
-
-    The JSON file lists the images of the total batch, in order; rank r of R had every R-th. The `.pt` file is a
-    checkpoint of the present state; no run resumes from it. Files of others of these names stay, and a line says so.
-    """
-    if not checkpoints.world.is_primary:
-        return
-    sampler, images = cast(EpochSampler, loader.sampler), images_of(loader)
-    start = progress.images - updates_ago * sampler.total_batch_size
-    indices = sampler.order(range(start, start + sampler.total_batch_size)).tolist()
-    record = {
-        "step": progress.step - updates_ago,
-        "reason": reason,
-        "progress": asdict(progress),
-        "processes": checkpoints.world.size,
-        "images": [[index, str(images.filename(index))] for index in indices],
-    }
-    path = checkpoints.directory / f"failed_step_{record['step']}.json"
-    try:
-        claim(path.parent, [path.name, path.with_suffix(".pt").name])
-    except UserError as error:  # the reason of the failure comes after it
-        print(f"warning: {error}; the update is not recorded", file=sys.stderr, flush=True)
-        return
-    write_atomically(path, json.dumps(record, indent=1).encode())
-    checkpoints.write(path.with_suffix(".pt"), progress, stateful)

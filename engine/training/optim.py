@@ -1,6 +1,5 @@
 """Optimiser, learning rate schedule and weight average of a run, all by timm."""
 
-import inspect
 import io
 from collections.abc import Mapping
 from dataclasses import replace
@@ -52,21 +51,6 @@ def create_optimizer(model: nn.Module, optim: Optim, total_batch_size: int) -> O
 def takes(opt: str, name: str) -> bool:
     """Whether timm's optimiser `opt` takes its option `name`, ``"betas"`` or ``"eps"``."""
     return getattr(get_optimizer_info(opt), f"has_{name}")
-
-
-def without_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns `options`, dotted path -> value, with null for `optim.betas` and `optim.eps` that are the optimiser's own
-    or that it does not take: configurations of earlier versions hold the same values for every optimiser.
-    """
-    result = dict(options)
-    for key in {"optim.betas", "optim.eps"} & options.keys() if "optim.opt" in options else ():
-        info, name = get_optimizer_info(options["optim.opt"]), key.removeprefix("optim.")
-        kind = info.opt_class  # or the name of a class of another package
-        defaults = {} if isinstance(kind, str) else dict(inspect.signature(kind).parameters)
-        own = (info.defaults or {}).get(name, defaults[name].default if name in defaults else None)
-        if not takes(info.name, name) or options[key] == (list(own) if isinstance(own, tuple) else own):
-            result[key] = None
-    return result
 
 
 def keep_finite(optimizer: Optimizer, norm: Tensor) -> None:

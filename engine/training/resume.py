@@ -24,8 +24,6 @@ from engine.runtime.distributed import World
 from engine.runtime.errors import ConfigError, UserError
 from engine.runtime.ownership import claim, owned_files, remove_owned
 from engine.training.differences import (
-    CONTENT,
-    NAMES_ONLY,
     TEACHER,
     find_differences,
     flatten_metadata,
@@ -86,17 +84,10 @@ class Checkpoints:
             # A checkpoint that the user put there, from which the run resumes, has this very state.
             if path != self.resumed_from or path in owned_files(self.directory):
                 claim(self.directory, [path.name])
-                save_checkpoint(path, self._content(progress, stateful))
+                states = {key: source.state_dict() for key, source in stateful.items()}
+                save_checkpoint(path, self.metadata | {"progress": asdict(progress)} | states)
                 self._rotate({epoch for _, epoch in progress.ranking + progress.ema_ranking})
         self.saved_at = time.monotonic()
-
-    def write(self, path: Path, progress: Progress, stateful: Stateful) -> None:
-        """Writes a checkpoint to `path`, even if its state is not finite."""
-        save_checkpoint(path, self._content(progress, stateful))
-
-    def _content(self, progress: Progress, stateful: Stateful) -> dict[str, Any]:
-        states = {name: source.state_dict() for name, source in stateful.items()}
-        return self.metadata | {"progress": asdict(progress)} | states
 
     def _rotate(self, best: Collection[int]) -> None:
         newest, *others = list_checkpoints(self.directory)
@@ -162,10 +153,6 @@ class Resumed:
         there = flatten_metadata(checkpoint | {"config": dump_run(run)})
         if TEACHER not in here:  # a run without a teacher
             there.pop(TEACHER, None)
-        if unknown := [key for key in CONTENT if key in here and key not in there]:
-            here = {key: value for key, value in here.items() if key not in unknown}
-            if self.is_primary:
-                print(f"{path}: {NAMES_ONLY}", file=sys.stderr, flush=True)
         if lines := list_differences(there, here, allowed):
             raise UserError(
                 f"{self.directory}: holds a run with other options or data; resume it with its own, start afresh in"

@@ -30,7 +30,6 @@ from engine.runtime import files
 from engine.runtime.ownership import claim
 from engine.runtime.processes import run_to_end
 from engine.runtime.signals import STOPPED
-from engine.training.differences import NAMES_ONLY
 from tests.support.partition import chosen
 from tests.support.sweeps import BASE, finish, read, read_table
 
@@ -234,9 +233,6 @@ def test_a_run_finished_on_other_data_is_refused(config, capsys):
     assert (config.parent / "out" / "table.csv").read_bytes() == table
 
     path, checkpoint = find_checkpoint(directory, "last")
-    save_checkpoint(path, {name: value for name, value in checkpoint.items() if not name.endswith("_content")})
-    assert sweep_on(roots[1]) == f"warning: {path}: {NAMES_ONLY}\n"
-    assert sweep_on(roots[0], classes, status=2).startswith(problem)
     for path in directory.glob("*.pt"):
         path.unlink()
     assert sweep_on(roots[0]).endswith("which data it was trained on is not known: no checkpoint there\n")

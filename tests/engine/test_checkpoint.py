@@ -46,7 +46,6 @@ from engine.runtime import files
 from engine.runtime.distributed import World
 from engine.runtime.errors import UserError
 from engine.runtime.ownership import MARKER
-from engine.training.differences import NAMES_ONLY
 from engine.training.resume import Checkpoints, Resumed
 from models import create_model
 from tests.engine.test_resume import digest, light_and_full
@@ -347,23 +346,6 @@ def test_other_data_is_refused_until_allowed(key: str, run, tmp_path: Path):
         Resumed(checkpoints).restore({})
     assert str(caught.value).splitlines()[1:] == [f"  {key}: {message}"]
     assert Resumed(checkpoints, [key]).restore({}).step == 7
-
-
-def test_an_earlier_versions_run_is_compared_by_names(run, tmp_path: Path, capsys):
-    """Its checkpoint knows the names of its images, not their content; the next one knows both."""
-    earlier = {name: value for name, value in IDENTITY.items() if not name.endswith("_content")}
-    Checkpoints(tmp_path, run, ALONE, 100, earlier).save(Progress(step=7), {"model": Weight(1)})
-    with pytest.raises(UserError, match="\n  val_files: "):
-        Resumed(Checkpoints(tmp_path, run, ALONE, 100, IDENTITY | {"val_files": "c" * 64})).restore({})
-    checkpoints = Checkpoints(tmp_path, run, ALONE, 100, IDENTITY)
-    capsys.readouterr()
-    progress = Resumed(checkpoints).restore({})
-    assert progress.step == 7
-    assert capsys.readouterr().err.endswith(f"{NAMES_ONLY}\n")
-    progress.step += 1
-    checkpoints.save(progress, {"model": Weight(1)})
-    with pytest.raises(UserError, match="\n  val_content: "):
-        Resumed(Checkpoints(tmp_path, run, ALONE, 100, IDENTITY | {"val_content": "c" * 64})).restore({})
 
 
 MANY = {

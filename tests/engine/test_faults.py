@@ -28,12 +28,11 @@ from engine.checkpoints.files import find_checkpoint, list_checkpoints, load_che
 from engine.checkpoints.progress import Progress
 from engine.config.schema import Data, Schedule, Train
 from engine.data.augment import PairMixup
-from engine.data.sampler import EpochSampler
 from engine.reporting.runs import summarise
 from engine.runtime.distributed import World
 from engine.runtime.signals import SIGNALS, SignalHandler
 from engine.training.exchange import UpdateExchange
-from engine.training.nonfinite import FiniteGuard, dump_step
+from engine.training.nonfinite import FiniteGuard
 from models import create_model
 from tests.engine.test_resume import RUN, STEPS, Runs, light_and_full, outcome, records
 from tests.support.launcher import ROOT, Fault, ForkServer, Job, use_few_images
@@ -410,10 +409,6 @@ def test_what_is_not_finite_reaches_no_checkpoint(
             with pytest.raises(SystemExit) as caught:
                 train.main(command)
             assert caught.value.code == 1
-    failed = json.loads((tmp_path / "run" / "failed_step_3.json").read_text())
-    assert len(failed["images"]) == 8
-    assert all(name.endswith(".pgm") for _, name in failed["images"])
-    assert load_checkpoint(tmp_path / "run" / "failed_step_3.pt")["progress"]["step"] in (3, 4)
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     saved = [load_checkpoint(path) for path in list_checkpoints(tmp_path / "run")]
     if policy == "skip" and place != "weight":
@@ -426,7 +421,7 @@ def test_what_is_not_finite_reaches_no_checkpoint(
     for checkpoint in saved:
         for name in ("model", "model_ema"):
             assert all(tensor.isfinite().all() for tensor in checkpoint[name].values())
-    figure("N1", f"{value} in {place}, {policy}: reported, dumped; {len(saved)} checkpoints are clean")
+    figure("N1", f"{value} in {place}, {policy}: reported; {len(saved)} checkpoints are clean")
 
 
 class Two(World):
@@ -464,13 +459,12 @@ def test_one_exchange_carries_losses_norm_flags_and_broken_images(second: list[f
     assert found == [norm, *others]
 
 
-def exchange_of(options: Train, progress: Progress, world: World, late: bool = False) -> tuple[UpdateExchange, list]:
-    """An exchange with a guard, and what that dumps; on a GPU it reads `late`."""
-    dumped = []
-    guard = FiniteGuard(options, progress, lambda *what: dumped.append(what))
+def exchange_of(options: Train, progress: Progress, world: World, late: bool = False) -> UpdateExchange:
+    """An exchange with a guard; on a GPU it reads `late`."""
+    guard = FiniteGuard(options, progress)
     exchange = UpdateExchange(SimpleNamespace(train=options, data=Data()), world, progress, guard.check)
     exchange.reads_late = late
-    return exchange, dumped
+    return exchange
 
 
 def update_twice(exchange: UpdateExchange, **values: float) -> None:
@@ -491,31 +485,28 @@ def update(
 @pytest.mark.parametrize("late", [False, True])
 def test_the_rank_is_named(late: bool):
     world = two([1.0, 0.5, 0.0, 0.0, 0.0])
-    exchange, dumped = exchange_of(Train(), Progress(), world, late)
+    exchange = exchange_of(Train(), Progress(), world, late)
     assert update(exchange, 3.0)
-    assert not dumped
     world.second[0] = math.nan
     end = "no checkpoint was made after it" if late else "stopped before the update"
     with pytest.raises(FloatingPointError, match=f"step 1: the loss is not finite on rank 1; {end}"):
         update_twice(exchange)
-    assert dumped == [(f"the loss is not finite on rank 1; {end}", int(late))]
 
 
 @pytest.mark.parametrize(("loss", "norm"), [(math.nan, 1.0), (1.0, math.inf)])
 def test_what_is_read_late_is_read_before_the_next_update_and_before_a_checkpoint(loss: float, norm: float):
     for end in (update, UpdateExchange.settle):
-        exchange, dumped = exchange_of(Train(), Progress(), World(torch.device("cpu")), late=True)
+        exchange = exchange_of(Train(), Progress(), World(torch.device("cpu")), late=True)
         assert update(exchange)
         assert update(exchange, loss, norm)
         assert exchange.progress.num_summed == 1
         with pytest.raises(FloatingPointError, match=r"step 1: .* no checkpoint was made after it"):
             end(exchange)
-        assert [ago for _, ago in dumped] == [1]
 
 
 def test_what_is_read_late_is_not_lost():
     progress = Progress()
-    exchange, _ = exchange_of(Train(), progress, World(torch.device("cpu")), late=True)
+    exchange = exchange_of(Train(), progress, World(torch.device("cpu")), late=True)
     assert update(exchange, 2.0, 3.0)
     assert update(exchange, 4.0, 5.0, stop=True)
     assert (progress.loss_sum, progress.num_summed, exchange.norm, exchange.stopped) == (2.0, 1, 3.0, False)
@@ -529,7 +520,7 @@ def test_all_ranks_save_by_the_clock_of_the_first(first: int, late: int, saved: 
     """All ranks save at the same update, so that none ends alone while the others wait for it in the next."""
     world = Two(torch.device("cpu"), 1, 2)
     object.__setattr__(world, "send", lambda values: lambda: [[1.0, 1.0, 0.0, 0.0, first], [*map(float, values)]])
-    exchange, _ = exchange_of(Train(), Progress(), world, bool(late))
+    exchange = exchange_of(Train(), Progress(), world, bool(late))
     steps: list[int] = []
     trainer = MagicMock(
         options=Train(total_batch_size=1), progress=exchange.progress, exchange=exchange, model=nn.Identity()
@@ -554,7 +545,7 @@ def test_only_a_gpu_is_read_late_and_only_where_no_update_is_skipped(tmp_path: P
 def test_a_skipped_update_restores_buffers_that_a_forward_pass_replaces():
     sizes = {"img_size": 16, "patch_size": 4, "embed_dim": 12, "depth": 1, "num_heads": 2, "num_classes": 2}
     model = create_model("deit", "softmax", stem="conv", **sizes).train()
-    guard = FiniteGuard(Train(max_skipped=1), Progress(), lambda reason, updates_ago: None)
+    guard = FiniteGuard(Train(max_skipped=1), Progress())
     model(torch.randn(2, 3, 16, 16))
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     guard.begin_update(model)
@@ -564,55 +555,20 @@ def test_a_skipped_update_restores_buffers_that_a_forward_pass_replaces():
     assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
 
 
-@pytest.mark.parametrize("updates_ago", [0, 1])
-def test_the_record_of_an_update_lists_its_images(updates_ago: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The progress is that of a run which reads the third batch, or has made its update already."""
-    world = World(torch.device("cpu"))
-    sampler = EpochSampler(50, 8, world, seed=3)
-    images = SimpleNamespace(filename=lambda index: f"{index}.png")
-    checkpoints = SimpleNamespace(world=world, directory=tmp_path, write=lambda *arguments: None)
-    progress = Progress(step=2 + updates_ago, images=16 + 8 * updates_ago)
-    monkeypatch.setattr("engine.training.nonfinite.images_of", lambda loader: images)
-    dump_step(checkpoints, SimpleNamespace(sampler=sampler), None, progress, "why", updates_ago)
-    expected = [index for index, *_ in sampler][16:24]
-    found = json.loads((tmp_path / "failed_step_2.json").read_text())
-    assert (found["step"], found["reason"], found["processes"]) == (2, "why", 1)
-    assert found["images"] == [[index, f"{index}.png"] for index in expected]
-
-
 @pytest.mark.parametrize("late", [False, True])
 def test_with_loss_scaling_only_so_many_overflows_in_a_row_are_skipped(late: bool):
     options, progress = Train(amp="fp16", max_overflows=3), Progress()
-    exchange, dumped = exchange_of(options, progress, World(torch.device("cpu")), late)
+    exchange = exchange_of(options, progress, World(torch.device("cpu")), late)
     for norm in (math.inf, math.nan, math.inf, 1.0, math.inf, math.inf):
         assert update(exchange, norm=norm)
     exchange.settle()
     exchange.settle()
-    assert (progress.num_overflows, dumped) == (2, [])
-    exchange, dumped = exchange_of(options, Progress(**vars(progress)), exchange.world, late)  # resumed
+    assert progress.num_overflows == 2
+    exchange = exchange_of(options, Progress(**vars(progress)), exchange.world, late)  # resumed
     assert update(exchange, norm=math.inf)
     message = r"^step 7: the gradient was not finite in 4 updates in a row.*train\.max_overflows = 3; lower optim\.lr"
     with pytest.raises(FloatingPointError, match=message):
         update_twice(exchange, norm=math.inf)
-    assert len(dumped) == 1
-
-
-def test_the_reason_of_a_failure_is_told_where_its_record_would_replace_a_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
-):
-    """As in a run that an earlier version began: it kept no list of its files."""
-    path = tmp_path / "run" / "failed_step_3.json"
-    path.parent.mkdir()
-    path.write_text("mine")
-    use_few_images(50, 24, monkeypatch.setattr)
-    spoil("loss", math.nan, 4, monkeypatch)
-    with pytest.raises(SystemExit) as caught:
-        train.main([*plain_run(tmp_path), "--output", str(path.parent)])
-    warning, error = [line for line in capsys.readouterr().err.splitlines() if "failed" in line or "step 3" in line]
-    assert warning.startswith(f"warning: {path}: is there already, and this program has no record of having made it")
-    assert error.startswith("error: step 3: the loss is not finite")
-    assert (caught.value.code, path.read_text()) == (1, "mine")
-    assert [*path.parent.glob("failed*")] == [path]
 
 
 def test_loss_scaling_does_not_skip_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
@@ -626,7 +582,6 @@ def test_loss_scaling_does_not_skip_for_ever(tmp_path: Path, monkeypatch: pytest
             train.main([*command, f"train.max_overflows={limit}"])
         assert caught.value.code == 1
         assert f"error: step {step}: the gradient was not finite in {limit + 1} " in capsys.readouterr().err
-        assert (tmp_path / "run" / f"failed_step_{step}.json").exists()
 
 
 # Locks

@@ -27,7 +27,7 @@ from engine.data.splits import Images, open_split
 from engine.data.subset import read_names
 from engine.evaluation.label_matching import read_real_labels
 from engine.reporting.metrics import EpochTable, find_records, read_records
-from engine.reporting.runs import read_epochs, summarise
+from engine.reporting.runs import summarise
 from engine.run.load import load_run
 from engine.runtime.errors import UserError
 from engine.runtime.locks import is_locked, lock_holder
@@ -91,7 +91,6 @@ def read_lock(path: Path) -> None:
 
 READERS: dict[str, Callable[[Path], object]] = {
     "metrics.jsonl": read_run,
-    "epochs.csv": read_epochs,
     "measurements.jsonl": read_measurement,
     "runs.csv": lambda path: (lost_runs([], path.parent), read_results(path, 1)),
     "quality.csv": read_quality,
@@ -230,7 +229,7 @@ def test_a_changed_value_ends_in_one_line(name: str, tmp_path: Path):
 def test_a_name_that_no_file_has_ends_in_one_line(name: str):
     with pytest.raises(OSError, match="a name that no file has"):
         open_regular(name)
-    for read in (load_run, read_names, list_files_of, load_checkpoint, read_epochs, read_weights):
+    for read in (load_run, read_names, list_files_of, load_checkpoint, read_records, read_weights):
         assert not fault_of(read, Path(name))
     assert measure_files([name]).tolist() == [-1]
 

@@ -211,26 +211,6 @@ def test_options_that_an_optimizer_does_not_take_are_refused():
             check_optimizer(optim, CPU)
 
 
-FORMER = {"optim.betas": [0.9, 0.999], "optim.eps": 1e-8}
-"""Values that configurations of earlier runs hold for every optimiser."""
-
-
-@pytest.mark.parametrize(
-    ("name", "lines"),
-    [
-        *(("adamw", []), ("sgd", []), ("adagrad", []), ("cadafactor", ["optim.eps: 1e-08 there, None here"])),
-        ("lion", ["optim.betas: [0.9, 0.999] there, None here"]),
-        ("adopt", ["optim.betas: [0.9, 0.999] there, None here", "optim.eps: 1e-08 there, None here"]),
-        ("fusedadam", ["optim.betas: [0.9, 0.999] there, None here", "optim.eps: 1e-08 there, None here"]),
-    ],
-)
-def test_runs_from_before_go_on_where_nothing_changes(name: str, lines: list[str]):
-    here = {"optim.opt": name, "optim.betas": None, "optim.eps": None}
-    assert list_differences(here | FORMER, here) == lines
-    other = here | {"optim.opt": "adamw"}
-    assert list_differences(other | FORMER, here, ["optim.opt"]) == []
-
-
 def test_compilation_may_differ_unless_both_runs_choose_it():
     """Auto depends on the GPU, and a run from before has false."""
     assert not list_differences({"train.compile": False}, {"train.compile": "auto"})

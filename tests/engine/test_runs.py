@@ -1,4 +1,4 @@
-"""The table of all runs, and the comparison of several."""
+"""The table of all runs."""
 
 import csv
 import fcntl
@@ -15,7 +15,7 @@ from engine.checkpoints.progress import Progress
 from engine.reporting import metrics
 from engine.reporting.metrics import EpochTable, epochs_csv, read_records
 from engine.reporting.recorder import Recorder
-from engine.reporting.runs import COLUMNS, main, read_epochs, summarise
+from engine.reporting.runs import COLUMNS, main, summarise
 from engine.runtime.distributed import World
 from engine.runtime.errors import UserError
 from engine.runtime.locks import lock_directory
@@ -84,7 +84,7 @@ def test_a_line_that_is_no_record_is_left_out(tmp_path: Path, capsys: pytest.Cap
     whole = (run / "metrics.jsonl").read_bytes()
     lines = whole.splitlines(keepends=True)
     (run / "metrics.jsonl").write_bytes(b"".join([*lines[: number - 1], line + b"\n", *lines[number - 1 :]]))
-    assert (summarise(run), read_epochs(run)) == (expected, EpochTable([START, EVAL, TRAIN]).rows())
+    assert (summarise(run), read_records(run)) == (expected, [START, EVAL, TRAIN])
     error = capsys.readouterr().err
     assert error == f"warning: {run}/metrics.jsonl:{number}: holds no record of a run; left out\n"
     progress = Progress(epoch=1, step=20)
@@ -231,29 +231,8 @@ def test_runs_below_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture):
     assert [line[:3] for line in lines[1:]] == rows
 
 
-def test_comparison(tmp_path: Path, capsys: pytest.CaptureFixture):
-    """Also of runs of which one has more epochs, or no number."""
-    second, third = ({**EVAL, "epoch": n, "step": 10 * n, "top1": top1} for n, top1 in ((2, 90.25), (3, None)))
-    a, b = make_run(tmp_path / "a", START, EVAL), make_run(tmp_path / "b", EVAL | {"top1": 88.0}, TRAIN, second, third)
-    main([str(a), str(b), "--compare", "eval_top1"])
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert lines == [["epoch", str(a), str(b), "difference"], ["1", "87.5", "88", "+0.5"], ["2", "90.25"]]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "problem"),
-    [
-        (["absent"], "absent: no such folder"),
-        (["empty"], "empty: no run in it"),
-        (["a", "--compare", "eval_top"], "--compare: 'eval_top' is no column of a; did you mean 'eval_top1'?"),
-        (["empty", "--compare", "eval_top1"], "empty: no epochs of a run; name its directory"),
-        (["a/lock", "--compare", "eval_top1"], "a/lock/metrics.jsonl: cannot be read: Not a directory"),
-    ],
-)
-def test_bad_input_is_one_line(tmp_path: Path, monkeypatch, capsys, arguments: list[str], problem: str):
+@pytest.mark.parametrize(("path", "problem"), [("absent", "no such folder"), ("empty", "no run in it")])
+def test_bad_input_is_one_line(tmp_path: Path, monkeypatch, capsys, path: str, problem: str):
     monkeypatch.chdir(tmp_path)
-    make_run(tmp_path / "a", START, EVAL)
     (tmp_path / "empty").mkdir()
-    error = refusal(main, arguments, capsys)
-    assert error.count("\n") == 1
-    assert error.startswith(f"error: {problem}")
+    assert refusal(main, [path], capsys) == f"error: {path}: {problem}\n"

@@ -380,7 +380,7 @@ def meta_trainer(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     object.__setattr__(world, "rows", [[[1.0, 1.0, 0.0, 0.0, 0.0]], [[2.0, math.nan, 0.0, 0.0, 0.0]]])
     monkeypatch.setattr(train, "autocast", lambda amp, device: nullcontext())  # meta has none
     run = SimpleNamespace(train=Train(total_batch_size=4, grad_accum_steps=2), data=Data(), optim=Optim())
-    guard = FiniteGuard(run.train, progress, lambda reason, ago: None)
+    guard = FiniteGuard(run.train, progress)
     exchange = UpdateExchange(run, world, progress, guard.check)
     exchange.reads_late = True
     return SimpleNamespace(
