@@ -59,7 +59,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         default=[],
         help="write the model: DIR/ for timm, .safetensors, .onnx, .pt2; repeatable",
     )
-    parser.add_argument("--export-not-finite", action="store_true", help="export even if logits are not finite")
     parser.add_argument("--real-labels", metavar="FILE", help="ImageNet's ReaL labels too: real.json, or timm for its")
     add_outputs(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
@@ -91,27 +90,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
             write_outputs(outputs, records)
             if args.export:
                 sources = {kind: (run, *each[:2]) for run, each in zip(runs, found, strict=True) for kind in each[2]}
-                write_exports(args.export, sources, results, args.export_not_finite)
+                write_exports(args.export, sources, results)
 
 
 def write_exports(
     targets: Sequence[str],
     sources: Mapping[Weights, tuple[Run, Path, dict[str, Any]]],
     results: Mapping[Weights, Mapping[str, Any]],
-    allow_not_finite: bool,
 ) -> None:
     """Exports the weights of `prefer` among those that were validated; says on stderr which they are.
 
     Args:
         sources: kind -> run, path and content of its checkpoint. results: see `validate`.
     Raises:
-        UserError: they cannot be exported, or, unless it is allowed, have logits that are not finite.
+        UserError: they cannot be exported, or have logits that are not finite.
     """
     kind, why = prefer(results)
     run, path, checkpoint = sources[kind]
-    if (count := results[kind].get("not_finite")) and not allow_not_finite:
+    if count := results[kind].get("not_finite"):
         problem = f"the logits of {count:,} images are not finite (train.amp = {run.train.amp or 'null'}): not exported"
-        raise UserError(f"{path}: {problem}; train.amp=null computes in fp32, --export-not-finite exports anyway")
+        raise UserError(f"{path}: {problem}; train.amp=null computes in fp32")
     for target in targets:
         note = export(target, run, checkpoint, kind)
         print(f"{target}: {why or f'the {kind} weights'} of {path}{note}", file=sys.stderr)

@@ -3,10 +3,8 @@
 import json
 import math
 import os
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,12 +34,8 @@ FREE: dict[str, tuple] = {"start": (), "change": ("option", "before", "now"), "s
 NUMBERS = {"epoch", "step", "elapsed_seconds", "gpu_hours", "images_seen", "epochs", "total_steps"}
 """Fields that are numbers in every kind of record, and not null."""
 
-TEXTS: Mapping[str, Callable[[str], Any]] = {
-    **dict.fromkeys(("kind", "option", "reason"), bool),
-    "time": lambda text: _is_time(text),
-    "run_id": re.compile("[0-9a-f]{32}").fullmatch,
-}
-"""Fields that are texts in every kind of record -> function that is true for valid ones."""
+TEXTS = {"kind", "option", "reason", "time", "run_id"}
+"""Fields that are texts in every kind of record."""
 
 AVERAGES: Mapping[str, int] = {
     **dict.fromkeys(("loss", "step_seconds", "data_wait"), 1),
@@ -108,7 +102,7 @@ def _parse_record(line: bytes) -> dict[str, Any] | None:
     is_free = record["kind"] in FREE
     for name, value in record.items():
         if name in TEXTS:
-            is_typed = isinstance(value, str) and TEXTS[name](value)
+            is_typed = isinstance(value, str)
         elif name in NUMBERS or not is_free:
             is_typed = (type(value) in (int, float) and abs(value) < 1e100) or (value is None and name not in NUMBERS)
         else:
@@ -118,12 +112,6 @@ def _parse_record(line: bytes) -> dict[str, Any] | None:
     has_fields = all(name in record for name in FREE.get(record["kind"], ()))
     counts = record.get("epoch"), record.get("step")
     return record if has_fields and all(isinstance(n, int) and 0 <= n < 2**53 for n in counts) else None
-
-
-def _is_time(text: str) -> bool:
-    with suppress(ValueError):
-        return datetime.fromisoformat(f"{text}+00:00").year > 1970
-    return False
 
 
 def is_until(progress: Progress, record: Mapping[str, Any]) -> bool:

@@ -155,8 +155,8 @@ class Recorder(SilentRecorder):
         for last in stream_records(directory):
             run_id = run_id or last.get("run_id")
             self.epochs.add(last)
-        images, step = (last["images_seen"], last["step"]) if "images_seen" in last else (0, 0)
-        self.images_seen = images + (self.step - step) * self.run.train.total_batch_size
+        num_since = self.step - last.get("step", 0)
+        self.images_seen = last.get("images_seen", 0) + num_since * self.run.train.total_batch_size
         self.run_id = run_id or self.run_id
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:

@@ -16,21 +16,19 @@ from engine.runtime.text import describe_error
 
 
 def check_tracker(options: Report) -> None:
-    """Refuses a tracker without a project name, or without its package.
+    """Refuses a tracker without its package.
 
     Raises:
-        OptionError: the name is blank, or the package is not installed.
+        OptionError: it is not installed.
     """
     if options.wandb is None:
         return
-    key, value = "report.wandb", f" = {options.wandb!r}"
-    if not options.wandb.strip():
-        raise OptionError(key, f"{value}: name a project, or leave it out")
     try:
         import wandb  # noqa: F401
     except ImportError as error:
         remedy = "pip install wandb, or leave it out"
-        raise OptionError(key, f"{value}: needs the package wandb ({error}); {remedy}") from None
+        problem = f" = {options.wandb!r}: needs the package wandb ({error}); {remedy}"
+        raise OptionError("report.wandb", problem) from None
 
 
 class Tracker:

@@ -8,11 +8,8 @@
 """
 
 import sys
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-
-from torch.distributed import distributed_c10d
+from contextlib import contextmanager
 
 from engine.config.schema import Train
 from engine.data.images import BrokenImage, DataError
@@ -23,9 +20,6 @@ from engine.training.compilation import CompilationFailed
 from engine.training.graphs import CaptureFailed
 
 FAILED = 1
-
-PATIENCE = 2.0
-"""Time (s) within which all ranks notice that another rank is lost."""
 
 
 @contextmanager
@@ -43,7 +37,7 @@ def explain_failures(options: Train, world: World) -> Iterator[None]:
         if is_out_of_memory(error):
             _end(world, f"out of memory; {_remedies(options, world)} ({text})")
         if "gloo/transport" in text:  # on CUDA, NCCL ends the process
-            _end(world, f"{_find_missing(world)} ({text})")
+            _end(world, f"no answer from another rank ({text})")
         if text.startswith("DataLoader worker"):  # torch raises it at any time
             _end(world, f"{text}; {REMEDY}")
         raise
@@ -59,18 +53,6 @@ def _remedies(options: Train, world: World) -> str:
         f"lower train.total_batch_size = {options.total_batch_size}": True,
     }
     return ", or ".join(remedy for remedy, helps in remedies.items() if helps)
-
-
-def _find_missing(world: World) -> str:
-    """Names the ranks that do not answer: every living rank sets a key in the store of the process group."""
-    store = distributed_c10d._get_default_store()
-    keys = {rank: f"failed/{rank}" for rank in range(world.size)}
-    with suppress(RuntimeError):  # its process has ended
-        store.set(keys[world.rank], "")
-        time.sleep(PATIENCE)
-        if missing := [str(rank) for rank, key in keys.items() if not store.check([key])]:
-            return f"no answer from rank {', '.join(missing)}"
-    return "no answer from another rank"
 
 
 def _end(world: World, message: str) -> None:

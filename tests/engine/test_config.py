@@ -264,6 +264,33 @@ REFUSED = {  # name: (text of VALID; text in its place, at the end or of all; th
 }
 
 
+TAGS = (
+    *("!!python/object/apply:os.system ['false']", "!!python/name:os.system ''"),
+    *("!!python/object/new:type [x, [], {}]", "!!int abc", "!!int ''", "!!float x", "!!bool perhaps", "!!null x"),
+    *("!!timestamp x", "!!binary AAA=", "!!set {a}", "!!omap [a: 1]", "!!pairs [a: 1]", "!!seq x", "!!map x"),
+    *("!local x", "!<tag:example.org,2000:x> x", "!!merge <<"),
+)
+SCALARS = (
+    *("2020-13-45", "0x_", "0b_", "010", "1:30", "1" + ":59" * 3000, "0x" + "f" * 9000, "9" * 5000, '"\\Uffffffff"'),
+    *('"\\ud800"', '"\\z"'),
+)
+SYNTAX = (
+    *("x: [1", "x: {a: 1", "\tx: 1", "x", "x: 'open", "x: *nowhere", "- x", "--- \nx: 1", "? [a]\n: 1", "<<: {x: 1}"),
+    *("x: &x [*x]", "1: 2", "true: 1", "null: 1", "x: @", "x: `", "x: %", "x: |3-9\n a", "%YAML 9.9", "x: \x07"),
+    *("\ufeffx: 1", "x: 1: 2", "x: >\n\x85\x00", "\ud800"),
+)
+
+
+def test_no_tag_and_no_syntax_ends_in_a_traceback(tmp_path):
+    for value in TAGS + SCALARS:
+        assert refusal(write(tmp_path, f"{VALID}data:\n  workers: {value}\n")).startswith("run.yaml:9: "), value
+    for text in SYNTAX:
+        content = f"{VALID}{text}\n".encode("utf-8", "surrogatepass")
+        assert re.match(r"run\.yaml:\d+: \S", refusal(write(tmp_path, content))), text
+    for encoding in ("utf-16", "utf-32", "utf-16-le"):
+        assert re.match(r"run\.yaml:\d+: \S", refusal(write(tmp_path, VALID.encode(encoding)))), encoding
+
+
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused(tmp_path, case):
     old, new, expected = REFUSED[case]
@@ -408,6 +435,8 @@ NONSENSE = {  # option: values that have no sense, each refused for itself
     "augment.cutmix": ("-1", "1.0e+9"),
     "augment.smoothing": ("-0.1", "1", "1.5"),
     "augment.repeats": ("-1", "1000000000"),
+    "data.workers": ("1000000",),
+    "data.crop_pct": ("0.002",),
     "optim.lr": ("0", "1.0e+6"),
     "optim.lr_base_size": ("0", "1000000000"),
     "optim.betas": ("[-0.1, 0.9]", "[0.9, 1]"),
@@ -421,6 +450,9 @@ NONSENSE = {  # option: values that have no sense, each refused for itself
     "train.total_batch_size": ("0", "1000000000"),
     "train.grad_accum_steps": ("0", "1000000000"),
     "train.ema_decay": ("0", "1"),
+    "train.timeout_minutes": ("1.0e+300",),
+    "model.depth": ("1000",),
+    "model.img_size": ("1000000",),
     "model.drop_path_rate": ("-0.1", "1"),
     "model.drop_rate": ("-0.1", "1"),
     "model.proj_drop_rate": ("-0.1", "1"),

@@ -1,8 +1,7 @@
-"""Configurations with one fault each: all are refused in one line that names the file, and the line if it is known."""
+"""Configurations with one misspelt name or wrong value each: all are refused in one line that names its place."""
 
 import dataclasses
 import math
-import os
 import random
 import re
 import time
@@ -150,15 +149,6 @@ def wrong_type(run: Run, options: dict[str, Any], rng: random.Random) -> Fault:
     return change(options, path, rng.choice(wrong_values(kind)))
 
 
-def wrong_section(run: Run, options: dict[str, Any], rng: random.Random) -> Fault:
-    value = rng.choice([None, 5, "no such", [], [[]], [1, 2, 3, 4], True])
-    section = rng.choice([name for name in options if name != "plugins"])  # none of them are needed
-    fault = change(options, (section,), value)
-    if section == "attention" and value == [[]] and fault.line is not None:
-        return fault._replace(line=fault.line + 1)  # that of the list's entry
-    return fault._replace(line=None) if value == [1, 2, 3, 4] else fault  # as many as a pyramid has stages
-
-
 def out_of_range(run: Run, options: dict[str, Any], rng: random.Random) -> Fault:
     choices = []
     for path, field, _ in options_of(run):
@@ -169,151 +159,12 @@ def out_of_range(run: Run, options: dict[str, Any], rng: random.Random) -> Fault
     return change(options, *rng.choice(choices))
 
 
-def duplicate(run: Run, options: dict[str, Any], rng: random.Random) -> Fault:
-    lines = write_options(options).decode().splitlines()
-    at = rng.choice([i for i, line in enumerate(lines) if re.match(r" *\w+:", line) and not line.startswith("-")])
-    indent = len(lines[at]) - len(lines[at].lstrip())
-    end = next(
-        (i for i in range(at + 1, len(lines)) if len(lines[i]) - len(lines[i].lstrip(" ")) <= indent), len(lines)
-    )
-    while end < len(lines) and lines[end].startswith(" " * indent + "- "):  # PyYAML does not indent lists
-        end += 1
-        while end < len(lines) and len(lines[end]) - len(lines[end].lstrip()) > indent:
-            end += 1
-    key = lines[at].split(":")[0]
-    lines.insert(end, f"{key}: {rng.choice(['1', 'null', '{}', '[]', 'again'])}")
-    return Fault("\n".join(lines).encode(), end + 1)
+FAULTS = (typo, wrong_type, out_of_range)
 
 
-TAGS = (
-    *("!!python/object/apply:os.system ['false']", "!!python/name:os.system ''"),
-    *("!!python/object/new:type [x, [], {}]", "!!int abc", "!!int ''", "!!float x", "!!bool perhaps", "!!null x"),
-    *("!!timestamp x", "!!binary AAA=", "!!set {a}", "!!omap [a: 1]", "!!pairs [a: 1]", "!!seq x", "!!map x"),
-    *("!local x", "!<tag:example.org,2000:x> x", "!!merge <<"),
-)
-SCALARS = (
-    *("2020-13-45", "0x_", "0b_", "010", "1:30", "1" + ":59" * 3000, "0x" + "f" * 9000, "9" * 5000, '"\\Uffffffff"'),
-    *('"\\ud800"', '"\\z"'),
-)
-SYNTAX = (
-    *("x: [1", "x: {a: 1", "\tx: 1", "x", "x: 'open", "x: *nowhere", "- x", "--- \nx: 1", "? [a]\n: 1", "<<: {x: 1}"),
-    *("x: &x [*x]", "1: 2", "true: 1", "null: 1", "x: @", "x: `", "x: %", "x: |3-9\n a", "%YAML 9.9", "x: \x07"),
-    *("\ufeffx: 1", "x: 1: 2", "x: >\n\x85\x00"),
-)
-
-
-def tag(run: Run, options: dict[str, Any], rng: random.Random) -> Fault:
-    """A tag, or a value that YAML reads as something that no one meant, in place of an option's value."""
-    path, _, _ = rng.choice(
-        [found for found in options_of(run) if found[0][0] != "attention" or "name" not in found[0]]
-    )
-    content = change(options, path, "PLACE").content.decode()
-    line = content[: content.index("PLACE")].count("\n") + 1
-    return Fault(content.replace("PLACE", rng.choice(TAGS + SCALARS)).encode(), line)
-
-
-def syntax(run: Run, options: dict[str, Any], rng: random.Random) -> Fault:
-    return Fault(write_options(options) + rng.choice(SYNTAX).encode("utf-8", "surrogatepass") + b"\n")
-
-
-def alias_bomb(run: Run, options: dict[str, Any], rng: random.Random) -> Fault:
-    width, depth = rng.randint(3, 12), rng.randint(8, 30)
-    opening, closing = rng.choice(["[]", ["{a: ", "}"]]) if width < 4 else "[]"
-    levels = [f"x0: &x0 {opening}0{closing}"]
-    for level in range(1, depth):
-        many = ", ".join([f"*x{level - 1}"] * width)
-        levels.append(f"x{level}: &x{level} [{many}]")
-    bomb = "\n".join(levels) + "\n"
-    text = write_options(options).decode()
-    return Fault((text + bomb if rng.random() < 0.5 else bomb + text).encode())
-
-
-def depth(run: Run, options: dict[str, Any], rng: random.Random) -> Fault:
-    levels = rng.choice([51, 200, 1000, 5000])
-    opening, closing = rng.choice([("[", "]"), ("{a: ", "}"), ("- ", ""), ("? ", "")])
-    tail = "x:\n " + opening * levels + "1" + closing * rng.choice([levels, 0])
-    return Fault(write_options(options) + tail.encode())
-
-
-def encoding(run: Run, options: dict[str, Any], rng: random.Random) -> Fault:
-    """A byte order mark, another encoding, or a byte that is no text."""
-    content = write_options(options)
-    at = rng.randrange(len(content))
-    byte = rng.choice([b"\0", b"\xff", b"\x80", b"\x1b", b"\x7f", b"\xed\xa0\x80"])
-    return rng.choice(
-        [
-            Fault(b"\xef\xbb\xbf" + content, 1),
-            Fault(content.decode().encode("utf-16")),
-            Fault(content.decode().encode("utf-32")),
-            Fault(content.decode().encode("utf-16-le")),
-            Fault(content[:at] + byte + content[at:], content[:at].count(b"\n") + 1),
-        ]
-    )
-
-
-def large(run: Run, options: dict[str, Any], rng: random.Random) -> Fault:
-    filling = rng.choice([b"# " + b"x" * 2**15, b"x: [" + b"1," * 2**14 + b"]", b"\n" * 2**15, b"x: " + b"y" * 2**21])
-    return Fault(write_options(options) + filling)
-
-
-CONTRADICTIONS = (
-    {"schedule.warmup_epochs": 400, "schedule.epochs": 300},
-    {"schedule.warmup_lr": 100.0, "schedule.warmup_epochs": 1, "schedule.epochs": 2},
-    {"schedule.min_lr": 100.0, "schedule.sched": "cosine"},
-    {"augment.scale": [0.9, 0.1]},
-    {"augment.ratio": [3.0, 0.1]},
-    {"optim.betas": [0.9, 1.0]},
-    {"train.total_batch_size": 7, "train.grad_accum_steps": 2},
-    {"train.total_batch_size": 9, "train.grad_accum_steps": 1, "augment.mixup": 0.8},
-    {"train.total_batch_size": 1, "train.grad_accum_steps": 4},
-    {"augment.auto_augment": "rand-x9"},
-    {"augment.auto_augment": "no-such-policy"},
-    {"model.img_size": 225},
-    {"model.num_heads": 7},
-    {"model.embed_dim": 10**15},
-    {"model.depth": 1000},
-    {"model.img_size": 10**6},
-    {"data.workers": 10**6},
-    {"data.crop_pct": 0.002},
-    {"train.timeout_minutes": 1e300},
-    {"attention": "no such mechanism"},
-    {"attention": {"name": "eva", "num_landmarks": 10**9}},
-    {"attention": {"name": "softmax", "window_size": 7}},
-    {"attention": ["softmax", "softmax"]},
-    {"base": "absent.yaml"},
-    {"base": "."},
-    {"base": "pipe"},
-    {"base": "zero"},
-    {"base": "run.yaml"},
-    {"base": 5},
-)
-
-
-def contradiction(run: Run, options: dict[str, Any], rng: random.Random) -> Fault:
-    changes = rng.choice(CONTRADICTIONS)
-    for key, value in changes.items():
-        section, _, name = key.partition(".")
-        if name:
-            options[section] = {**options[section], name: value}
-        else:
-            options[section] = value
-    return Fault(write_options(options))
-
-
-FAULTS = (typo, wrong_type, wrong_section, out_of_range, duplicate, tag)
-FAULTS += (syntax, alias_bomb, depth, encoding, large, contradiction)
-
-
-@pytest.fixture
-def folder(tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "zero").symlink_to("/dev/zero")
-    return tmp_path
-
-
-def refuse_all(folder: Path, num_faults: int, configs: list[Path]) -> str:
+def refuse_all(path: Path, num_faults: int, configs: list[Path]) -> str:
     runs = {path: load_run(path) for path in configs}
-    rng, slowest, path = random.Random(0), 0.0, folder / "run.yaml"
+    rng, slowest = random.Random(0), 0.0
     for i in range(num_faults):
         make = FAULTS[i % len(FAULTS)]
         config = rng.choice(configs)
@@ -336,10 +187,10 @@ def refuse_all(folder: Path, num_faults: int, configs: list[Path]) -> str:
 
 
 @pytest.mark.complete
-def test_200_faults_are_refused(folder, figure):
-    figure("F1", refuse_all(folder, 200, CONFIGS[::20]))
+def test_100_faults_are_refused(tmp_path, figure):
+    figure("F1", refuse_all(tmp_path / "run.yaml", 100, CONFIGS[::20]))
 
 
 @pytest.mark.stress
-def test_2000_faults_are_refused(folder, figure):
-    figure("F1", refuse_all(folder, 2000, CONFIGS))
+def test_1000_faults_are_refused(tmp_path, figure):
+    figure("F1", refuse_all(tmp_path / "run.yaml", 1000, CONFIGS))

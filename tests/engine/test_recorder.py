@@ -163,15 +163,6 @@ def test_totals_go_on_after_stops_and_kills(tmp_path: Path, monkeypatch: pytest.
         assert abs(datetime.now(UTC) - datetime.fromisoformat(f"{record['time']}+00:00")) < timedelta(minutes=5)
 
 
-def test_a_run_directory_of_an_earlier_version_goes_on(tmp_path: Path):
-    """Its records have no totals: images are known from the steps, time counts from now on."""
-    (tmp_path / "metrics.jsonl").write_text('{"kind": "train", "epoch": 1, "step": 2, "loss": 3.0}\n')
-    launch(tmp_path, Progress(epoch=1, step=2)).close()
-    old, start = records(tmp_path)
-    assert old == {"kind": "train", "epoch": 1, "step": 2, "loss": 3.0}
-    assert (start["images_seen"], start["elapsed_seconds"] < 60, "gpu_hours" in start) == (16, True, False)
-
-
 @pytest.mark.parametrize(
     ("error", "kind", "reason"),
     [
