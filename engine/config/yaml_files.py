@@ -3,7 +3,7 @@
 import codecs
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -38,12 +38,10 @@ class Tree:
 
     Attributes:
         values: nested dicts and lists. origins: path of keys -> ``"FILE:LINE"`` or ``"override 'KEY=VALUE'"``.
-        unset: paths of values of a base in whose place its file has null.
     """
 
     values: Any
     origins: dict[Keys, str]
-    unset: Sequence[Keys] = ()
 
     def origin(self, key: str) -> str:
         """Returns the place of the option that an OptionError's `key` names, or of the nearest mapping above it."""
@@ -85,22 +83,17 @@ def read_config(path: str | Path) -> Tree:
         raise ConfigError(f"{origin}: base: {error}") from None
     if "base" in base.values:
         raise ConfigError(f"{origin}: base: {name!r} has a base itself; only one level is followed")
-    unset: list[Keys] = []
     for section, options in tree.values.items():
         inherited = base.values.get(section)
-        if inherited is not None and options is None:
-            unset.append((section,))
         is_whole = section == "attention" or (section == "model" and _is_host(options))
         if not is_whole and isinstance(options, dict) and isinstance(inherited, dict):
-            for option, value in options.items():
+            for option in options:
                 _forget(base.origins, (section, option))
-                if value is None and inherited.get(option) is not None:
-                    unset.append((section, option))
             base.values[section] = inherited | options
         else:
             _forget(base.origins, (section,))
             base.values[section] = options
-    return Tree(base.values, base.origins | tree.origins, unset)
+    return Tree(base.values, base.origins | tree.origins)
 
 
 def _is_host(model: Any) -> bool:

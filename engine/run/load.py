@@ -9,10 +9,6 @@ import argparse
 import copy
 import dataclasses
 import difflib
-import functools
-import os
-import sys
-import typing
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -24,12 +20,12 @@ from torch import nn
 from attention.options import OptionError, parse_options
 from attention.plugins import load_plugin, plugin_of
 from engine.config.schema import Data, Run
-from engine.config.yaml_files import Keys, Tree, override, parse_yaml, read_config
+from engine.config.yaml_files import Tree, override, parse_yaml, read_config
 from engine.run.advice import naming_origins
 from engine.run.checks import check_run
 from engine.runtime.errors import ConfigError, OptionErrors
 from engine.runtime.text import one_line
-from models import MODELS, create_model, is_host, parse_model, split_name
+from models import create_model, is_host, parse_model, split_name
 from models.assignment import Entry, as_option, assign, split_place
 from models.base import attention_layers
 from models.freeze import freeze
@@ -76,7 +72,7 @@ def load_run(
     Args:
         path: YAML file with the sections of `Run`, and optionally ``base: FILE`` (relative to this file), whose options
             apply where this file gives none. `attention`, and the `model` of a host, is taken as a whole from one of
-            the two. Null in the place of a section, or of an option that has no null, unsets what the base gives.
+            the two.
         overrides: ``"key.path=value"``, the value in YAML; items of a list by their index. The last one wins.
         world_size: ranks the run is to be trained with.
         count_classes: returns the number of classes of the data, for `model.num_classes` = auto.
@@ -169,8 +165,6 @@ def is_overridden(option: str, overrides: Sequence[str]) -> bool:
 def _read(path: str | Path, overrides: Sequence[str]) -> tuple[Tree, Run]:
     """Reads a file that the user gives, and imports its plugins."""
     tree = read_config(path)
-    for keys in tree.unset:
-        _unset(tree, keys)
     run = _parse(tree, overrides)
     for plugin in run.plugins:
         with naming_origins(tree, run, overrides):
@@ -269,29 +263,6 @@ def _plugins_of(entries: Sequence[Entry]) -> tuple[str, ...]:
     """Returns what `--plugin` takes to load the mechanisms of `entries`; built-in ones need nothing."""
     plugins = (plugin_of(entry.options["name"]) for entry in entries)
     return tuple(dict.fromkeys(filter(None, plugins)))
-
-
-def _unset(tree: Tree, keys: Keys) -> None:
-    """Removes the null at `keys` from `tree`, unless the option takes null; prints a note once."""
-    section, *option = keys
-    if keys == ("attention",):  # models of timm and transformers have their own
-        return
-    container = tree.values[section] if option else tree.values
-    kind = typing.get_type_hints(Run).get(section)
-    if section == "model" and option:
-        name = str(container.get("name"))
-        kind = MODELS[name][0].Config if name in MODELS else None
-    hints = typing.get_type_hints(kind) if dataclasses.is_dataclass(kind) else {}
-    if option and type(None) in typing.get_args(hints.get(option[0])):
-        return
-    del container[keys[-1]]
-    if os.environ.get("RANK", "0") == "0":
-        _tell(f"{tree.origins[keys]}: {'.'.join(keys)}: null unsets what the base gives; the default applies")
-
-
-@functools.cache
-def _tell(text: str) -> None:
-    print(text, file=sys.stderr)
 
 
 def _write_out(entries: Sequence[Entry], model: nn.Module) -> list[dict[str, Any]]:
