@@ -1,6 +1,5 @@
 """Records of a run, `metrics.jsonl`, and the table of its epochs made from them, `epochs.csv`; see docs/logs.md."""
 
-import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -45,15 +44,6 @@ AVERAGES: Mapping[str, int] = {
 the harmonic one. The last record gives other fields."""
 
 
-def read_records(directory: Path) -> list[dict[str, Any]]:
-    """Returns the records of the run in `directory`, see `stream_records`.
-
-    Raises:
-        UserError: they cannot be read, or are larger than `MAX_METRICS`.
-    """
-    return list(stream_records(directory, MAX_METRICS))
-
-
 def stream_records(directory: Path, limit: float = math.inf) -> Iterator[dict[str, Any]]:
     """Yields the records of the run in `directory`, oldest first; they need not be trusted.
 
@@ -83,9 +73,11 @@ def stream_records(directory: Path, limit: float = math.inf) -> Iterator[dict[st
 
 
 def find_records(directory: Path) -> list[dict[str, Any]]:
-    """Returns `read_records`; if they cannot be read, warns and returns none."""
+    """Returns the records of the run in `directory`; warns and returns none if they cannot be read, or are larger than
+    `MAX_METRICS`.
+    """
     try:
-        return read_records(directory)
+        return list(stream_records(directory, MAX_METRICS))
     except UserError as error:
         warn_once(str(error))
         return []
@@ -129,26 +121,23 @@ def is_until(progress: Progress, record: Mapping[str, Any]) -> bool:
     return record["step"] <= progress.step and is_evaluated and record["kind"] != "final"
 
 
-def describe_change(record: Mapping[str, Any]) -> str:
-    """Returns the text of a `change` record: ``optim.lr 0.001 -> 0.0005``."""
-    return one_line(f"{record['option']} {record['before']} -> {record['now']}")
-
-
 def list_changes(records: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Returns a text for every option that was changed in the run of `records`."""
+    """Returns ``optim.lr 0.001 -> 0.0005 at step 10`` for every option that was changed in the run of `records`."""
     changes = (record for record in records if record["kind"] == "change")
-    return [f"{describe_change(record)} at step {record['step']}" for record in changes]
+    return [one_line(f"{x['option']} {x['before']} -> {x['now']} at step {x['step']}") for x in changes]
 
 
 class EpochTable:
     """The rows of `epochs.csv`: a row for each epoch, complete or not, of the `records` until now, in order of epochs.
 
     A row holds epoch, step and `TOTALS` at its end, then `train_NAME` and `eval_NAME` for every field NAME.
+
+    Attributes:
+        rows: the table.
     """
 
     def __init__(self, records: Iterable[Mapping[str, Any]] = ()):
-        self.finished = bytearray()  # rows in JSON, a line each: there may be very many epochs
-        self.row: dict[str, Any] = {}
+        self.rows: list[dict[str, Any]] = []
         self.sums: dict[str, tuple[int, float]] = {}  # of updates, and of their values
         self.step = 0
         for record in records:
@@ -159,11 +148,12 @@ class EpochTable:
         kind = record["kind"]
         if kind not in ("train", "eval"):
             return
-        if self.row and record["epoch"] != self.row["epoch"]:
-            self.finished += f"{json.dumps(self.row)}\n".encode()
-            self.row, self.sums = {}, {}
-        self.row |= {name: record[name] for name in ("epoch", "step", *TOTALS) if name in record}
-        self.row |= {f"{kind}_{name}": value for name, value in record.items() if name not in ("kind", *self.row)}
+        if not self.rows or record["epoch"] != self.rows[-1]["epoch"]:
+            self.rows.append({})
+            self.sums = {}
+        row = self.rows[-1]
+        row |= {name: record[name] for name in ("epoch", "step", *TOTALS) if name in record}
+        row |= {f"{kind}_{name}": value for name, value in record.items() if name not in ("kind", *row)}
         if kind == "eval":
             return
         updates, self.step = record["step"] - self.step, record["step"]
@@ -172,11 +162,7 @@ class EpochTable:
             with suppress(ArithmeticError):  # no value yet; a speed of zero, or no update: records were tampered with
                 if (value := record.get(name)) is not None:
                     number, total = self.sums[name] = number + updates, total + updates * float(value) ** exponent
-                self.row[f"train_{name}"] = (total / number) ** exponent
-
-    def rows(self) -> list[dict[str, Any]]:
-        """Returns the rows."""
-        return [*map(json.loads, self.finished.splitlines()), *([self.row] if self.row else [])]
+                row[f"train_{name}"] = (total / number) ** exponent
 
 
 def epochs_csv(rows: Sequence[Mapping[str, Any]]) -> bytes:

@@ -21,7 +21,7 @@ GAUGES = {
     "total_steps": "updates of the whole run",
     "loss": "mean loss since the record before",
     "images_per_second": "images trained in a second",
-    "data_wait": "percentage of the time that the first rank waits for data",
+    "data_wait": "percentage of the time that the slowest rank waits for data",
     "broken": "broken training images of the epoch",
     "num_skipped": "updates of the run that were skipped, as they were not finite",
     "top1": "percentage of right predictions in the last evaluation",

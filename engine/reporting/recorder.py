@@ -265,7 +265,7 @@ class Recorder(SilentRecorder):
 
     def _tabulate(self, before: float = math.inf) -> None:
         """Writes the table of the epochs before `before`."""
-        rows = [row for row in self.epochs.rows() if row["epoch"] < before]
+        rows = [row for row in self.epochs.rows if row["epoch"] < before]
         write_atomically(self.directory / EPOCHS, epochs_csv(rows))
 
     def _totals(self) -> dict[str, Any]:

@@ -39,17 +39,14 @@ class StepSpeed:
         self.began = now
 
     def since_last(self) -> dict[str, float]:
-        """Returns the mean speed of the updates since the last call, and the percentage of time spent waiting for data:
-        the first rank's and, of several, that of the slowest. A collective.
+        """Returns the mean speed of the updates since the last call, and the percentage of time that the slowest rank
+        waits for data. A collective.
         """
         step_seconds = statistics.fmean(self.step_seconds[self.num_recorded :])
         num_steps = len(self.step_seconds) - self.num_recorded
         self.num_recorded += num_steps
         own_wait = 100 * self.wait.seconds() / (num_steps * step_seconds)
-        waits = [wait for (wait,) in self.world.gather([own_wait])]
-        longest = max(waits)
-        slowest = {"slowest_rank": waits.index(longest), "slowest_data_wait": longest} if len(waits) > 1 else {}
-        return {**slowest, **self._describe(step_seconds), "data_wait": waits[0]}
+        return {**self._describe(step_seconds), "data_wait": max(wait for (wait,) in self.world.gather([own_wait]))}
 
     def median(self) -> dict[str, float]:
         """Returns the median speed of all updates. A collective."""

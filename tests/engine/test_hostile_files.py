@@ -26,7 +26,7 @@ from engine.data.folders import list_files, measure_files
 from engine.data.splits import Images, open_split
 from engine.data.subset import read_names
 from engine.evaluation.label_matching import read_real_labels
-from engine.reporting.metrics import EpochTable, find_records, read_records
+from engine.reporting.metrics import EpochTable, find_records
 from engine.reporting.runs import summarise
 from engine.run.load import load_run
 from engine.runtime.errors import UserError
@@ -79,8 +79,7 @@ def read_measurement(path: Path) -> None:
 
 
 def read_run(path: Path) -> None:
-    EpochTable(read_records(path.parent)).rows()
-    find_records(path.parent)
+    EpochTable(find_records(path.parent))
     summarise(path.parent)
 
 
@@ -229,7 +228,7 @@ def test_a_changed_value_ends_in_one_line(name: str, tmp_path: Path):
 def test_a_name_that_no_file_has_ends_in_one_line(name: str):
     with pytest.raises(OSError, match="a name that no file has"):
         open_regular(name)
-    for read in (load_run, read_names, list_files_of, load_checkpoint, read_records, read_weights):
+    for read in (load_run, read_names, list_files_of, load_checkpoint, read_weights):
         assert not fault_of(read, Path(name))
     assert measure_files([name]).tolist() == [-1]
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine.checkpoints.progress import Progress, Resumption
-from engine.reporting.metrics import TOTALS, read_records
+from engine.reporting.metrics import TOTALS, find_records
 from engine.reporting.recorder import Recorder
 from engine.runtime.distributed import World
 from engine.runtime.provenance import provenance
@@ -73,7 +73,7 @@ def test_every_field_and_kind_is_documented_and_there(
         best = {f"best_{kind}{name}": 0.5 for kind in ("", "ema_") for name in metrics}
         recorder.final(broken=1, not_finite=1, ema_not_finite=1, **best)
     found: dict[str, set[str]] = {}
-    for record in [*read_records(run.directory), *read_records(tmp_path)]:
+    for record in [*find_records(run.directory), *find_records(tmp_path)]:
         for name in record:
             found.setdefault(re.sub("recall/.*", "recall/CLASS", name), set()).add(record["kind"])
     documented = {name: set(KINDS if kinds == "all" else kinds.split(", ")) for name, kinds in DOCUMENTED.items()}

@@ -444,7 +444,7 @@ def test_speed_of_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert start["host"] == platform.node()
     expected = {"images_per_second": 4.0, "memory_mb": 6.0, "memory_reserved_mb": 10.0}
     assert {name: final[name] for name in expected} == pytest.approx(expected)
-    expected |= {"data_wait": 25.0, "slowest_rank": 1, "slowest_data_wait": 50.0}
+    expected |= {"data_wait": 50.0}
     assert {name: train[name] for name in expected} == pytest.approx(expected)
 
 

@@ -88,7 +88,6 @@ def records(directory: Path) -> list[dict]:
     """The records of `metrics.jsonl` without times and memory, and without the starts and ends of launches."""
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     measured = {"images_per_second", "step_seconds", "data_wait", "time", "elapsed_seconds"}
-    measured |= {"slowest_rank", "slowest_data_wait"}
     launches = ("start", "stop", "fail")
     return [{k: v for k, v in line.items() if k not in measured} for line in lines if line["kind"] not in launches]
 
