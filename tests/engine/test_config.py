@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import importlib
+import json
 import os
 import re
 import typing
@@ -12,12 +13,12 @@ import pytest
 import torch
 import yaml
 
-from attention import OptionError
+from attention import AttentionFactory, OptionError
 from engine.config.schema import Augment, Optim, Run
 from engine.config.yaml_files import dump_yaml, read_yaml
 from engine.run.load import REMOVED, dump_run, find_config, load_run, parse_run
 from engine.runtime.errors import ConfigError, refuse_bad_input
-from models import create_model
+from models import create_model, parse_model, split_name
 
 VALID = """\
 model:
@@ -464,6 +465,32 @@ def test_nonsense_is_refused(tmp_path, key):
     path = write(tmp_path, VALID)
     for value in NONSENSE[key]:
         assert refusal(path, f"{key}={value}").startswith(f"override '{key}={value}': {key}")
+
+
+def beyond(field: dataclasses.Field, value: object) -> list[float]:
+    """Numbers outside of each bound of an option."""
+    low, high, above = (field.metadata.get(name) for name in ("low", "high", "above"))
+    bounds = low is not None and low - 1, high is not None and high + 1, above
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return [type(value)(bound) for bound in bounds if is_number and bound not in (None, False)]
+
+
+@pytest.mark.complete
+def test_every_option_refuses_another_name_and_another_value(tmp_path):
+    """In the line where it is written."""
+    run = load_run("configs/deit_tiny_p8/eva.yaml")
+    write(tmp_path, dump_yaml(dump_run(run)), "base.yaml")
+    kinds = typing.get_type_hints(Run).items()
+    sections = {name: getattr(run, name) for name, kind in kinds if dataclasses.is_dataclass(kind)}
+    sections["model"] = parse_model(*split_name(run.model))
+    sections["attention"] = AttentionFactory.from_options(run.attention).config
+    for section, options in sections.items():
+        for field in dataclasses.fields(options):
+            outside = beyond(field, getattr(options, field.name))
+            for key, value in [(f"{field.name}_", 1), *((field.name, x) for x in ({"no": "such"}, *outside))]:
+                given = {**(run.attention if section == "attention" else {}), key: value}
+                text = f"base: base.yaml\n{section}: {json.dumps(given)}\n"
+                assert refusal(write(tmp_path, text)).startswith(f"run.yaml:2: {section}"), text
 
 
 WITHOUT_HIGH = {
