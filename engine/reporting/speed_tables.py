@@ -132,7 +132,11 @@ def training_on_gpu() -> str:
         return per_second(rows[name]) + (f" ({ratio})" if ratio else "") if name in rows else ""
 
     columns = {"timm, eager": "timm", "timm, fastest": "best", **OURS}
-    return models_by({title: partial(cell, name=name) for title, name in columns.items()})
+    models = {title: rows for model, title in TRAINED.items() if (rows := trained(model))}
+    lines = [
+        [title, rows["best"]["tokens"], *(cell(rows, x) for x in columns.values())] for title, rows in models.items()
+    ]
+    return markdown_table(["model", "tokens", *columns], lines)
 
 
 def gpu_in_short() -> str:
@@ -149,22 +153,6 @@ def gpu_in_short() -> str:
     }
     lines = [f"- {text}: {ratios(other)}." for text, other in texts.items()]
     return "\n".join(textwrap.fill(line, 120, subsequent_indent="  ") for line in lines)
-
-
-def shares_of_training() -> str:
-    """Speed-ups that compilation and graphs give without another attention, and those that attention gives."""
-    given = {"timm, fastest, over eager": ("best", "timm"), "softmax over timm, eager": ("softmax", "timm")}
-    given |= {f"{title} over softmax": (name, "softmax") for title, name in OURS.items() if title != "softmax"}
-    return models_by({title: partial(over, name=name, other=other) for title, (name, other) in given.items()})
-
-
-def models_by(columns: Mapping[str, Callable[[dict[str, dict[str, str]]], str]]) -> str:
-    """Formats a table of the models that were trained, by functions of their rows."""
-    rows = {title: found for model, title in TRAINED.items() if (found := trained(model))}
-    lines = [
-        [title, found["best"]["tokens"], *(cell(found) for cell in columns.values())] for title, found in rows.items()
-    ]
-    return markdown_table(["model", "tokens", *columns], lines)
 
 
 @in_style
@@ -259,7 +247,6 @@ SPEED_TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/speed.md": {
         "GPU in short": gpu_in_short,
         "training on a GPU": training_on_gpu,
-        "shares on a GPU": shares_of_training,
         "every mechanism": every_mechanism,
     },
 }
