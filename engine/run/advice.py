@@ -32,18 +32,11 @@ def naming_origins(tree: Tree, run: Run | None, overrides: Sequence[str]) -> Ite
         raise ConfigError(*(f"{tree.origin(x.key)}: {text}" for x, text in zip(problems, texts, strict=True))) from None
 
 
-def _advise_plugins(error: UnknownMechanism, plugins: Sequence[str]) -> str:
-    """Returns the message of `error`, with the plugins that its configuration names."""
-    if not plugins:
-        return str(error)
-    flags = " ".join(f"{FLAG} {shlex.quote(plugin)}" for plugin in plugins)
-    return f"{error.key}: the mechanism {error.name!r} came from a plugin; add {flags} if you trust it"
-
-
 def _advise(error: OptionError, values: Mapping[str, Any], plugins: Sequence[str], overrides: Sequence[str]) -> str:
     """Returns the message of `error`, with what the user may have meant."""
-    if isinstance(error, UnknownMechanism):
-        return _advise_plugins(error, plugins)
+    if isinstance(error, UnknownMechanism) and plugins:
+        flags = " ".join(f"{FLAG} {shlex.quote(plugin)}" for plugin in plugins)
+        return f"{error.key}: the mechanism {error.name!r} came from a plugin; add {flags} if you trust it"
     return _advise_other(error, values, overrides) if isinstance(error, UnknownOptionError) else str(error)
 
 
