@@ -85,7 +85,8 @@ def read_config(path: str | Path) -> Tree:
         raise ConfigError(f"{origin}: base: {name!r} has a base itself; only one level is followed")
     for section, options in tree.values.items():
         inherited = base.values.get(section)
-        is_whole = section == "attention" or (section == "model" and _is_host(options))
+        has_host = section == "model" and isinstance(options, dict) and ":" in str(options.get("name"))
+        is_whole = section == "attention" or has_host  # models of timm and transformers have none of a base's options
         if not is_whole and isinstance(options, dict) and isinstance(inherited, dict):
             for option in options:
                 _forget(base.origins, (section, option))
@@ -94,11 +95,6 @@ def read_config(path: str | Path) -> Tree:
             _forget(base.origins, (section,))
             base.values[section] = options
     return Tree(base.values, base.origins | tree.origins)
-
-
-def _is_host(model: Any) -> bool:
-    """True for models of timm and transformers, which have none of a base's options."""
-    return isinstance(model, dict) and ":" in str(model.get("name"))
 
 
 def read_yaml(path: str | Path) -> Tree:

@@ -248,21 +248,16 @@ def _build(tree: Tree, run: Run, overrides: Sequence[str], world_size: int) -> R
                 model = create_model(name, attention=attention, **options)
         except (RuntimeError, TypeError, OverflowError) as error:  # sizes beyond 64 bits
             raise OptionError("model", f"cannot be built: {error}") from None
+        plugins = (plugin_of(entry.options["name"]) for entry in entries)  # none of built-in mechanisms
         run = dataclasses.replace(
             run,
             model={"name": name, **plain(dataclasses.asdict(config))},
             attention=as_option(_write_out(entries, model), run.attention),
-            plugins=_plugins_of(entries),
+            plugins=tuple(dict.fromkeys(filter(None, plugins))),
         )
         check_run(run, world_size)
         freeze(model, run.train.freeze)
         return run
-
-
-def _plugins_of(entries: Sequence[Entry]) -> tuple[str, ...]:
-    """Returns what `--plugin` takes to load the mechanisms of `entries`; built-in ones need nothing."""
-    plugins = (plugin_of(entry.options["name"]) for entry in entries)
-    return tuple(dict.fromkeys(filter(None, plugins)))
 
 
 def _write_out(entries: Sequence[Entry], model: nn.Module) -> list[dict[str, Any]]:
