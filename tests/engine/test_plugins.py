@@ -22,7 +22,6 @@ from attention.mechanisms.eva import Eva
 from attention.options import Options, option
 from attention.plugins import GROUP, as_arguments, find_mechanism, load_installed, load_plugin, plugin_of, take_plugins
 from attention.registry import KEYS_OF_ENTRIES
-from attention.window_options import windows_on
 from engine.checkpoints.files import save_checkpoint
 from engine.checkpoints.progress import Progress
 from engine.evaluation.inference import load
@@ -151,11 +150,6 @@ def test_a_taken_name_is_refused_and_a_class_defined_anew_replaces_itself():
     with pytest.raises(ValueError, match=r"other\.RowMean would be the mechanism 'row_mean', but .*; rename the class"):
         register(other)
     assert ATTENTION["row_mean"] is again
-
-
-def test_windows_without_a_layout_say_what_to_write():
-    with pytest.raises(TypeError, match=r'option layout; write `layout: Layout \| None = window_option\("layout"\)`'):
-        windows_on(mechanism().Config(), (4, 6))
 
 
 # Loading
