@@ -1,5 +1,6 @@
 """Runs an ablation: a YAML grid -> runs -> one table.
 
+    example = "python ablate.py configs/ablation/quickstart.yaml --output runs/ablation"
     python ablate.py configs/ablation/quickstart.yaml --output runs/ablation_quickstart
     python ablate.py configs/ablation/eva_table6.yaml data.root=/data/imagenet --output runs/eva_table6 \\
         --launcher "torchrun --nproc_per_node=8"
@@ -88,7 +89,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = ArgumentParser(description="Run an ablation: a YAML grid -> runs -> one table.")
+    example = "python ablate.py configs/ablation/quickstart.yaml --output runs/ablation"
+    parser = ArgumentParser(description=f"Run an ablation: a YAML grid -> runs -> one table.\n\n    {example}")
     add = parser.add_argument
     add("config", type=find_config, help="YAML file, see configs/ablation/")
     add("overrides", nargs="*", metavar="key.path=value", help="options of every run")

@@ -32,7 +32,8 @@ OVERRIDE = re.compile(rf"(({'|'.join(Run.__dataclass_fields__)})|\w+(\.\w+)+)=")
 
 @end_at_interrupt()
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = ArgumentParser(description="Analyse attention in a trained model.")
+    example = "python analyze.py replace runs/softmax --attention eva lara"
+    parser = ArgumentParser(description=f"Analyse attention in a trained model.\n\n    {example}")
     questions = parser.add_subparsers(dest="question", required=True, metavar="QUESTION")
     for name, shows in QUESTIONS.items():
         question = questions.add_parser(

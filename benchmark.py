@@ -15,6 +15,7 @@ quartiles. --rounds 3 gives a quick look.
 
 import argparse
 import os
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -65,8 +66,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    epilog = f"{MEMORY} {NOISE}"
-    parser = ArgumentParser(description="Compare mechanisms and models side by side.", epilog=epilog)
+    epilog = textwrap.fill(f"{MEMORY} {NOISE}", 79)
+    example = "python benchmark.py --attention eva lara --tokens 784"
+    parser = ArgumentParser(description=f"Compare mechanisms and models side by side.\n\n    {example}", epilog=epilog)
     add, many, entries = parser.add_argument, {"nargs": "+"}, {"nargs": "+", "default": []}
     layers, models = "NAME[@PATH][:OPTION=VALUE,...]", "NAME:ATTENTION[@PATH][:OPTION=VALUE,...]"
     batch = f"as many as have {BATCH_TOKENS['cpu']} tokens, on a GPU {BATCH_TOKENS['cuda']}"

@@ -35,7 +35,8 @@ from engine.runtime.text import one_line
 
 @end_at_interrupt()
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = ArgumentParser(description="Predict the classes of images.")
+    example = "python predict.py runs/eva photo.jpg FOLDER"
+    parser = ArgumentParser(description=f"Predict the classes of images.\n\n    {example}")
     parser.add_argument("checkpoint", type=Path, help="directory of a run, or a checkpoint file")
     parser.add_argument("images", nargs="+", metavar="IMAGE", help="image, folder of images, or - for a list on stdin")
     parser.add_argument("--top", type=Count(), default=5, help="classes to name for each image (5)")

@@ -10,7 +10,6 @@ and averaged (EMA) weights are reported apart, of a run directory each kind from
 may be other data: `engine.evaluation.label_matching.match_classes` says which of the model's classes theirs are.
 """
 
-import argparse
 import json
 import math
 import sys
@@ -44,7 +43,8 @@ from engine.training.differences import list_data_differences
 
 @end_at_interrupt()
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = ArgumentParser(description="Evaluate a checkpoint.", formatter_class=argparse.RawDescriptionHelpFormatter)
+    example = "python validate.py runs/eva --per-class classes.csv"
+    parser = ArgumentParser(description=f"Evaluate a checkpoint.\n\n    {example}")
     parser.add_argument("checkpoint", type=Path, help="directory of a run, or a checkpoint file")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="options in place of the checkpoint's")
     parser.add_argument("--weights", choices=tuple(WEIGHTS), help="kind of weights (each that is kept)")

@@ -39,9 +39,8 @@ from models import create_model
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = ArgumentParser(
-        prog="python -m engine.checkpoints.convert", description="Export the weights of a checkpoint."
-    )
+    text = "Export the weights of a checkpoint.\n\n    eav convert released.pth eva.safetensors"
+    parser = ArgumentParser(prog="python -m engine.checkpoints.convert", description=text)
     parser.add_argument("checkpoint", type=Path, help="file of weights, or directory or checkpoint of a run")
     parser.add_argument("output", help="what to write: a file .safetensors, .onnx or .pt2, or DIR/ for timm")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="options in place of the checkpoint's")

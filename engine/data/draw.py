@@ -59,7 +59,8 @@ WAVES = np.stack([np.sin(k * np.pi * ALONG) / k**1.5 for k in (1, 2, 3)])
 
 @end_at_interrupt()
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = ArgumentParser(description="Draw a data set and write it in IDX files.")
+    example = "eav draw pathfinder runs/pathfinder --images 20000 2000"
+    parser = ArgumentParser(description=f"Draw a data set and write it in IDX files.\n\n    {example}")
     parser.add_argument("kind", choices=("pathfinder",), help="images of dashed paths: are two marked ends joined?")
     parser.add_argument("output", type=Path, help="directory of the splits train and t10k")
     parser.add_argument(

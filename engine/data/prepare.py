@@ -32,7 +32,8 @@ from engine.runtime.signals import end_at_interrupt
 
 @end_at_interrupt()
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = ArgumentParser(description="Decode a data set once, for faster loading.")
+    example = "eav prepare /data/imagenet /fast/imagenet --short-side 256"
+    parser = ArgumentParser(description=f"Decode a data set once, for faster loading.\n\n    {example}")
     add_source(parser)
     parser.add_argument("output", type=Path, help="directory of the prepared data set")
     parser.add_argument(

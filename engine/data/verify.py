@@ -32,7 +32,7 @@ KINDS = [kind for kind in get_args(Data.__annotations__["dataset"]) if kind not 
 
 @end_at_interrupt()
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = ArgumentParser(description="List the broken images of a data set.")
+    parser = ArgumentParser(description="List the broken images of a data set.\n\n    eav verify /data/imagenet")
     add_source(parser)
     args = parser.parse_args(arguments)
     with refuse_bad_input():

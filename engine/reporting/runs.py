@@ -20,7 +20,7 @@ from engine.runtime.locks import is_locked, lock_holder
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = ArgumentParser(description="Show runs as a table.")
+    parser = ArgumentParser(description="Show runs as a table.\n\n    eav runs runs/")
     parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="folders of runs")
     args = parser.parse_args(arguments)
     with refuse_bad_input():

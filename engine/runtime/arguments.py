@@ -57,7 +57,7 @@ class ArgumentParser(argparse.ArgumentParser):
     keys: Mapping[str, str] = {}
 
     def __init__(self, *args: Any, **options: Any):
-        super().__init__(*args, **options)
+        super().__init__(*args, **{"formatter_class": argparse.RawDescriptionHelpFormatter} | options)
         text = "module or .py file that registers mechanisms of your own; repeatable"
         self.add_argument(FLAG, metavar="MODULE", help=text, default=argparse.SUPPRESS)  # for the help alone
 

@@ -27,9 +27,8 @@ CHANGEABLE = f"what may differ: an option, processes, images, {', '.join(IDENTIT
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Returns the arguments of `train.py`, by default those of this process; `--help` shows the sections of a run."""
-    parser = ArgumentParser(
-        description="Train a model.", epilog=describe_sections(), formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    example = "python train.py configs/quickstart.yaml schedule.epochs=3 --output runs/a"
+    parser = ArgumentParser(description=f"Train a model.\n\n    {example}", epilog=describe_sections())
     add = parser.add_argument
     add("config", type=find_config, help="YAML file, see configs/")
     add("overrides", nargs="*", metavar="key.path=value", help="options in place of the file's: optim.lr=1e-3")

@@ -1,12 +1,15 @@
 """Whole numbers on command lines: one type with a range, refused in one line before anything else is read."""
 
 import argparse
+import re
+import shlex
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+import eav
 from bench.arguments import image_size, token_grid
 from engine.runtime import arguments
 from engine.runtime.arguments import Count
@@ -91,6 +94,16 @@ def test_a_whole_number_outside_its_range_is_refused(script, before, action, cap
         assert f"argument {option}: " in line
         assert message in line
         assert len(line) < 200
+
+
+@pytest.mark.parametrize("module", [module for module, _ in eav.COMMANDS.values()])
+def test_help_has_an_example_that_the_parser_takes(module):
+    parser = parser_of("engine.training.command_line" if module == "train" else module)
+    (example,) = re.findall(r"\n\n    (.+)\n\n", parser.format_help())
+    command, *words = shlex.split(example)
+    assert words[0] == f"{module}.py" if command == "python" else eav.COMMANDS[words[0]][0] == module
+    parse = parser.parse_args if module == "analyze" else parser.parse_intermixed_args
+    parse(words[1:])
 
 
 @pytest.mark.parametrize("text", ["0", "-4", 30 * "9", "4x0", "x", "4x", "4x4x4", f"4x{30 * '9'}"])
