@@ -213,7 +213,7 @@ class Trainer:
     def evaluate_and_save(self) -> bool:
         """Evaluates the epoch if it is time to, and saves; returns whether a signal has stopped the run."""
         progress, epoch = self.progress, self.progress.epoch + 1
-        if progress.ends_in_evaluation(self.run):
+        if is_evaluated := progress.ends_in_evaluation(self.run):
             self.world.barrier()  # no rank begins an evaluation, which might fail, while the checkpoint is written
             models = {"": self.model} | ({"ema_": self.ema.module} if self.ema else {})
             rows: dict | None = None if self.objective.measure.by_class else {}  # of pictures
@@ -225,9 +225,10 @@ class Trainer:
             progress.rank(epoch, self.options.keep_checkpoints, self.options.best_by)
             self.recorder.eval(epoch, metrics, self.objective.pictures(rows or {}))
         progress.epoch, progress.images, progress.broken = epoch, 0, 0
+        progress.stopped_early = is_evaluated and progress.is_overdue(self.run)
         if progress.is_finished(self.run):
             if epoch < self.run.schedule.epochs:
-                self.world.tell(f"train.early_stop: no better epoch in the last {self.run.train.early_stop}")
+                self.world.tell(f"train.early_stop: no better epoch since epoch {progress.best_epoch()}")
             self.recorder.final(**progress.metrics, **progress.best(), **self.costs)
         self.save()
         return False

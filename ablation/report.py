@@ -6,6 +6,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
+from matplotlib.figure import Figure
+
 from ablation.cases import Case
 from ablation.figures import draw_heat_map, draw_pareto, draw_results
 from ablation.latex import latex_table
@@ -85,9 +87,11 @@ def write_tables(caption: str, settings: Sequence[Setting], output: Path, left_o
 def write_figures(caption: str, settings: Sequence[Setting], output: Path) -> None:
     """Writes table, pareto and, for two options of numbers, heat_map as .png and .pdf into `output`.
 
-    Removes an earlier figure that the sweep has no longer.
+    Removes an earlier figure that the sweep has no longer; without a finished run it has none.
     """
-    drawings = [draw(caption, settings) for draw in (draw_results, draw_heat_map, draw_pareto)]
+    drawings: list[Figure | None] = [None] * len(DRAWN)
+    if any(setting.results() for setting in settings):
+        drawings = [draw(caption, settings) for draw in (draw_results, draw_heat_map, draw_pareto)]
     with hold_lock(output / "lock", wait=True):
         for name, figure in zip(DRAWN, drawings, strict=True):
             if figure is None:

@@ -20,6 +20,7 @@ class Progress:
         images: position in the order of the current epoch, over all ranks. broken: images left out before it.
         loss_sum, num_summed: losses of the updates since the last log line. num_skipped: updates that were not finite.
         num_overflows: updates skipped by loss scaling (fp16) since the last that was not.
+        stopped_early: whether the last evaluation ended the run, see `is_overdue`.
         metrics: metrics of the last evaluation. ranking, ema_ranking: [score, epoch] of the best epochs, best first,
             by the plain and by the averaged weights. ranked_by: the metric that is the score, a loss negated; "": see
             `default_ranking`.
@@ -34,6 +35,7 @@ class Progress:
     num_summed: int = 0
     num_skipped: int = 0
     num_overflows: int = 0
+    stopped_early: bool = False
     metrics: dict[str, float] = field(default_factory=dict)
     ranking: list[list] = field(default_factory=list)
     ema_ranking: list[list] = field(default_factory=list)
@@ -49,13 +51,17 @@ class Progress:
         """Returns whether an evaluation follows the updates of the current epoch."""
         return (self.epoch + 1) % run.train.eval_every == 0 or self.epoch + 1 == run.schedule.epochs
 
+    def best_epoch(self) -> int:
+        """Returns the latest epoch that is the best by a kind of weights; 0: none has a score."""
+        return max((ranking[0][1] for ranking in (self.ranking, self.ema_ranking) if ranking), default=0)
+
+    def is_overdue(self, run: Run) -> bool:
+        """Returns whether the best epoch is `train.early_stop` epochs old."""
+        return run.train.early_stop is not None and self.epoch - self.best_epoch() >= run.train.early_stop
+
     def is_finished(self, run: Run) -> bool:
-        """Returns whether `run` has all its epochs, or has evaluated `train.early_stop` of them since its best."""
-        if self.epoch >= run.schedule.epochs or run.train.early_stop is None:
-            return self.epoch >= run.schedule.epochs
-        best = max((ranking[0][1] for ranking in (self.ranking, self.ema_ranking) if ranking), default=0)
-        is_evaluated = self.epoch % run.train.eval_every == 0 and not self.images
-        return is_evaluated and self.epoch - best >= run.train.early_stop
+        """Returns whether `run` has all its epochs, or has stopped early, and may not go on now."""
+        return self.epoch >= run.schedule.epochs or (self.stopped_early and self.is_overdue(run))
 
     def take_loss(self) -> float:
         """Returns the mean loss of the updates since the last log line, and counts from here."""

@@ -200,8 +200,18 @@ def classes_of(dataset: Images) -> list[str]:
 
 
 def count_data_classes(data: Data) -> int:
-    """Returns the number of classes of the training images, for `model.num_classes` = auto."""
-    return len(classes_of(open_split(data, "train_split")))
+    """Returns the number of classes of the training images, for `model.num_classes` = auto.
+
+    Raises:
+        OptionError: there is one, as where `data.root` names the folder above that of the classes.
+    """
+    names = classes_of(open_split(data, "train_split"))
+    if len(names) < 2:
+        problem = (
+            f" = auto: the images are all of one class, {one_line(names[0], 100)!r}; name the folder of the classes"
+        )
+        raise OptionError("model.num_classes", f"{problem} (data.root, data.train_split)")
+    return len(names)
 
 
 def count_classes(dataset: Images, option: str) -> np.ndarray:

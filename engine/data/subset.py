@@ -106,7 +106,8 @@ def _choose(reader: SplitReader, number: int | float, seed: int, key: str, spare
         count = number if isinstance(number, int) else max(1, round(number * len(images)))
         if count > len(images) - spared:
             stay = ", and some must stay" * (spared > 0)
-            problem = f" = {number}, but class {one_line(name, 100)!r} has {len(images)} images{stay}; lower it"
+            remedy = "lower it" if len(images) > spared + 1 or not spared else "add images, or leave the class out"
+            problem = f" = {number}, but class {one_line(name, 100)!r} has {len(images)} images{stay}; {remedy}"
             raise OptionError(key, problem)
         chosen.append(images[:count])
     return chosen

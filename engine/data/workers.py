@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset
+from torch.utils.data._utils import signal_handling
 
 from engine.runtime.errors import UserError
 from engine.runtime.signals import SIGNALS
@@ -50,6 +51,7 @@ class WorkerLoader(DataLoader):
         except (RuntimeError, OSError, EOFError) as error:  # of torch; those of the data set begin with "Caught "
             if not self.num_workers:
                 raise
+            self._forget_workers()
             if "shared memory" in str(error):
                 raise WorkersFailed(
                     "/dev/shm, through which loader workers send images, is full; enlarge it (docker run"
@@ -58,6 +60,13 @@ class WorkerLoader(DataLoader):
             if str(error).startswith("Caught "):
                 raise
             raise WorkersFailed(f"a loader worker was killed or is stuck ({describe_error(error)}); {REMEDY}") from None
+
+    def _forget_workers(self) -> None:
+        """Keeps torch's handler of SIGCHLD from raising again for workers that are dead, at any time."""
+        iterator: Any = self._iterator
+        if iterator is not None and iterator._worker_pids_set:
+            signal_handling._remove_worker_pids(id(iterator))
+            iterator._worker_pids_set = False
 
 
 def shield_worker(worker: int) -> None:

@@ -46,4 +46,4 @@ class Heartbeat:
                 gauge = f"eav_{name}"
                 lines += [f"# HELP {gauge} {text}", f"# TYPE {gauge} gauge"]
                 lines.append(f'{gauge}{{run="{self.run}"}} {self.values[name]!r}')
-        write_atomically(self.path, "\n".join([*lines, ""]).encode())
+        write_atomically(self.path, "\n".join([*lines, ""]).encode(), sync=False)

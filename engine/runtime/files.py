@@ -23,11 +23,11 @@ class FailedAfterReplacing(OSError):
     """A failure after a file was replaced: files are whole, but a power cut may undo it. Nothing is rolled back."""
 
 
-def write_atomically(path: Path, content: bytes | memoryview | Iterator[bytes]) -> None:
+def write_atomically(path: Path, content: bytes | memoryview | Iterator[bytes], sync: bool = True) -> None:
     """Writes `content` to `path` atomically: after a crash or power cut, it has either its new or its old content.
 
     Args:
-        content: all bytes, or parts of them.
+        content: all bytes, or parts of them. sync: wait until it is on disk; without it, a power cut may leave neither.
 
     Raises:
         FailedAfterReplacing: it has its new content, which a power cut may undo. OSError: it could not be written.
@@ -37,12 +37,14 @@ def write_atomically(path: Path, content: bytes | memoryview | Iterator[bytes]) 
         try:
             file.writelines(content if isinstance(content, Iterator) else [content])
             file.flush()
-            os.fsync(file.fileno())
+            if sync:
+                os.fsync(file.fileno())
             os.replace(unfinished, path)
         except BaseException:
             unfinished.unlink(missing_ok=True)
             raise
-    sync_directory(path.parent)
+    if sync:
+        sync_directory(path.parent)
 
 
 def remove_unfinished(directory: Path, token: str) -> None:

@@ -7,6 +7,7 @@
 75  stopped by a signal and saved; the same command resumes it (`engine.runtime.signals`)
 """
 
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -56,6 +57,7 @@ def _remedies(options: Train, world: World) -> str:
 
 
 def _end(world: World, message: str) -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise again for each dead loader worker
     who = f"rank {world.rank}: " if world.size > 1 else ""
     print(f"error: {who}{message}", file=sys.stderr, flush=True)
     raise SystemExit(FAILED) from None

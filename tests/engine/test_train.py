@@ -260,21 +260,14 @@ def test_a_run_stops_early(plain: list[float], averaged: list[float], last: int)
     run = parse_run({**RUN, "schedule": {"epochs": 6, "warmup_epochs": 0}, "train": {"early_stop": 2}}, "run")
     progress = Progress()
     for plain_score, averaged_score in zip_longest(plain, averaged, fillvalue=0.0):
-        assert not progress.is_finished(run)
+        assert not progress.is_overdue(run)
         progress.metrics = {"top1": plain_score} | ({"ema_top1": averaged_score} if averaged else {})
         progress.epoch += 1
         progress.rank(progress.epoch, keep=1)
-        if progress.is_finished(run):
+        if progress.is_overdue(run) or progress.is_finished(run):
             break
     assert progress.epoch == last
-
-
-def test_early_stopping_waits_for_an_evaluation():
-    train = {"early_stop": 1, "eval_every": 2}
-    run = parse_run({**RUN, "schedule": {"epochs": 9, "warmup_epochs": 0}, "train": train}, "run")
-    finished = [Progress(epoch=epoch, ranking=[[1.0, 2]]).is_finished(run) for epoch in range(2, 7)]
-    assert finished == [False, False, True, False, True]
-    assert not Progress(epoch=4, images=240, ranking=[[1.0, 2]]).is_finished(run)
+    assert not Progress(epoch=3, ranking=[[1.0, 1]]).is_finished(run)  # it was interrupted, and has no last record
 
 
 def test_a_run_that_stopped_early_is_finished_until_it_may_go_on(tmp_path: Path, capsys: pytest.CaptureFixture):
@@ -282,10 +275,14 @@ def test_a_run_that_stopped_early_is_finished_until_it_may_go_on(tmp_path: Path,
     options = ["schedule.epochs=4", "optim.lr=1e-9", "schedule.min_lr=0", "schedule.warmup_lr=0"]
     progress = start(tmp_path, *options, "train.early_stop=2")["progress"]
     assert (progress["epoch"], progress["step"]) == (3, 15)
-    assert "train.early_stop: no better epoch in the last 2\nfinal  epoch 3/4  " in capsys.readouterr().out
+    assert "train.early_stop: no better epoch since epoch 1\nfinal  epoch 3/4  " in capsys.readouterr().out
     start(tmp_path, *options, "train.early_stop=2")
     assert "is finished:  3 epochs" in capsys.readouterr().out
     assert start(tmp_path, *options)["progress"]["epoch"] == 4
+    other = tmp_path / "other"
+    other.mkdir()
+    progress = start(other, *options, "train.early_stop=2", "train.eval_every=3")["progress"]
+    assert (progress["epoch"], progress["stopped_early"]) == (4, False)  # the second evaluation is the last
     records = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [record["epoch"] for record in records if record["kind"] == "final"] == [4]
 
