@@ -1,5 +1,6 @@
 """Records of a run, `metrics.jsonl`, and the table of its epochs made from them, `epochs.csv`; see docs/logs.md."""
 
+import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -131,13 +132,11 @@ class EpochTable:
     """The rows of `epochs.csv`: a row for each epoch, complete or not, of the `records` until now, in order of epochs.
 
     A row holds epoch, step and `TOTALS` at its end, then `train_NAME` and `eval_NAME` for every field NAME.
-
-    Attributes:
-        rows: the table.
     """
 
     def __init__(self, records: Iterable[Mapping[str, Any]] = ()):
-        self.rows: list[dict[str, Any]] = []
+        self.finished = bytearray()  # rows in JSON, a line each: there may be very many epochs
+        self.row: dict[str, Any] = {}
         self.sums: dict[str, tuple[int, float]] = {}  # of updates, and of their values
         self.step = 0
         for record in records:
@@ -148,10 +147,10 @@ class EpochTable:
         kind = record["kind"]
         if kind not in ("train", "eval"):
             return
-        if not self.rows or record["epoch"] != self.rows[-1]["epoch"]:
-            self.rows.append({})
-            self.sums = {}
-        row = self.rows[-1]
+        if self.row and record["epoch"] != self.row["epoch"]:
+            self.finished += f"{json.dumps(self.row)}\n".encode()
+            self.row, self.sums = {}, {}
+        row = self.row
         row |= {name: record[name] for name in ("epoch", "step", *TOTALS) if name in record}
         row |= {f"{kind}_{name}": value for name, value in record.items() if name not in ("kind", *row)}
         if kind == "eval":
@@ -163,6 +162,11 @@ class EpochTable:
                 if (value := record.get(name)) is not None:
                     number, total = self.sums[name] = number + updates, total + updates * float(value) ** exponent
                 row[f"train_{name}"] = (total / number) ** exponent
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """The table."""
+        return [*map(json.loads, self.finished.splitlines()), *([self.row] if self.row else [])]
 
 
 def epochs_csv(rows: Sequence[Mapping[str, Any]]) -> bytes:

@@ -274,15 +274,6 @@ def test_a_count_rounds_to_what_the_paper_prints_or_its_row_says_why_not(row):
     assert row.released_macs in (None, round(macs / 1e9, 3))
 
 
-def test_benchmark_prints_the_table(capsys):
-    benchmark.main(["--macs", str(CONFIGS / "deit_tiny_p16/eva.yaml")])
-    assert capsys.readouterr().out.splitlines()[-1] == "| deit_tiny_p16/eva.yaml | 5.823 |  | 1.173 |  |  |  |  |  |"
-    with pytest.raises(SystemExit) as ended:
-        benchmark.main(["--macs", "absent.yaml"])
-    assert ended.value.code == 2
-    assert capsys.readouterr().err.endswith("absent.yaml: No such file or directory\n")
-
-
 @pytest.fixture(scope="module")
 def printed_by_size() -> list[str]:
     """Lines of the last table of ``benchmark.py --macs``."""

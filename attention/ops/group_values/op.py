@@ -40,6 +40,20 @@ def group_values(k: Tensor, v: Tensor, omega: Tensor, groups: Groups) -> tuple[T
     return (log_xi.softmax(-1) @ values).flatten(3, 4), log_xi.logsumexp(-1)
 
 
+def group_values_reference(k, v, omega, groups):
+    """`group_values`, group by group: ratios of sums of features."""
+    values, masses = [], []
+    all_members = (
+        index[valid] for index, valid in zip(groups.members.flatten(0, 1), groups.valid.flatten(0, 1), strict=True)
+    )
+    for members, samples in zip(all_members, omega.flatten(2, 3).unbind(2), strict=True):
+        features = xi(scale(k[:, :, None, members]), samples[:, :, :, None])  # (B, h, s, t)
+        values.append(features @ v[:, :, members] / features.sum(-1, keepdim=True))
+        masses.append(features.sum(-1).log())
+    G, c, s, _ = omega.shape[2:]
+    return torch.cat(values, 2).unflatten(2, (G, c * s)), torch.stack(masses, 2).unflatten(2, (G, c))
+
+
 @full_precision
 def group_logits(
     q: Tensor, k_tilde: Tensor, mu: Tensor, omega: Tensor, log_mass: Tensor, prior: Tensor | None = None

@@ -49,6 +49,27 @@ def joint_softmax(
     return windows.reverse(mix(terms, attn_drop))
 
 
+def joint_softmax_reference(q, k, v, bias=None, keys=None, values=None, logits=None, *, windows, attn_drop=0.0):
+    """`joint_softmax`, query by query."""
+    y = torch.zeros_like(q)
+    for n in range(q.shape[2]):
+        terms = [attended_in_window(n, q, k, v, bias, windows=windows)]
+        if values is not None:
+            window = 0 if windows.is_empty else windows.index_of(n)
+            own = window if values.shape[2] > 1 else 0
+            if keys is None:
+                position = n if windows.is_empty else windows.attended(n)[2]
+                on_summaries = logits[:, :, window, position]
+            else:
+                on_summaries = (q[:, :, n, None] @ keys[:, :, own].mT)[:, :, 0] / q.shape[-1] ** 0.5
+                if logits is not None:
+                    logit = logits.expand(windows.num_windows, windows.num_queries, -1)
+                    on_summaries = on_summaries + logit[window, windows.attended(n)[2]]
+            terms.append((on_summaries, values[:, :, own]))
+        y[:, :, n] = mix_reference(*terms, attn_drop=attn_drop)
+    return y
+
+
 def attended_in_window(n, q, k, v, bias=None, *, windows):
     """Logits (B, h, e) of query n on prefix tokens and its window, and their values (B, h, e, d), for the twins."""
     tokens, positions, row = windows.attended(n)
