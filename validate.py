@@ -79,7 +79,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         world, results, records = init_distributed(runs[0].train.device), {}, {} if outputs else None
         with world.ending(), refuse_bad_input():  # refusals are reported before the process group ends, see train.py
             for run, (path, checkpoint, kinds) in zip(runs, found, strict=True):
-                check_predicts_classes(run, str(path), of_metrics=not (outputs or args.export or args.real_labels))
+                of_images = outputs or args.export or args.real_labels or args.flip
+                check_predicts_classes(run, str(path), of_metrics=not of_images)
                 options = args.batch_size, args.skip_broken, args.real_labels, records, args.flip
                 metrics = validate(run, checkpoint, kinds, world, *options)
                 source = {"checkpoint": str(path), "epoch": checkpoint["progress"]["epoch"]}

@@ -133,8 +133,9 @@ def test_a_run_is_validated_by_its_copies_and_does_not_take_images(tmp_path: Pat
     assert all(f'"{name}"' in printed for name in evaluate(model, loader, WORLD, None, measure=COPIES))
     with pytest.raises(UserError, match=r"\.pt: trained to copy sequences, it does not take images; name a run"):
         load(tmp_path)
-    error = refusal(validate, [tmp_path, "--export", tmp_path / "x.onnx"], capsys)
-    assert "it does not take images" in error
+    for option in (["--export", tmp_path / "x.onnx"], ["--flip"]):
+        error = refusal(validate, [tmp_path, *option], capsys)
+        assert "it does not take images" in error
 
 
 @pytest.mark.parametrize(

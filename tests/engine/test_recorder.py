@@ -462,7 +462,7 @@ def gauges(directory: Path) -> dict[str, float]:
 
 
 def test_a_heartbeat_has_the_last_values(tmp_path: Path):
-    """Of training, not of the evaluation or the end, whose loss is another."""
+    """Its loss is that of training, as an evaluation and the end have another."""
     directory = tmp_path / 'a "run"'
     directory.mkdir()
     begin = time.time()
