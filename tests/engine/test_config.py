@@ -638,6 +638,7 @@ def test_text_is_written_as_text(tmp_path, text):
     ("rank", "said"), [("0", "error: model.name: unknown\n"), ("8", "error: rank 8: model.name: unknown\n")]
 )
 def test_a_refusal_names_its_rank(rank, said, monkeypatch, capsys):
+    monkeypatch.setattr("engine.runtime.errors.PATIENCE", 0.0)
     monkeypatch.setenv("RANK", rank)
     with pytest.raises(SystemExit) as ended, refuse_bad_input():
         raise OptionError("model.name", "unknown")

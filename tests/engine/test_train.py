@@ -279,12 +279,15 @@ def test_a_run_that_stopped_early_is_finished_until_it_may_go_on(tmp_path: Path,
     start(tmp_path, *options, "train.early_stop=2")
     assert "is finished:  3 epochs" in capsys.readouterr().out
     assert start(tmp_path, *options)["progress"]["epoch"] == 4
-    other = tmp_path / "other"
-    other.mkdir()
-    progress = start(other, *options, "train.early_stop=2", "train.eval_every=3")["progress"]
-    assert (progress["epoch"], progress["stopped_early"]) == (4, False)  # the second evaluation is the last
     records = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [record["epoch"] for record in records if record["kind"] == "final"] == [4]
+
+
+@pytest.mark.complete
+def test_a_run_stops_early_at_an_evaluation_alone(tmp_path: Path):
+    """Two epochs without a best one are over before the first evaluation, after the third epoch."""
+    progress = start(tmp_path, "schedule.epochs=4", "train.early_stop=2", "train.eval_every=3")["progress"]
+    assert (progress["epoch"], progress["stopped_early"]) == (4, False)
 
 
 def test_the_decay_of_the_weight_average_on_paper():
