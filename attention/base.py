@@ -285,7 +285,7 @@ class Attention(nn.Module):
         covers the layer, otherwise by `attend_all`.
         """
         packing = self.packing(grid) if kernels.takes_kernels(x) else None
-        if packing is None or self.num_prefix_tokens or self.local_term is not None or self.attn_drop:
+        if packing is None or self.attn_drop:
             return kernels.by_path(self.attend_all, self.project(x, grid), grid)
         packed = self.qkv(x).unflatten(2, (3, self.num_heads, self.head_dim))
 
@@ -293,7 +293,13 @@ class Attention(nn.Module):
             return kernels.by_path(self.attend_all, split_heads(packed.flatten(2), 3, self.num_heads), grid)
 
         attend = kernels.covering("packed_attention", packed, packing)
-        return kernels.prefer(self.label, attend, apart, packed, packing) if attend else apart(packed, packing)
+        if attend is None:
+            return apart(packed, packing)
+
+        def together(packed: Tensor, packing: "Packing") -> Tensor:
+            return self.with_local_term(attend(packed, packing), packed[:, :, 2].transpose(1, 2), grid)
+
+        return kernels.prefer(self.label, together, apart, packed, packing)
 
     def attend_all(self, projected: tuple[Any, ...], grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         """Attended values (B, h, P + N, d) of all P + N tokens: `attend`, exact prefix tokens and the local term.
@@ -308,10 +314,13 @@ class Attention(nn.Module):
             attn_mask = None if key_mask is None else key_mask[:, None, None]
             y_prefix = softmax_attention(q_prefix, *others[:2], attn_mask, self.attn_drop)
             y = torch.cat([y_prefix, self.attend(q, *others, grid, *mask)], 2)
+        return self.with_local_term(y, projected[0 if self.num_projections == 1 else 2], grid, key_mask)
+
+    def with_local_term(self, y: Tensor, values: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
+        """Attended values y (B, h, P + N, d) and, if there is one, the local term of the values of `project`."""
         if self.local_term is None:
             return y
-        values = self.local_values(projected[0 if self.num_projections == 1 else 2], grid)
-        return y + self.local_term.convolve(values, grid, key_mask)
+        return y + self.local_term.convolve(self.local_values(values, grid), grid, key_mask)
 
     def local_values(self, values: Tensor, grid: Grid) -> Tensor:
         """The values (B, h, P + N, d) that the local term convolves, from those of `project`."""

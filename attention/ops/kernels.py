@@ -145,9 +145,9 @@ def _is_faster(op: str, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
 
 def covering(op: str, x: torch.Tensor, *args: Any) -> Callable[..., Any] | None:
     """The kernel of an op that only a kernel has, for `prefer`; None if the path in use takes none, or the kernel does
-    not cover the arguments. The path "lean" takes none.
+    not cover the arguments.
     """
-    if _path == "lean" or follows_torch() or not takes_kernels(x) or not _triton[op].covers(x, *args):
+    if follows_torch() or not takes_kernels(x) or not _triton[op].covers(x, *args):
         return None
     return _triton[op].run
 

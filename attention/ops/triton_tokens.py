@@ -80,19 +80,6 @@ def accumulate(state, logits, values, S: tl.constexpr):
 
 
 @triton.jit
-def softmax_gradient(logits, a, b, lse, delta, S: tl.constexpr):
-    """Weights, and the gradient of the logits, see `logits_gradient`."""
-    weight = tl.exp(logits - lse)
-    return weight, logits_gradient(weight, a, b, delta, S)
-
-
-@triton.jit
-def logits_gradient(weight, a, b, delta, S: tl.constexpr):
-    """Gradient of the logits. a @ b.T is the gradient of the weights: dy and values, or values and dy."""
-    return weight * (dot(a, tl.trans(b), S) - delta)  # (q, d) @ (d, k), or (k, d) @ (d, q)
-
-
-@triton.jit
 def load_numbers(x, batch, head, index, valid, h, N, other):
     """Loads numbers of queries from x (B, h, N); `other` for invalid queries."""
     return tl.load(x + (batch.to(tl.int64) * h + head) * N + index, valid, other=other)

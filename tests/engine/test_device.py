@@ -11,8 +11,7 @@ import yaml
 
 import train
 from attention import kernels
-from attention.ops.group_values import fused as groups
-from attention.ops.joint_softmax import fused as joint
+from attention.ops.random_features import fused
 from attention.options import OptionError
 from engine.checkpoints.files import find_checkpoint
 from engine.checkpoints.progress import check_progress
@@ -21,9 +20,9 @@ from engine.training import device
 from tests.engine.test_train import RUN
 from tests.support.launcher import ForkServer
 
-EVA = RUN | {"attention": {"name": "eva", "window_size": 7}}
-CHOSEN = {"joint_softmax 3x49x4 float32": 2.0, "group_values 3x49x4 float32": 0.5}
-TEXT = "auto: torch for group_values 3x49x4 float32 (0.50x), triton for joint_softmax 3x49x4 float32 (2.00x); fast "
+TWO = RUN | {"attention": [{"blocks": 0, "name": "performer"}, {"blocks": 1, "name": "lara", "num_landmarks": 4}]}
+CHOSEN = {"performer 3x49x4 float32": 2.0, "lara 3x49x4 float32": 0.5}
+TEXT = "auto: torch for lara 3x49x4 float32 (0.50x), triton for performer 3x49x4 float32 (2.00x); fast "
 TAKEN: set[str] = set()
 """Names of the kernels that were called since the last time."""
 
@@ -34,9 +33,8 @@ def kernel(run, covers) -> kernels.Kernel:
 
 def with_kernels(gpu: str):
     """Contexts in which a CPU has stand-ins for kernels, the name of a GPU, and a clock that prefers one of the two."""
-    found = {"joint_softmax": kernel(joint.joint_softmax, joint.covers)}
-    found |= {"group_values": kernel(groups.group_values, groups.covers)}
-    found["packed_attention"] = kernel(None, lambda *args: False)
+    found = {"performer": kernel(fused.performer, fused.covers_performer)}
+    found |= {"lara": kernel(fused.lara, fused.covers_lara)}
     parts = patch.multiple(kernels, _triton=found, has_kernels=lambda x: True)
     return parts, patch.multiple(
         device,
@@ -49,16 +47,16 @@ def with_kernels(gpu: str):
 def milliseconds(call) -> float:
     TAKEN.clear()
     call()
-    times = {"joint_softmax": 1.0, "group_values": 4.0}
+    times = {"performer": 1.0, "lara": 4.0}
     if os.environ.get("RANK", "0") != "0":
         times = {name: 4.0 / time for name, time in times.items()}
     return times[next(iter(TAKEN))] if TAKEN else 2.0
 
 
-def run_eva(directory: Path, *arguments: str, gpu: str = "GPU") -> set[str]:
-    """Trains EVA below `directory`; returns the kernels that training called."""
+def run_two(directory: Path, *arguments: str, gpu: str = "GPU") -> set[str]:
+    """Trains both mechanisms below `directory`; returns the kernels that training called."""
     if not (directory / "run.yaml").exists():
-        (directory / "run.yaml").write_text(yaml.safe_dump(EVA))
+        (directory / "run.yaml").write_text(yaml.safe_dump(TWO))
     first, second = with_kernels(gpu)
     with first, second:
         train.main([str(directory / "run.yaml"), *arguments, "--output", str(directory / "run")])
@@ -71,24 +69,24 @@ def recorded(directory: Path) -> list[str]:
 
 
 def test_times_choose_once_and_stand_in_the_records(tmp_path, capsys, monkeypatch):
-    assert run_eva(tmp_path) == {"joint_softmax"}
+    assert run_two(tmp_path) == {"performer"}
     assert recorded(tmp_path)[0].startswith(TEXT)
     assert find_checkpoint(tmp_path / "run", "last")[1]["progress"]["kernels"] == {"GPU": CHOSEN}
     more = "--allow-change", "schedule.epochs"
     with monkeypatch.context() as stopped:
         stopped.setitem(globals(), "milliseconds", None)
         TAKEN.clear()
-        assert run_eva(tmp_path, "schedule.epochs=2", *more) == {"joint_softmax"}
+        assert run_two(tmp_path, "schedule.epochs=2", *more) == {"performer"}
     assert recorded(tmp_path)[1] == recorded(tmp_path)[0]
     assert "timed anew" not in capsys.readouterr().err
-    assert run_eva(tmp_path, "schedule.epochs=3", *more, gpu="another GPU") == {"joint_softmax"}
+    assert run_two(tmp_path, "schedule.epochs=3", *more, gpu="another GPU") == {"performer"}
     assert "train.kernels: timed anew, for another GPU, model or precision than before" in capsys.readouterr().err
     kept = find_checkpoint(tmp_path / "run", "last")[1]["progress"]["kernels"]
     assert kept == {"GPU": CHOSEN, "another GPU": CHOSEN}
 
 
 def test_the_plan_says_what_a_run_would_take(tmp_path, capsys):
-    run_eva(tmp_path, "--dry-run")
+    run_two(tmp_path, "--dry-run")
     assert f"kernels     {TEXT}" in capsys.readouterr().out
 
 
@@ -98,23 +96,23 @@ def test_the_choice_changes_no_other_number(tmp_path):
     weights = []
     for path in "auto", "torch":
         (tmp_path / path).mkdir()
-        run_eva(tmp_path / path, f"train.kernels={path}")
+        run_two(tmp_path / path, f"train.kernels={path}")
         weights.append(find_checkpoint(tmp_path / path / "run", "last")[1]["model"])
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[1])
 
 
 @pytest.mark.complete
 def test_the_primary_ranks_choice_holds_for_all(tmp_path, fork_server: ForkServer):
-    config = EVA | {"train": RUN["train"] | {"total_batch_size": 24}}
+    config = TWO | {"train": RUN["train"] | {"total_batch_size": 24}}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
     statuses, job = fork_server.run([str(tmp_path)], tmp_path / "log", ranks=2, script=__name__)
     assert statuses == [0, 0], job.text
-    assert job.text.count("took ['joint_softmax']") == 2
+    assert job.text.count("took ['performer']") == 2
 
 
 def main(command: list[str]) -> None:
     """A rank of two; its log says which kernels it took."""
-    print(f"took {sorted(run_eva(Path(command[0])))}", flush=True)
+    print(f"took {sorted(run_two(Path(command[0])))}", flush=True)
 
 
 def test_a_path_that_fails_is_not_chosen():
@@ -155,7 +153,7 @@ def test_kernels_that_cannot_run_are_refused(capability, is_there, reason, monke
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_run_on_a_gpu_chooses_trains_and_resumes(tmp_path, capsys):
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(EVA))
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(TWO))
     command = [str(tmp_path / "run.yaml"), "train.device=cuda", "train.amp=bf16", "model.embed_dim=48"]
     command += ["--output", str(tmp_path / "run")]
     train.main(command)

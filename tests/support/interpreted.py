@@ -4,21 +4,20 @@ the kernels in Triton's interpreter as JSON.
 
 import functools
 import json
+from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from attention import create_attention, kernels
 from attention.ops import memory
-from attention.ops.joint_softmax import triton_joint
 from attention.ops.packed import triton_packed
 from attention.ops.random_features import triton_features
 from tests.support.kernel_cases import (
     CASES,
-    Case,
     FeatureCase,
-    GroupCase,
     PackedCase,
     checked_by,
     errors,
@@ -26,13 +25,13 @@ from tests.support.kernel_cases import (
 )
 
 torch.use_deterministic_algorithms(True)  # fills memory with NaN before a kernel writes it
-triton_joint.PROGRAMS = triton_features.PROGRAMS = 2  # sums of several blocks in one program
+triton_features.PROGRAMS = 2  # sums of several blocks in one program
 triton_packed.RESIDENT, triton_packed.PART = 6, 3  # programs of several parts, images of several programs
 CPU, CALLS = torch.device("cpu"), []
-SMALL, TILES = Case((3, 4), (2, 3), h=1, c=2), GroupCase((4, 6), (2, 3))
 FEATURES, PROPOSALS = FeatureCase(35, 6), FeatureCase(35, 6, "decoupled", B=3)
-PACKED = PackedCase((4, 6), (2, 3), (2, 2), h=1, bias=False)
+PACKED = PackedCase((4, 6), (2, 3), (2, 2), P=1, h=1, bias=False)
 EVA = {"name": "eva", "window_size": 3, "num_landmarks": 6}
+LARA = {"name": "lara", "num_landmarks": 4}
 LAYERS = {
     "eva": EVA,
     "eva of one group": EVA | {"num_landmarks": 1},
@@ -49,12 +48,11 @@ LAYERS = {
     "eva with dropout": EVA | {"attn_drop": 0.1},
     "shifted windows": {"name": "shifted_window", "window_size": 3, "layer": 1},
     "local beyond the grid": {"name": "local", "window_size": 5, "grid": (5, 3)},
-    "combiner": {"name": "combiner", "window_size": 2},
-    "transformer_ls": {"name": "transformer_ls", "window_size": 3, "num_landmarks": 4},
-    "lara": {"name": "lara", "num_landmarks": 4, "dtype": torch.bfloat16},
-    "lara of float32": {"name": "lara", "num_landmarks": 4},
-    "lara of 70 landmarks": {"name": "lara", "num_landmarks": 70, "grid": (14, 10), "dtype": torch.bfloat16},
-    "lara of balanced weights": {"name": "lara", "num_landmarks": 4, "weighting": "balance", "dtype": torch.bfloat16},
+    "local with registers and a local term": {"name": "local", "window_size": 3, "num_prefix_tokens": 5, "local": True},
+    "lara": LARA | {"dtype": torch.bfloat16},
+    "lara of float32": LARA,
+    "lara of 70 landmarks": LARA | {"num_landmarks": 70, "grid": (14, 10), "dtype": torch.bfloat16},
+    "lara of balanced weights": LARA | {"weighting": "balance", "dtype": torch.bfloat16},
     "performer": {"name": "performer", "num_samples": 4, "dtype": torch.bfloat16},
     "performer of 129 samples": {"name": "performer", "num_samples": 129, "dtype": torch.bfloat16},
     "performer of relu": {"name": "performer", "num_samples": 4, "features": "relu", "dtype": torch.bfloat16},
@@ -84,17 +82,6 @@ def compiled(kernel, *inputs, **options):
 def frozen(kernel, q, k, v, *others, **options):
     """Calls the kernel with frozen inputs, except for the values."""
     return kernel(q.detach(), k.detach(), v, *(x if x is None else x.detach() for x in others), **options)
-
-
-def apart_in_memory(kernel, q, k, v, bias, keys, values, logits, **options):
-    """Calls the kernel with images that share memory and logits with strides."""
-    q, k, v, keys, values = (x.expand(2, *x.shape[1:]) for x in (q, k, v, keys, values))
-    return kernel(q, k, v, bias, keys, values, torch.stack([logits] * 2, -1)[..., 0], **options)[:1]
-
-
-def mixed_types(kernel, q, k, v, *others, **options):
-    """Calls the kernel with the types that autocast leaves if keys and values are normalised."""
-    return kernel(q, k.float(), v.float(), *others, **options)
 
 
 def largest_difference(case, use) -> float:
@@ -152,30 +139,32 @@ def kernels_by_default() -> dict[str, list[str]]:
     return found
 
 
-def kernels_by_times() -> dict[str, list[str]]:
-    """Kernels that a layer of float32 calls after a pass in which that of joint_softmax alone was the faster path."""
+def kernels_by_times() -> dict[str, Any]:
+    """Kernels that layers call after a pass in which LARA's kernel was the faster path and EVA's was not."""
 
     def clock(call) -> float:
         CALLS.clear()
         call()
-        return {"joint_softmax": 1.0, "group_values": 3.0, "packed_attention": 6.0}[CALLS[0]] if CALLS else 2.0
+        return {"lara": 1.0, "packed_attention": 3.0}[CALLS[0]] if CALLS else 2.0
 
-    found = {}
+    found: dict[str, Any] = {}
     for path in "auto", "lean":
         kernels.refusal_of.cache_clear()
         torch.compiler.reset()
         with (
             patch.object(memory, "on_gpu", lambda x: True),
             patch.object(torch.cuda, "get_device_capability", lambda gpu: (8, 0)),
+            torch.autocast("cpu", torch.bfloat16),
         ):
-            attn, x, speedups = create_attention(**EVA, dim=32, num_heads=2, grid=(6, 4)), torch.randn(2, 24, 32), {}
+            layers = [create_attention(**each, dim=32, num_heads=2, grid=(6, 4)) for each in (EVA, LARA)]
+            attn, x, speedups = nn.Sequential(*layers), torch.randn(2, 24, 32), {}
             with kernels.use(path, speedups, clock):
-                attn(x, (6, 4)).sum().backward()
+                attn(x).sum().backward()
             found |= {f"{path} {key}": ratio for key, ratio in speedups.items()}
             for way, layer in ("eager", attn), ("compiled", torch.compile(attn, fullgraph=True, backend="aot_eager")):
                 CALLS.clear()
                 with kernels.use(path, speedups):
-                    layer(x, (6, 4))
+                    layer(x)
                 found[f"{path} {way}"] = list(CALLS)
     return found
 
@@ -198,17 +187,14 @@ def main() -> None:
         kernels._triton[op] = kernels.Kernel(
             lambda *args, f=run, **options: (CALLS.append(f.__name__), f(*args, **options))[1], covers
         )
-    ways = twice, checkpointed, contiguous, channels_apart, compiled, frozen
-    uses = {use.__name__: largest_difference(SMALL, use) for use in ways}
-    uses |= {f"{use.__name__} tiles": largest_difference(TILES, use) for use in ways[1:5]}
-    uses |= {f"{use.__name__} packed": largest_difference(PACKED, use) for use in (twice, checkpointed, compiled)}
+    ways = twice, checkpointed, compiled
+    uses = {f"{use.__name__} packed": largest_difference(PACKED, use) for use in ways}
     for case in (FEATURES, PROPOSALS):
-        uses |= {f"{use.__name__} {case}": largest_difference(case, use) for use in ways}
-    of_windows = {apart_in_memory: {"log_count": True}, mixed_types: {"dtype": torch.bfloat16}}
-    uses |= {use.__name__: largest_difference(SMALL._replace(**fields), use) for use, fields in of_windows.items()}
+        every_way = *ways, contiguous, channels_apart, frozen
+        uses |= {f"{use.__name__} {case}": largest_difference(case, use) for use in every_way}
     layers = {name: kernels_of_layer(**options) for name, options in LAYERS.items()}
     found = {"errors": {str(case): errors(case, CPU) for case in CASES}, "uses": uses, "layers": layers}
-    refusals = [second_derivatives(case) for case in (SMALL, TILES, FEATURES, PROPOSALS, PACKED)]
+    refusals = [second_derivatives(case) for case in (FEATURES, PROPOSALS, PACKED)]
     found |= {"default": kernels_by_default(), "timed": kernels_by_times(), "refusals": refusals}
     print(json.dumps(found))
 

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -14,14 +13,10 @@ from attention.mechanisms.eva import eva, eva_reference
 from attention.mechanisms.lara import lara, lara_reference
 from attention.mechanisms.performer import performer, performer_reference
 from attention.mechanisms.shifted_window import shifted_window, shifted_window_reference
-from attention.ops.group_values import triton_tiles
-from attention.ops.group_values.op import group_mean, group_values, group_values_reference
-from attention.ops.joint_softmax import triton_joint
-from attention.ops.joint_softmax.op import joint_softmax, joint_softmax_reference
+from attention.ops.group_values.op import group_mean
 from attention.ops.packed import triton_packed
 from attention.ops.random_features import triton_features
-from attention.parts.features import upcast
-from attention.parts.geometry import Grid, Windows, split_heads
+from attention.parts.geometry import Grid, Windows, split_heads, split_prefix
 from attention.parts.groups import Groups, bins
 
 FP32_ERROR, BEYOND_PLAIN, ROUNDINGS = 1e-5, 1.15, 2
@@ -34,38 +29,6 @@ def changed(case: NamedTuple) -> str:
     """Formats the fields of a case that differ from their defaults."""
     given = {name: value for name, value in case._asdict().items() if value != case._field_defaults.get(name)}
     return ", ".join(f"{name} {value}" for name, value in given.items())
-
-
-class Case(NamedTuple):
-    """A joint softmax: B images, h heads of width d, c landmarks, P prefix tokens.
-
-    log_count: the landmarks' logits differ. leave_one_out: every window attends to all landmarks but one of its own.
-    """
-
-    grid: Grid
-    window: Grid
-    c: int = 6
-    d: int = 16
-    P: int = 0
-    B: int = 1
-    h: int = 2
-    bias: bool = True
-    log_count: bool = False
-    leave_one_out: bool = False
-    dtype: torch.dtype = torch.float32
-    __str__ = changed
-
-
-class GroupCase(NamedTuple):
-    """Values of groups that are equal tiles; `bins` is the number of rows and columns of tiles."""
-
-    grid: Grid
-    bins: Grid
-    d: int = 16
-    B: int = 1
-    h: int = 2
-    dtype: torch.dtype = torch.float32
-    __str__ = changed
 
 
 class FeatureCase(NamedTuple):
@@ -88,12 +51,13 @@ class FeatureCase(NamedTuple):
 class PackedCase(NamedTuple):
     """Attention on the packed projection; `bins` is the number of rows and columns of groups, None: windows alone.
 
-    shift: row and column at which windows begin.
+    P: prefix tokens. shift: row and column at which windows begin.
     """
 
     grid: Grid
     window: Grid
     bins: Grid | None = None
+    P: int = 0
     d: int = 16
     B: int = 1
     h: int = 2
@@ -107,23 +71,6 @@ class PackedCase(NamedTuple):
 
 HALF = torch.bfloat16, torch.float16
 CASES = [
-    Case((5, 7), (3, 4)),
-    Case((4, 6), (2, 3), B=2, h=1, d=20, log_count=True),
-    Case((5, 3), (3, 3), B=2, h=3, c=1, d=1, bias=False),
-    Case((5, 7), (3, 4), P=1, h=1, leave_one_out=True),
-    Case((5, 4), (3, 4), P=2, h=1, log_count=True),
-    Case((3, 5), (4, 6), c=5, d=12, h=1),
-    Case((4, 5), (4, 5), c=0, d=40),
-    Case((4, 5), (2, 3), c=0, P=1, bias=False),
-    Case((1, 20), (1, 6), d=33, h=1),
-    Case((7, 8), (7, 7), c=40, h=1),
-    Case((4, 6), (3, 3), d=64),
-    *(Case((9, 8), window, c=49, d=40, h=1, dtype=dtype) for window in ((7, 7), (9, 8)) for dtype in HALF),
-    GroupCase((6, 8), (2, 4), d=20, B=2, h=3),
-    GroupCase((6, 10), (6, 5), d=64, B=2),
-    GroupCase((4, 6), (4, 6), d=1, h=1),
-    GroupCase((16, 16), (1, 1), h=1),
-    *(GroupCase((9, 6), (3, 2), d=40, h=1, dtype=dtype) for dtype in HALF),
     FeatureCase(35, 6, B=2),
     FeatureCase(70, 17, d=20, P=1, h=3),
     FeatureCase(20, 2, d=1),
@@ -139,50 +86,14 @@ CASES = [
     PackedCase((5, 7), (3, 4), B=2),
     PackedCase((6, 8), (3, 4), h=3, shift=(1, 2)),
     PackedCase((5, 7), (4, 4), shift=(2, 2), bias=False),
+    PackedCase((6, 8), (3, 4), (2, 4), P=1, B=2, h=3, log_count=True),
+    PackedCase((10, 9), (7, 7), (5, 3), P=5, h=1, d=32, noise=False),
+    PackedCase((4, 6), (4, 6), (1, 1), P=2, d=64, bias=False),
+    PackedCase((5, 7), (3, 4), P=1, B=2),
+    PackedCase((6, 8), (3, 4), P=4, h=3, shift=(1, 2), bias=False),
     *(PackedCase((14, 7), (7, 7), (2, 7), d=32, h=1, dtype=dtype) for dtype in HALF),
+    *(PackedCase((14, 7), (7, 7), (2, 7), P=1, d=32, B=2, h=2, dtype=dtype) for dtype in HALF),
 ]
-
-
-def example(case: Case, device: torch.device) -> tuple[list[Tensor | None], dict[str, Windows]]:
-    """Returns arguments and keywords of `joint_softmax`. Tensors that autocast keeps in fp32 are in fp32."""
-    B, h, c, d, P = case.B, case.h, case.c, case.d, case.P
-    generator, windows = torch.Generator().manual_seed(0), Windows(case.grid, case.window)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(device)
-
-    q, k, v = split_heads(normal(B, P + math.prod(case.grid), 3 * h * d).to(case.dtype), 3, h)
-    bias = normal(h, windows.num_queries, windows.num_keys) if case.bias else None
-    keys, values = normal(2, B, h, 1, c, d) if c else (None, None)
-    logits, landmark = None, torch.arange(c, device=device)
-    if case.log_count or case.leave_one_out:
-        logits = (landmark + 1.0).log()[None, None] * case.log_count
-    if case.leave_one_out:
-        window = torch.arange(windows.num_windows, device=device)[:, None, None]
-        logits = logits.masked_fill(window % c == landmark, -torch.inf)
-    return [q[:, :, P:], k, v, bias, keys, values, logits], {"windows": windows}
-
-
-def plain(q, k, v, bias=None, keys=None, values=None, logits=None, *, windows) -> Tensor:
-    """Computes the op that the kernels replace, with landmarks' logits in fp32, which autocast would round.
-
-    Logits of windows are products as PyTorch rounds them in half types, also in float16, where the op itself has them
-    in fp32 because they may overflow: the error of the kernels is a multiple of PyTorch's.
-    """
-    if keys is not None:
-        on_keys = upcast(windows.partition(q)) * q.shape[-1] ** -0.5 @ keys.mT
-        logits = on_keys if logits is None else on_keys + logits
-    with patch("attention.ops.joint_softmax.op.product", lambda x, y: upcast(x @ y)):
-        return joint_softmax(q, k, v, bias, values=values, logits=logits, windows=windows)
-
-
-def group_example(case: GroupCase, device: torch.device) -> tuple[list[Any], dict[str, Any]]:
-    """Returns arguments of `group_values`."""
-    generator, c = torch.Generator().manual_seed(0), case.bins[0] * case.bins[1]
-    tokens = torch.randn(case.B, case.grid[0] * case.grid[1], 2 * case.h * case.d, generator=generator)
-    omega = torch.randn(case.B, case.h, 1, c, 1, case.d, generator=generator)
-    tokens, omega = tokens.to(device, case.dtype), omega.to(device)
-    return [*split_heads(tokens, 2, case.h), omega, bins(case.grid, case.bins, device)], {}
 
 
 def feature_example(case: FeatureCase, device: torch.device) -> tuple[list[Any], dict[str, Any]]:
@@ -211,7 +122,7 @@ def packed_example(case: PackedCase, device: torch.device) -> tuple[list[Tensor 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(device)
 
-    qkv, bias = normal(B, H * W, 3, h, d).to(case.dtype), normal(h, w, w) if case.bias else None
+    qkv, bias = normal(B, case.P + H * W, 3, h, d).to(case.dtype), normal(h, w, w) if case.bias else None
     tiles, noise, weights = None, None, [None] * 8
     if case.bins:
         tiles = Windows(case.grid, (H // case.bins[0], W // case.bins[1]))
@@ -234,12 +145,13 @@ def packed_parts(
 ) -> Tensor:
     """`packed_kernels` by functions of mechanisms, and a function of tokens and groups that returns their means."""
     q, k, v = (x.transpose(1, 2) for x in qkv.unbind(2))
+    q = split_prefix(q, math.prod(windows.grid))[1]
     if tiles is None:
         function = attention["shifted_window"]
         return function(q, k, v, bias, windows=windows, shift=shift).transpose(1, 2)
     counts = tuple(side // size for side, size in zip(tiles.grid, tiles.size, strict=True))
     groups, tilde = bins(tiles.grid, counts, qkv.device), []
-    for x, (matrix, vector, gain, other) in ((q, weights[:4]), (k, weights[4:])):
+    for x, (matrix, vector, gain, other) in ((q, weights[:4]), (split_prefix(k, q.shape[2])[1], weights[4:])):
         linear = F.linear(mean(x, groups), matrix, vector)
         tilde.append(F.layer_norm(linear, linear.shape[-1:], gain, other))
     mu = sum(tilde) * qkv.shape[-1] ** -0.25
@@ -279,15 +191,7 @@ class Checked(NamedTuple):
     reference: Callable
 
 
-CHECKED = {
-    Case: Checked(
-        example, ("q", "k", "v", "bias", "keys", "values"), triton_joint.joint_softmax, plain, joint_softmax_reference
-    ),
-    GroupCase: Checked(
-        group_example, ("k", "v", "omega"), triton_tiles.group_values, group_values, group_values_reference
-    ),
-    PackedCase: Checked(packed_example, ("qkv", "bias", *WEIGHTS), packed_kernels, packed_plain, packed_reference),
-}
+PACKED = Checked(packed_example, ("qkv", "bias", *WEIGHTS), packed_kernels, packed_plain, packed_reference)
 PERFORMER = Checked(
     feature_example, ("q", "k", "v", "omega"), triton_features.performer, performer, performer_reference
 )
@@ -297,20 +201,19 @@ LARA = Checked(feature_example, OF_LARA, triton_features.lara, lara, lara_refere
 
 def checked_by(case: NamedTuple) -> Checked:
     """Returns the functions that a case checks."""
-    if isinstance(case, FeatureCase):
-        return PERFORMER if case.weighting is None else LARA
-    return CHECKED[type(case)]
+    if isinstance(case, PackedCase):
+        return PACKED
+    return PERFORMER if case.weighting is None else LARA
 
 
 def outputs_and_gradients(function: Callable, names: Sequence[str], inputs: list, options: dict) -> dict[str, Tensor]:
     """Returns the outputs, and the gradients of the named inputs."""
     leaves = [x if x is None else x.detach().requires_grad_() for x in inputs[: len(names)]]
-    outputs = function(*leaves, *inputs[len(names) :], **options)
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    y = function(*leaves, *inputs[len(names) :], **options)
     generator = torch.Generator().manual_seed(1)
-    torch.autograd.backward(outputs, [torch.randn(y.shape, generator=generator).to(y) for y in outputs])
+    y.backward(torch.randn(y.shape, generator=generator).to(y))
     gradients = {f"d{name}": x.grad for name, x in zip(names, leaves, strict=True) if x is not None}
-    return dict(zip(("y", "log_mass"), outputs, strict=False)) | gradients
+    return {"y": y} | gradients
 
 
 def errors(case: NamedTuple, device: torch.device) -> dict[str, tuple[float, float]]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from attention import ATTENTION, AttentionFactory, Grid, kernels
 from attention.parts import transforms
 from attention.parts.geometry import Windows
-from attention.parts.groups import Groups, bins
+from attention.parts.groups import Groups
 from tests.support.calls import capture_op
 from tests.support.cases import Case
 from tests.support.comparisons import FP64, FP64_GRADIENT
@@ -260,21 +260,6 @@ def test_no_path_ignores_a_mask(case, monkeypatch):
             results.append(attn(x, case.grid, key_mask))
     assert torch.equal(results[0], results[1])
     torch.testing.assert_close(results[2], results[0], rtol=FP64, atol=FP64)  # images by themselves round otherwise
-
-
-def test_kernels_do_not_cover_masks(monkeypatch):
-    pytest.importorskip("triton")
-    from attention.ops.group_values import triton_tiles
-    from attention.ops.joint_softmax import triton_joint
-
-    for module in (triton_tiles, triton_joint):
-        monkeypatch.setattr(module, "supported", lambda *tensors: True)
-    key_mask, windows = masks((5, 7)), Windows((5, 7), (3, 3))
-    assert triton_joint.covers_joint_softmax(None, None, None, windows=windows)
-    assert not triton_joint.covers_joint_softmax(None, None, None, windows=windows._replace(key_mask=key_mask))
-    groups, omega = bins((6, 6), (2, 3), torch.device("cpu")), torch.zeros(1, 1, 1, 6, 1, 4)
-    assert triton_tiles.covers_group_values(None, None, omega, groups)
-    assert not triton_tiles.covers_group_values(None, None, omega, groups.masked(masks((6, 6))))
 
 
 @pytest.mark.stress

@@ -24,7 +24,7 @@ def group_mean(x: Tensor, groups: Groups) -> Tensor:
     return partitions.group_mean(x, groups)
 
 
-@with_fast_path(fused.group_values, fused.covers, triton=f"{__package__}.triton_tiles")
+@with_fast_path(fused.group_values, fused.covers)
 @full_precision
 def group_values(k: Tensor, v: Tensor, omega: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
     """Random-feature averages of each group, sample by sample.

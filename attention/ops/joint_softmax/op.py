@@ -15,7 +15,7 @@ from ..kernels import with_fast_path
 from . import fused
 
 
-@with_fast_path(fused.joint_softmax, fused.covers, triton=f"{__package__}.triton_joint")
+@with_fast_path(fused.joint_softmax, fused.covers)
 def joint_softmax(
     q: Tensor,
     k: Tensor,

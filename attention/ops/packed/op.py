@@ -1,4 +1,4 @@
-"""Description of a layer's attention for kernels on its packed projection, qkv (B, N, 3, h, d).
+"""Description of a layer's attention for kernels on its packed projection, qkv (B, P + N, 3, h, d).
 
 Kernels that read queries, keys and values where the projection wrote them, and write their gradients where the
 projection reads them, copy and add nothing. The definition is the layer's own `attend_all`.

@@ -1,4 +1,6 @@
-"""Triton kernels of windows and landmarks on the packed projection (B, N, 3, h, d), which `triton_packed` launches.
+"""Triton kernels of windows and landmarks on the packed projection (B, P + N, 3, h, d), launched by `triton_packed`.
+
+Landmarks of an image are its P prefix tokens, then its groups. All tables of groups have a row for each landmark.
 
 Forward: `summarise` reads q, k and v once for the groups, `attend` once for the windows. Backward: `landmark_gradient`
 reads q, y and dy, `group_gradient` k and v, `transform_gradient` the means of the groups, and `token_gradient` reads q,
@@ -20,15 +22,16 @@ INFINITY = tl.constexpr(float("inf"))
 
 
 class Sizes(NamedTuple):
-    """Compile-time constants of a kernel: heads and their width; rows and columns of the grid and of windows; row and
-    column where the first window begins; number of windows, and true if they divide the grid; rows and columns of
-    groups, their number, and their rows in a program; block lengths; precision of fp32, warps, stages of loads.
-    Divisions by constants are cheap.
+    """Compile-time constants of a kernel: heads and their width; prefix tokens; rows and columns of the grid and of
+    windows; row and column where the first window begins; number of windows, and true if they divide the grid; rows and
+    columns of groups, landmarks (prefix tokens and groups), and rows of groups in a program; block lengths; precision
+    of fp32, warps, stages of loads. Divisions by constants are cheap.
     """
 
     h: int
     d: int
     block_d: int
+    P: int
     H: int
     W: int
     rows: int
@@ -58,12 +61,13 @@ def _exp(x):
 
 @triton.jit
 def _of_image(program, S: tl.constexpr):
-    """(batch, head) of a program, and where its tokens begin in (B, N, 3, h, d), (B, N, h, d), (B, h, N), and its
-    groups in (B, h, c).
+    """Where the grid's tokens of a program's image and head begin in (B, P + N, 3, h, d), (B, N, h, d), (B, h, N), and
+    its landmarks in (B, h, c).
     """
     batch, head = (program // S.h).to(tl.int64), program % S.h
     N: tl.constexpr = S.H * S.W
-    return (batch * N * 3 * S.h + head) * S.d, (batch * N * S.h + head) * S.d, program * N, program * S.c
+    first = batch * (S.P + N) + S.P
+    return (first * 3 * S.h + head) * S.d, (batch * N * S.h + head) * S.d, program * N, program * S.c
 
 
 @triton.jit
@@ -80,17 +84,18 @@ def _store(start, index, valid, value, width: tl.constexpr, S: tl.constexpr):
 
 @triton.jit
 def _bands_of(split, S: tl.constexpr):
-    """Groups of a few rows of groups, their mask, and the first and last of their tokens."""
+    """Landmarks of the groups of a few rows of groups, their mask, and the first and last of their tokens."""
     across: tl.constexpr = S.W // S.tile_columns
-    group = split * (S.bands * across) + tl.arange(0, S.block_c)
-    real = group < tl.minimum((split + 1) * (S.bands * across), S.c)
+    group = S.P + split * (S.bands * across) + tl.arange(0, S.block_c)
+    real = group < tl.minimum(S.P + (split + 1) * (S.bands * across), S.c)
     length: tl.constexpr = S.bands * S.tile_rows * S.W
     return group, real, split * length, tl.minimum((split + 1) * length, S.H * S.W)
 
 
 @triton.jit
 def _group_of(token, S: tl.constexpr):
-    return token // S.W // S.tile_rows * (S.W // S.tile_columns) + token % S.W // S.tile_columns
+    """The landmark of a token's group."""
+    return S.P + token // S.W // S.tile_rows * (S.W // S.tile_columns) + token % S.W // S.tile_columns
 
 
 @triton.jit
@@ -122,9 +127,15 @@ def _window_logits(queries, keys, bias, head, valid, S: tl.constexpr):
 
 @triton.jit
 def _landmark_logits(queries, landmarks, real, prior, S: tl.constexpr):
-    """Logits of queries on landmarks, or of landmarks on queries; prior: added to all."""
+    """Logits of queries on landmarks, or of landmarks on queries; prior: see `_prior`."""
     logits = dot(queries, tl.trans(landmarks), S) * (S.d**-0.5 * LOG2E) + prior
     return tl.where(real[None, :], logits, -INFINITY)
+
+
+@triton.jit
+def _prior(landmark, prior, S: tl.constexpr):
+    """Term of the logits on landmarks: `prior` on groups, 0 on prefix tokens."""
+    return tl.where(landmark >= S.P, prior, 0.0)
 
 
 @triton.jit
@@ -186,7 +197,8 @@ def summarise(qkv, of_q, of_k, noise, q_bar, k_bar, omega, k_tilde, beta, mass, 
     _store(k_tilde + table, group, real, landmarks, S.d, S)
     samples = (_transformed(q_mean, of_q, eps, S) + landmarks) * mu_scale
     if noise is not None:
-        samples += _load(noise + table, group, real, S.d, S).to(tl.float32)
+        of_groups = noise + tl.program_id(0).to(tl.int64) * ((S.c - S.P) * S.d)
+        samples += _load(of_groups, group - S.P, real, S.d, S).to(tl.float32)
     _store(omega + table, group, real, samples, S.d, S)
 
     samples *= S.d**-0.25 * LOG2E
@@ -228,7 +240,8 @@ def attend(qkv, bias, k_tilde, beta, y, lse, prior, S: tl.constexpr):
         logits = _window_logits(queries, keys, bias, tl.program_id(0) % S.h, valid, S)
         largest = tl.max(logits, 1)
         if k_tilde is not None:
-            on_landmarks = _landmark_logits(queries, of_landmarks, landmark < S.c, prior, S)
+            prior_row = _prior(landmark, prior, S)[None, :]
+            on_landmarks = _landmark_logits(queries, of_landmarks, landmark < S.c, prior_row, S)
             largest = tl.maximum(largest, tl.max(on_landmarks, 1))
         weight = _exp(logits - largest[:, None])
         total = tl.sum(weight, 1)
@@ -262,7 +275,8 @@ def landmark_gradient(qkv, k_tilde, beta, y, dy, lse, delta, dk_tilde, dbeta, B,
         shift = tl.sum(output.to(tl.float32) * gradient.to(tl.float32), 1)
         tl.store(delta + numbers + token, shift, valid)
         normaliser = tl.load(lse + numbers + token, valid, other=INFINITY)
-        weight = _exp(_landmark_logits(keys, queries, valid, prior, S) - normaliser[None, :])  # (c, n)
+        logits = _landmark_logits(keys, queries, valid, _prior(landmark, prior, S)[:, None], S)
+        weight = _exp(logits - normaliser[None, :])  # (c, n)
         d_values += dot(cast(weight, dtype), gradient, S)  # (c, n) @ (n, d)
         d_logits = weight * (dot(values, tl.trans(gradient), S) - shift[None, :])  # (c, d) @ (d, n)
         d_keys += dot(cast(d_logits, dtype), queries, S)  # (c, n) @ (n, d)
@@ -335,7 +349,7 @@ def _transform_gradient(
     bias, gain = _vector(weights[1], S), _vector(weights[2], S)
     for block in range(program, tl.cdiv(total, S.block_n), tl.num_programs(0)):
         row = block * S.block_n + tl.arange(0, S.block_n)
-        real = row < total
+        real = (row < total) & (row % S.c >= S.P)
         dy = _load(d_omega, row, real, S.d, S) * mu_scale
         if dk_tilde is not None:
             for split in range(splits):
@@ -372,7 +386,7 @@ def token_gradient(
     step: tl.constexpr = 3 * S.h * S.d
     width: tl.constexpr = S.h * S.d
     position, landmark = tl.arange(0, S.block_w), tl.arange(0, S.block_c)
-    real = landmark < S.c
+    real, group = landmark < S.c, (landmark >= S.P) & (landmark < S.c)
     if dbias is not None:
         d_bias = tl.full([S.block_w, S.block_w], 0.0, tl.float32)
     for part in tl.range(program, B * splits, programs, disable_licm=True):  # hoisted addresses would spill
@@ -380,10 +394,11 @@ def token_gradient(
         if k_tilde is not None:
             of_landmarks = _load(k_tilde + groups * S.d, landmark, real, S.d, S)
             of_groups = cast(_load(beta + groups * S.d, landmark, real, S.d, S), dtype)
-            samples = cast(_load(omega + groups * S.d, landmark, real, S.d, S) * S.d**0.25, dtype)
-            d_groups = _load(dbeta + groups * S.d, landmark, real, S.d, S)
-            d_queries_mean = _load(dq_bar + groups * S.d, landmark, real, S.d, S)
-            d_keys_mean = _load(dk_bar + groups * S.d, landmark, real, S.d, S)
+        if omega is not None:
+            samples = cast(_load(omega + groups * S.d, landmark, group, S.d, S) * S.d**0.25, dtype)
+            d_groups = _load(dbeta + groups * S.d, landmark, group, S.d, S)
+            d_queries_mean = _load(dq_bar + groups * S.d, landmark, group, S.d, S)
+            d_keys_mean = _load(dk_bar + groups * S.d, landmark, group, S.d, S)
         for i in tl.range(part % splits, S.windows, splits, disable_licm=True):
             token, valid = _window_tokens(i, S)
             queries = _load(qkv + tokens, token, valid, step, S)
@@ -396,11 +411,12 @@ def token_gradient(
                 shift = tl.sum(output * gradient.to(tl.float32), 1)[:, None]
             else:
                 shift = tl.load(delta + numbers + token, valid, other=0.0)[:, None]
+            if omega is not None:
                 rows = members + (token[:, None] * S.block_c + landmark[None, :])
                 of_members = tl.load(rows, valid[:, None], other=0.0)
             weight = _exp(_window_logits(queries, keys, bias, head, valid, S) - normaliser)
             d_values = dot(tl.trans(cast(weight, dtype)), gradient, S)  # (k, q) @ (q, d)
-            if k_tilde is not None:
+            if omega is not None:
                 within = tl.load(weights + numbers + token, valid, other=0.0)[:, None]
                 d_values += within * dot(of_members, d_groups, S)  # (k, c) @ (c, d)
             _store(dqkv + tokens + 2 * width, token, valid, d_values, step, S)
@@ -409,15 +425,17 @@ def token_gradient(
                 d_bias += d_weight
             half = cast(d_weight, dtype)
             d_keys = dot(tl.trans(half), queries, S)  # (k, q) @ (q, d)
-            if k_tilde is not None:
+            if omega is not None:
                 within = tl.load(d_logits + numbers + token, valid, other=0.0)[:, None]
                 d_keys += dot(of_members, d_keys_mean, S)  # (k, c) @ (c, d)
                 d_keys += within * (dot(of_members, samples, S) - keys.to(tl.float32))  # (k, c) @ (c, d)
             _store(dqkv + tokens + width, token, valid, d_keys * S.d**-0.5, step, S)
             d_queries = dot(half, keys, S)  # (q, k) @ (k, d)
-            if k_tilde is not None:
+            if omega is not None:
                 d_queries += dot(of_members, d_queries_mean, S)  # (q, c) @ (c, d)
-                weight = _exp(_landmark_logits(queries, of_landmarks, real, prior, S) - normaliser)
+            if k_tilde is not None:
+                logits = _landmark_logits(queries, of_landmarks, real, _prior(landmark, prior, S)[None, :], S)
+                weight = _exp(logits - normaliser)
                 d_weight = weight * (dot(gradient, tl.trans(of_groups), S) - shift)  # (q, d) @ (d, c)
                 d_queries += dot(cast(d_weight, dtype), of_landmarks, S)  # (q, c) @ (c, d)
             _store(dqkv + tokens, token, valid, d_queries * S.d**-0.5, step, S)

@@ -1,8 +1,9 @@
 """Softmax over windows and landmarks on the packed projection, in Triton kernels, as an operator of PyTorch.
 
 One operator has means, landmarks, samples, group values and the joint softmax of EVA, or the windows alone of local
-attention; another has all gradients. Nothing else is read or written of the size of the tokens, and no gradient of a
-token is added to another. `covers_packed` states all conditions.
+attention; another has all gradients. Without prefix tokens nothing else is read or written of the size of the tokens,
+and no gradient of a token is added to another. Prefix tokens are landmarks of the grid's queries; their own queries
+attend by torch's softmax attention. `covers_packed` states all conditions.
 """
 
 import math
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ...parts.geometry import Grid, Windows
+from ...parts.transforms import softmax_attention
 from ..kernels import NAMESPACE, first_order, kernel
 from ..triton_tokens import INTERPRETED, block_length, launch, precision, supported
 from .op import Packing
@@ -59,9 +61,11 @@ class Geometry:
         origin: list[int],
         tile: list[int],
     ):
-        (self.B, self.N, _, self.h, self.d), self.grid, self.tile = qkv.shape, grid, tile
+        (self.B, length, _, self.h, self.d), self.grid, self.tile = qkv.shape, grid, tile
         self.window, self.origin, self.across = window, origin, grid[1] // tile[1]
-        self.c = grid[0] // tile[0] * self.across if weights else 0
+        self.N = math.prod(grid)
+        self.P, self.groups = length - self.N, grid[0] // tile[0] * self.across if weights else 0
+        self.c = self.P + self.groups
         sides = zip(grid, window, origin, strict=True)
         self.num_windows = math.prod(triton.cdiv(side - first, size) for side, size, first in sides)
         self.parts = triton.cdiv(self.num_windows, PART)
@@ -76,7 +80,7 @@ class Geometry:
         blocks = (block_length(size, LARGEST) for size in (math.prod(self.window), groups, self.c))
         even = self.num_windows * math.prod(self.window) == self.N
         windows = *self.grid, *self.window, *self.origin, self.num_windows, even
-        sizes = self.h, self.d, self.d, *windows, *self.tile, self.c, bands, *blocks, block_n
+        sizes = self.h, self.d, self.d, self.P, *windows, *self.tile, self.c, bands, *blocks, block_n
         launch(run, programs, *arguments, Sizes(*sizes, precision(), num_warps, num_stages))
 
     def on_bands(self, run, *arguments) -> None:
@@ -106,20 +110,23 @@ def _packed(
     """
     G = Geometry(qkv, weights, grid, window, origin, tile)
     y, lse, *summaries = _empty_outputs(qkv, weights, grid, tile)
+    for table, x in zip(summaries[3:5], qkv[:, : G.P, 1:].permute(2, 0, 3, 1, 4), strict=True):
+        table[:, :, : G.P] = x
     if weights:
         transforms = tuple(weights[:4]), tuple(weights[4:])
         G.on_bands(summarise, qkv, *transforms, noise, *summaries, mu_scale * G.d**-0.25, eps)
-    of_landmarks = summaries[3:5] if weights else (None, None)
+    of_landmarks = summaries[3:5] if G.c else (None, None)
     programs = G.B * G.h, max(G.splits(G.num_windows), G.parts)
     G.launch(attend, programs, qkv, bias, *of_landmarks, y, lse, prior)
     return y, lse, *summaries
 
 
 def _empty_outputs(qkv: Tensor, weights: list[Tensor], grid: list[int], tile: list[int]) -> tuple[Tensor, ...]:
-    """Empty tensors: outputs (B, N, h, d), log-sum-exps (B, h, N), and of the groups (B, h, c, ...), if there are any,
-    means of queries and keys, samples, landmarks, values and log masses.
+    """Empty tensors of the tokens of the grid and of landmarks: outputs (B, N, h, d), log-sum-exps (B, h, N); (B, h, c,
+    ...) means of queries and keys, samples, keys, values and log masses, of prefix tokens only keys and values.
     """
-    (B, N, _, h, d), c = qkv.shape, (grid[0] // tile[0]) * (grid[1] // tile[1]) if weights else 0
+    G = Geometry(qkv, weights, grid, [1, 1], [0, 0], tile)
+    B, N, h, d, c = G.B, G.N, G.h, G.d, G.c
     q_bar, k_bar, k_tilde = (qkv.new_empty(B, h, c, d) for _ in range(3))
     omega, beta, mass, lse = (qkv.new_empty(B, h, *x, dtype=torch.float32) for x in ((c, d), (c, d), (c,), (N,)))
     return qkv.new_empty(B, N, h, d), lse, q_bar, k_bar, omega, k_tilde, beta, mass
@@ -152,24 +159,29 @@ def _packed_backward(
     """
     G, (y, lse, *summaries) = Geometry(qkv, weights, grid, window, origin, tile), saved
     dqkv, *shares = _empty_gradients(qkv, bias, weights, grid, window, origin, tile, of_bias)
-    of_landmarks, of_tokens, delta = (None,) * 6, (None,) * 3, None
-    if weights:
+    of_landmarks, of_groups, of_tokens, delta = (None,) * 2, (None,) * 4, (None,) * 3, None
+    if G.c:
         q_bar, k_bar, omega, k_tilde, beta, mass = summaries
         splits, total = G.splits(triton.cdiv(G.N, 64)), G.B * G.h * G.c
-        delta, *of_tokens = (torch.empty_like(lse) for _ in range(3))
-        of_tokens.append(qkv.new_empty(G.N, block_length(G.c, LARGEST)))  # the members of groups
-        dk_tilde, of_values = (lse.new_empty(splits, *k_tilde.shape) for _ in range(2))
-        d_omega, dbeta, dq_bar, dk_bar = map(torch.empty_like, (beta, q_bar, q_bar, k_bar))
+        delta, of_landmarks = torch.empty_like(lse), (k_tilde, beta)
+        dk_tilde, of_values = shares_of_landmarks = [lse.new_empty(splits, *k_tilde.shape) for _ in range(2)]
         inputs = qkv, k_tilde, beta, y, dy, lse
         G.launch(landmark_gradient, (G.B * G.h, splits), *inputs, delta, dk_tilde, of_values, G.B, prior)
+        dqkv[:, : G.P, 0] = 0  # their queries are not the kernels'
+        for i, share in enumerate(shares_of_landmarks, 1):
+            dqkv[:, : G.P, i] = share[..., : G.P, :].sum(0).transpose(1, 2)
+    if weights:
+        of_tokens = [torch.empty_like(lse) for _ in range(2)]
+        of_tokens.append(qkv.new_empty(G.N, block_length(G.c, LARGEST)))  # the members of groups
+        d_omega, dbeta, dq_bar, dk_bar = map(torch.empty_like, (beta, q_bar, q_bar, k_bar))
         inputs = qkv, omega, beta, mass, of_values
         G.on_bands(group_gradient, *inputs, d_omega, dbeta, *of_tokens, G.B, splits)
         inputs = tuple(weights[:4]), tuple(weights[4:]), q_bar, k_bar, d_omega, dk_tilde
         outputs = dq_bar, dk_bar, shares[-1]
         scale = mu_scale * G.d**-0.25
         G.launch(transform_gradient, (len(shares[-1]), 2), *inputs, *outputs, total, splits, scale, eps)
-        of_landmarks = k_tilde, beta, omega, dbeta, dq_bar, dk_bar
-    inputs = qkv, bias, *of_landmarks, *of_tokens, y, dy, lse, delta
+        of_groups = omega, dbeta, dq_bar, dk_bar
+    inputs = qkv, bias, *of_landmarks, *of_groups, *of_tokens, y, dy, lse, delta
     programs = _programs(G.B * G.parts, G.h) * G.h
     G.launch(token_gradient, (programs,), *inputs, dqkv, shares[0] if of_bias else None, G.B, prior, G.parts)
     return [dqkv, *shares]
@@ -205,7 +217,7 @@ def _flops(qkv, bias, noise, weights, grid, window, origin, tile, *others, **kwa
     """
     G = Geometry(qkv, weights, grid, window, origin, tile)
     tokens = G.B * G.N * G.h * G.d
-    return 4 * tokens * (math.prod(window) + G.c + bool(weights)) + 4 * G.B * G.h * G.c * G.d**2
+    return 4 * tokens * (math.prod(window) + G.c + bool(weights)) + 4 * G.B * G.h * G.groups * G.d**2
 
 
 @register_flop_formula(getattr(torch.ops, NAMESPACE).packed_attention_backward, get_raw=True)
@@ -213,7 +225,7 @@ def _backward_flops(dy, saved, qkv, bias, weights, grid, window, origin, tile, *
     """Operations of five products for each query and key, of seven for each query and landmark, and of the groups."""
     G = Geometry(qkv, weights, grid, window, origin, tile)
     tokens = G.B * G.N * G.h * G.d
-    return tokens * (10 * math.prod(window) + 14 * G.c + 6 * bool(weights)) + 12 * G.B * G.h * G.c * G.d**2
+    return tokens * (10 * math.prod(window) + 14 * G.c + 6 * bool(weights)) + 12 * G.B * G.h * G.groups * G.d**2
 
 
 def _save(ctx, inputs, output):
@@ -244,14 +256,15 @@ _packed.register_autograd(_backward, setup_context=_save)
 
 
 def covers_packed(qkv: Tensor, packing: Packing) -> bool:
-    """Returns whether the kernels can compute attention on qkv (B, N, 3, h, d).
+    """Returns whether the kernels can compute attention on qkv (B, P + N, 3, h, d).
 
     They can on a GPU, in half precision, for heads of 16, 32 or 64 channels, windows of at most `LARGEST` tokens that
-    do not overlap and are not causal, and at most `LARGEST` groups with plain transforms.
+    do not overlap and are not causal, and at most `LARGEST` prefix tokens and groups, these with plain transforms.
     """
     windows, tiles, landmarks = packing.windows, packing.tiles, packing.landmarks
+    num_landmarks = qkv.shape[1] - math.prod(windows.grid) + (tiles.num_windows if tiles else 0)
     apart = windows.overlap == (0, 0) and not windows.causal and windows.key_mask is None
-    fit = 0 < windows.num_queries <= LARGEST and (tiles is None or tiles.num_windows <= LARGEST)
+    fit = 0 < windows.num_queries <= LARGEST and num_landmarks <= LARGEST
     plain = landmarks is None or landmarks.plain_transforms() is not None
     half = qkv.element_size() == 2 or INTERPRETED.value
     return apart and fit and plain and half and qkv.shape[-1] in (16, 32, 64) and supported(qkv)
@@ -259,7 +272,7 @@ def covers_packed(qkv: Tensor, packing: Packing) -> bool:
 
 @kernel(covers_packed)
 def packed_attention(qkv: Tensor, packing: Packing) -> Tensor:
-    """Attended values (B, h, N, d) of qkv (B, N, 3, h, d), laid out in memory as (B, N, h, d)."""
+    """Attended values (B, h, P + N, d) of qkv (B, P + N, 3, h, d), laid out in memory as (B, P + N, h, d)."""
     tiles, landmarks, bias = packing.tiles, packing.landmarks, packing.bias()
     noise: Tensor | None = None
     weights: list[Tensor] = []
@@ -274,6 +287,9 @@ def packed_attention(qkv: Tensor, packing: Packing) -> Tensor:
             noise = landmarks.noise(qkv.new_empty(*shape, qkv.shape[4], dtype=dtype))[:, :, 0, :, 0]
     windows = packing.windows
     y = attend_on(qkv, bias, noise, weights, windows, packing.origin, tiles, packing.log_count, **options)
+    if num_prefix := qkv.shape[1] - y.shape[1]:
+        q, k, v = (x.transpose(1, 2) for x in qkv.unbind(2))
+        y = torch.cat([softmax_attention(q[:, :, :num_prefix], k, v).transpose(1, 2), y], 1)
     return y.transpose(1, 2)
 
 
@@ -289,7 +305,10 @@ def attend_on(
     mu_scale: float = 1.0,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Attended values (B, N, h, d) of qkv (B, N, 3, h, d). bias: (h, w, w). noise: (B, h, c, d). See `Packing`."""
+    """Attended values (B, N, h, d) of the grid's tokens of qkv (B, P + N, 3, h, d). See `Packing`.
+
+    bias: (h, w, w). noise: of groups, (B, h, c, d).
+    """
     if bias is not None:
         width = block_length(windows.num_queries, LARGEST) - windows.num_queries
         bias = F.pad(bias.float() * LOG2E, (0, width), value=-math.inf).contiguous()
