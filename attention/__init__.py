@@ -6,7 +6,7 @@ y = attn(x, (28, 28))                                   # (B, 784, 192) -> (B, 7
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal, get_args
 
 from .base import Attention, LayerContext
 from .ops import kernels
@@ -18,14 +18,16 @@ from .registry import ATTENTION, register
 
 __version__ = "0.1.0"  # the project's version, which pyproject.toml reads here
 
-NAMES = """
-    softmax local performer ra lara eva sra combiner transformer_ls smyrf scatterbrain scatterbrain_lsh eva_lsh
-    eva_clustered linear xca cosformer transnormer t2r rfa dpfp linear_sra nystrom linformer abc synthesizer
-    orthoformer longformer sparse_transformer bigbird clustered reformer efficient hydra focused_linear relu_linear
-    slab inline shifted_window neighborhood hilo bilevel_routing agent rala mlla polaformer identity mean pooling
-    convolution
-"""
-ATTENTION.update(dict.fromkeys(NAMES.split(), Attention))
+Name = Literal[
+    "softmax", "local", "performer", "ra", "lara", "eva", "sra", "combiner", "transformer_ls", "smyrf",
+    "scatterbrain", "scatterbrain_lsh", "eva_lsh", "eva_clustered", "linear", "xca", "cosformer", "transnormer",
+    "t2r", "rfa", "dpfp", "linear_sra", "nystrom", "linformer", "abc", "synthesizer", "orthoformer", "longformer",
+    "sparse_transformer", "bigbird", "clustered", "reformer", "efficient", "hydra", "focused_linear", "relu_linear",
+    "slab", "inline", "shifted_window", "neighborhood", "hilo", "bilevel_routing", "agent", "rala", "mlla",
+    "polaformer", "identity", "mean", "pooling", "convolution",
+]  # fmt: skip
+"""The mechanisms of this package."""
+ATTENTION.update(dict.fromkeys(get_args(Name), Attention))
 
 __all__ = [
     "ATTENTION",
@@ -77,7 +79,7 @@ class AttentionFactory:
 
 
 def create_attention(
-    name: str,
+    name: Name | str,
     *,
     dim: int,
     num_heads: int,

@@ -44,6 +44,9 @@ class Plugin(NamedTuple):
 LOADED: dict[str, Plugin] = {}
 """Module -> plugin, of all that are loaded."""
 
+_failed: list[str] = []
+"""The installed plugins that could not be imported, with their errors."""
+
 _asked = False
 """True once the entry points were read."""
 
@@ -57,7 +60,7 @@ def find_mechanism(name: Any, key: str = "attention.name") -> type[Attention]:
     if isinstance(name, str) and name not in ATTENTION:
         load_installed()
     if not isinstance(name, str) or name not in ATTENTION:
-        raise UnknownMechanism(key, name)
+        raise UnknownMechanism(key, name, "".join(f"; {problem}" for problem in _failed))
     return ATTENTION[name]
 
 
@@ -72,9 +75,9 @@ def load_installed() -> None:
         try:
             entry.load()
         except (Exception, SystemExit) as error:  # of the plugin's own code
+            _failed.append(f"the plugin {entry.module} of {entry.dist.name} is left out: {_describe(error)}")
             if os.environ.get("RANK", "0") == "0":
-                problem = f"the plugin {entry.module} of {entry.dist.name} is left out: {_describe(error)}"
-                print(f"warning: {problem}", file=sys.stderr)
+                print(f"warning: {_failed[-1]}", file=sys.stderr)
         else:
             LOADED[entry.module] = Plugin(entry.module, f"{entry.dist.name} {entry.dist.version}", is_installed=True)
 

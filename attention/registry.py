@@ -38,8 +38,8 @@ class UnknownMechanism(OptionError):
         name: the requested name.
     """
 
-    def __init__(self, key: str, name: Any):
-        super().__init__(key, f"unknown mechanism {name!r}{nearest(name, ATTENTION)}")
+    def __init__(self, key: str, name: Any, reason: str = ""):
+        super().__init__(key, f"unknown mechanism {name!r}{nearest(name, ATTENTION)}{reason}")
         self.name = name
 
 

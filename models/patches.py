@@ -21,6 +21,15 @@ class Patches(PatchEmbed):
     """
 
     def forward(self, x: Tensor) -> Tensor:
+        """Embeds images (B, in_chans, height, width).
+
+        Raises:
+            ValueError: they have another size than the model, which has no `dynamic_img_size`.
+        """
+        size, own = tuple(x.shape[2:]), self.img_size
+        if self.strict_img_size and size != own:
+            problem = f"got images of {size}, and the model is built for {own}"
+            raise ValueError(f"model.img_size: {problem}; build it with dynamic_img_size=True, or with img_size={size}")
         if not self.by_product(x):
             return super().forward(x)
         (h, w), (H, W) = self.patch_size, x.shape[2:]

@@ -21,7 +21,7 @@ from attention.base import Cost
 from attention.mechanisms.eva import Eva
 from attention.options import Options, option
 from attention.plugins import GROUP, as_arguments, find_mechanism, load_installed, load_plugin, plugin_of, take_plugins
-from attention.registry import KEYS_OF_ENTRIES
+from attention.registry import KEYS_OF_ENTRIES, UnknownMechanism
 from engine.checkpoints.files import save_checkpoint
 from engine.checkpoints.progress import Progress
 from engine.evaluation.inference import load
@@ -62,6 +62,7 @@ def registry(monkeypatch):
     before, modules = dict(ATTENTION), {*sys.modules}
     monkeypatch.setattr(plugins, "LOADED", {})
     monkeypatch.setattr(plugins, "_asked", False)
+    monkeypatch.setattr(plugins, "_failed", [])
     monkeypatch.setattr(sys, "path", [*sys.path])
     yield
     for name in {*ATTENTION} - {*before}:
@@ -231,6 +232,11 @@ def test_a_broken_package_is_left_out_with_one_line(tmp_path, monkeypatch, capsy
     problem = f"ZeroDivisionError: division by zero ({path}, line 2)"
     assert capsys.readouterr().err == f"warning: the plugin broken of broken-package is left out: {problem}\n"
     assert "pooled" in ATTENTION
+    with pytest.raises(
+        UnknownMechanism,
+        match=rf"'broken_mechanism'.*; the plugin broken of broken-package is left out: {re.escape(problem)}",
+    ):
+        find_mechanism("broken_mechanism")
 
 
 @pytest.mark.complete
