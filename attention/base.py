@@ -16,7 +16,7 @@ import dataclasses
 import inspect
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, NoReturn
 
@@ -27,10 +27,11 @@ from torch import Tensor, nn
 from .inputs import check_inputs
 from .ops import kernels
 from .options import OptionError, check_fields
-from .parts.geometry import Grid, merge_heads, split_heads, split_prefix
+from .parts.geometry import Grid, merge_heads, raster, split_heads, split_prefix
 from .parts.linear import init_linear
 from .parts.local_term import LocalTerm
 from .parts.masking import stand_in
+from .parts.neighborhoods import pair
 from .parts.transforms import softmax_attention
 
 if TYPE_CHECKING:
@@ -83,6 +84,26 @@ class LayerContext:
     def head_dim(self) -> int:
         """Channels d of a head."""
         return self.dim // self.num_heads
+
+
+def at_most(limit: Callable[[LayerContext, Any], Any], problem: str) -> Callable[..., tuple[Any, str]]:
+    """A rule of `fit_option` for an option that is at most `limit` of the layer; a pair has rows and columns.
+
+    problem: the start of the error's text; {H}, {W}, {most} and {config} are filled in.
+    """
+
+    def rule(value: Any, context: LayerContext, config: Any) -> tuple[Any, str]:
+        (H, W), limits = context.grid, limit(context, config)
+        most = min(value, limits) if isinstance(limits, int) else tuple(map(min, pair(value), limits))
+        text = f": {problem}; at most {most}".format(H=H, W=W, most=most, config=config)
+        return value if most == pair(value) else most, text
+
+    return rule
+
+
+up_to_tokens = at_most(lambda layer, _: layer.num_tokens, "more than the tokens of the {H}x{W} grid")
+up_to_side = at_most(lambda layer, config: max(raster(layer.grid, config.layout)), "larger than the {H}x{W} grid")
+up_to_filter = at_most(lambda layer, _: 2 * max(layer.grid) - 1, "larger than the {H}x{W} grid")
 
 
 class Cost(NamedTuple):
@@ -140,6 +161,8 @@ class Attention(nn.Module):
             self.refuse("causal", True, "prefix tokens attend to every token; use a model without them")
         if config.local and config.causal:
             self.refuse("local", True, "its convolution takes values of later tokens; with causal set local: false")
+        for name, (_, problem) in self.too_large(context, config).items():
+            raise OptionError(f"{self.label}.{name}", problem)
         self.qkv = nn.Linear(context.dim, self.num_projections * context.dim, bias=context.qkv_bias)
         self.proj = nn.Linear(context.dim, context.dim)
         self.proj_drop = nn.Dropout(context.proj_drop)
@@ -161,37 +184,27 @@ class Attention(nn.Module):
         return self.prefix_tokens == "plain" and not self.config.causal and not self.config.local
 
     @classmethod
-    def refuse(cls, name: str, value: Any, problem: str, fitting: Any = None) -> NoReturn:
-        """Raises the OptionError for option `name` of this mechanism; `fitting` is an attribute of the error."""
-        raise OptionError(f"attention({cls.name()}).{name}", f" = {value}: {problem}", fitting)
+    def refuse(cls, name: str, value: Any, problem: str) -> NoReturn:
+        """Raises the OptionError for option `name` of this mechanism."""
+        raise OptionError(f"attention({cls.name()}).{name}", f" = {value}: {problem}")
+
+    @classmethod
+    def too_large(cls, context: LayerContext, config: Any) -> dict[str, tuple[Any, str]]:
+        """Options that the context's grid is too small for: the largest value that it allows, and the error's text."""
+        found: dict[str, tuple[Any, str]] = {}
+        for name, largest in next(
+            (f.metadata["largest"] for f in dataclasses.fields(config) if f.name == "fit"), {}
+        ).items():
+            if (value := getattr(config, name)) is not None:
+                most, problem = largest(value, context, config)
+                found |= {name: (most, f" = {value}{problem}")} if most != value else {}
+        return found
 
     @classmethod
     def fitted(cls, context: LayerContext, config: Any) -> Any:
-        """The options of a layer: `config`, or with the option `fit` the largest sizes that the context's grid allows.
-
-        Each size that the constructor refuses becomes the value that its error names. Draws no random numbers.
-
-        Raises:
-            OptionError: the constructor refuses another option.
-        """
-        by_itself, sizes = dataclasses.replace(context, shared={}), dict[str, Any]()
-        while config.fit:
-            try:
-                with torch.device("meta"):
-                    cls(by_itself, dataclasses.replace(config, fit=False, **sizes))
-                break
-            except OptionError as error:
-                if error.fitting is None:
-                    raise
-                sizes[error.key.rpartition(".")[2]] = error.fitting
+        """The options of a layer: `config`, or with the option `fit` the largest sizes that the grid allows."""
+        sizes = {name: most for name, (most, _) in cls.too_large(context, config).items()} if config.fit else {}
         return dataclasses.replace(config, **sizes)
-
-    def refuse_above(self, context: LayerContext, *names: str, side: int = 0) -> None:
-        """Raises the OptionError for options larger than the number of tokens of the grid, or than its longest side."""
-        (H, W), what = context.grid, "larger than" if side else "more than the tokens of"
-        for name in names:
-            if (value := getattr(self.config, name)) > (most := side or context.num_tokens):
-                self.refuse(name, value, f"{what} the {H}x{W} grid; at most {most}", most)
 
     @classmethod
     def cost(cls, context: LayerContext, config: Any) -> Cost:

@@ -19,13 +19,11 @@ class OptionError(ValueError):
 
     Attributes:
         key: dotted path of the offending option, e.g. ``"attention(eva).window_size"``.
-        fitting: for a size that is too large for the grid, the largest value that is not; otherwise None.
     """
 
-    def __init__(self, key: str, problem: str, fitting: Any = None):
+    def __init__(self, key: str, problem: str):
         super().__init__(f"{key}{problem}" if problem.startswith(" ") else f"{key}: {problem}")
         self.key = key
-        self.fitting = fitting
 
 
 class UnknownOptionError(OptionError, TypeError):
@@ -42,6 +40,7 @@ class Options:
     attn_drop: float = 0.0
     causal: bool = False
     fit: bool = False
+    layout: Any = "2d"
     local: bool = False
     overlap: int = 0
     released: bool = False
@@ -93,9 +92,14 @@ def attn_drop_option() -> Any:
     return option(0.0, "dropout rate of the attention weights", low=0, high=1)
 
 
-def fit_option() -> Any:
-    """The field `fit` of a mechanism whose sizes a small grid may not allow; see `Attention.fitted`."""
-    return option(False, "reduce sizes that are too large for the grid to the largest that fit")
+def fit_option(**largest: Callable[[Any, Any, Any], tuple[Any, str]]) -> Any:
+    """The field `fit` of a mechanism with options that a small grid may not allow.
+
+    largest: by option, a function of its value, the layer's context and the dataclass: the largest value up to this one
+        that the grid allows, and what an error says of one that it does not allow. See `Attention.too_large`.
+    """
+    made = option(False, "reduce sizes that are too large for the grid to the largest that fit")
+    return dataclasses.field(default=False, metadata={**made.metadata, "largest": largest})
 
 
 def nearest(word: object, choices: Iterable[object]) -> str:

@@ -10,6 +10,7 @@ import torch
 
 from .base import Attention, LayerContext
 from .options import OptionError
+from .parts.neighborhoods import pair
 
 LIMIT = 2**20
 """Largest size that is tried of an option without an upper limit."""
@@ -64,7 +65,7 @@ def solve_size(mechanism: type[Attention], contexts: Sequence[LayerContext], con
                 by_itself = dataclasses.replace(context, shared={})
                 found = mechanism.fitted(by_itself, asked)
                 if getattr(found, option) != value:  # the option `fit` has lowered it
-                    raise OptionError(option, f" = {value} does not fit", getattr(found, option))
+                    raise OptionError(option, f" = {value} does not fit")
                 with torch.device("meta"):
                     mechanism(by_itself, found)
                 total += mechanism.layer_cost(context, found).macs
@@ -74,10 +75,10 @@ def solve_size(mechanism: type[Attention], contexts: Sequence[LayerContext], con
 
     def at_most(value: int) -> int:
         """The largest valid size up to `value`, which is at least `first`."""
-        while isinstance(error := attempt(value), OptionError):
-            fitting = error.fitting if error.key.rpartition(".")[2] == option else None
-            fitting = min(fitting) if isinstance(fitting, tuple) else fitting
-            value = fitting if isinstance(fitting, int) and first <= fitting < value else value - 1
+        while isinstance(attempt(value), OptionError):
+            asked = dataclasses.replace(config, **{option: value})
+            allowed = (mechanism.too_large(context, asked).get(option, (value,))[0] for context in contexts)
+            value = max(first, min(value - 1, *(min(pair(most)) for most in allowed)))
         return value
 
     def cost(value: int) -> float:

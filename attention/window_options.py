@@ -57,23 +57,17 @@ def position_bias(attn: Attention, context: LayerContext) -> PositionBias:
     """The position bias of a mechanism's windows.
 
     Raises:
-        OptionError: the errors of `refuse_windows`; a kind of bias that causal attention does not have.
+        OptionError: the error of `refuse_layout`; a kind of bias that causal attention does not have.
     """
     config = attn.config
-    refuse_windows(attn, context)
+    refuse_layout(attn)
     if config.causal and config.position_bias not in ("none", *CAUSAL_INDEX):
         attn.refuse("position_bias", config.position_bias, f"not with causal; one of none, {', '.join(CAUSAL_INDEX)}")
     kind: BiasKind = config.position_bias if config.window_size else "none"
     return PositionBias(kind, attn.num_heads, attn.head_dim, windows_on(config, context.grid))
 
 
-def refuse_windows(attn: Attention, context: LayerContext) -> None:
-    """Refuses windows that do not fit the grid.
-
-    Raises:
-        OptionError: a window or overlap is larger than the grid; causal attention has another layout than 1d.
-    """
-    config = attn.config
-    attn.refuse_above(context, "window_size", "overlap", side=max(raster(context.grid, config.layout)))
-    if config.causal and config.layout != "1d":
-        attn.refuse("layout", config.layout, NOT_RASTER)
+def refuse_layout(attn: Attention) -> None:
+    """Raises the OptionError for causal attention with another layout than 1d."""
+    if attn.config.causal and attn.config.layout != "1d":
+        attn.refuse("layout", attn.config.layout, NOT_RASTER)

@@ -24,11 +24,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..base import Attention, Cost, LayerContext
+from ..base import Attention, Cost, LayerContext, up_to_side
 from ..costs import total
 from ..options import Options, attn_drop_option, fit_option, local_option, option, released_option
 from ..parts.geometry import Grid, split_prefix
-from ..parts.groups import Groups, group_mean, pools_option, segments
+from ..parts.groups import Groups, group_mean, pools_option, segments, up_to_bins
 from ..parts.position import PositionTable
 from ..parts.transforms import softmax_attention
 from .sra import add_reduction, project_shrunk, reduction_cost, reduction_option, shrunk, stretched
@@ -72,13 +72,12 @@ class Agent(Attention):
         released_pools: bool | None = pools_option()
         local: bool = local_option(True)
         attn_drop: float = attn_drop_option()
-        fit: bool = fit_option()
+        fit: bool = fit_option(reduction=up_to_side, num_landmarks=lambda c, layer, _: up_to_bins(c, layer.grid))
 
     def __init__(self, context: LayerContext, config: Any):
         super().__init__(context, config)
         width, (H, W) = 2 * context.num_heads * config.num_landmarks, context.grid
         add_reduction(self, context, config.reduction)
-        self.bins(context.grid, torch.device("cpu"))  # refuses counts that form no bins
         self.image_positions = PositionTable(width, (7, 7), std=0.02)
         self.row_positions = PositionTable(width, (H, 1), std=0.02)
         self.column_positions = PositionTable(width, (1, W), std=0.02)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..base import Attention, Cost, LayerContext
+from ..base import Attention, Cost, LayerContext, up_to_side
 from ..ops.joint_softmax.op import mix, prefix_term
 from ..options import Options, attn_drop_option, fit_option, local_option, option
 from ..parts.features import product
@@ -103,7 +103,7 @@ class Bigbird(Attention):
         num_random: int = option(3, "random blocks r of each query block; fewer where fewer remain", low=0, high=64)
         local: bool = local_option()
         attn_drop: float = attn_drop_option()
-        fit: bool = fit_option()
+        fit: bool = fit_option(block_size=up_to_side)
 
         def windows(self, grid: Grid) -> Windows:
             """The blocks of this grid."""
@@ -111,7 +111,6 @@ class Bigbird(Attention):
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
-        self.refuse_above(context, "block_size", side=max(raster(context.grid, config.layout)))
         if (w := config.num_window) % 2 == 0:
             self.refuse("num_window", w, f"as many neighbours on both sides make it odd; nearest valid: {w - 1}")
         # The seed determines the blocks on every grid.

@@ -13,7 +13,7 @@ which is no part of the cost; it does so by products of signs, h bits N J for ea
 import torch
 from torch import Tensor
 
-from ..base import Attention, Cost, LayerContext
+from ..base import Attention, Cost, LayerContext, up_to_tokens
 from ..options import Options, fit_option, local_option, option
 from ..parts.features import full_precision, scale
 from ..parts.geometry import Grid, gather_tokens
@@ -111,11 +111,10 @@ class Clustered(Attention):
         num_bits: int = option(63, "hash bits of a query", low=1, high=63)
         num_iterations: int = option(10, "iterations of Lloyd's algorithm", low=0, high=1000)
         local: bool = local_option()
-        fit: bool = fit_option()
+        fit: bool = fit_option(num_clusters=up_to_tokens, num_top_keys=up_to_tokens)
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
-        self.refuse_above(context, "num_clusters", "num_top_keys")
         self.register_buffer("eval_planes", torch.randn(self.num_heads, config.num_bits, self.head_dim + 1))
 
     def ignores_order(self) -> bool:

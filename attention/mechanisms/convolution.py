@@ -12,7 +12,7 @@ Cost: 25 N C - 2 N C^2 multiply-accumulates: the filters, less two projections.
 import torch
 from torch import Tensor
 
-from ..base import Attention, Cost, LayerContext
+from ..base import Attention, Cost, LayerContext, up_to_filter
 from ..costs import projections
 from ..options import Options, fit_option, option
 from ..parts.geometry import Grid
@@ -45,13 +45,12 @@ class Convolution(Attention):
 
     class Config(Options):
         kernel_size: int = option(Attention.local_size, "side p in tokens of the filters; odd", low=1)
-        fit: bool = fit_option()
+        fit: bool = fit_option(kernel_size=up_to_filter)
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
         if config.kernel_size % 2 == 0:
             self.refuse("kernel_size", config.kernel_size, f"must be odd; nearest valid: {config.kernel_size - 1}")
-        self.refuse_above(context, "kernel_size", side=2 * max(context.grid) - 1)
         self.filters = LocalTerm(context.head_dim, config.kernel_size)
 
     @classmethod

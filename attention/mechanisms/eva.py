@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..base import Attention, Cost, LayerContext
+from ..base import Attention, Cost, LayerContext, up_to_side
 from ..costs import group_cost, num_padded, total, window_cost
 from ..ops.group_values.landmarks import Landmarks, Mean, Pool, Transform, landmark_option
 from ..ops.group_values.op import Visibility, attended_summaries, group_logits, group_prior, group_values
@@ -28,7 +28,7 @@ from ..ops.joint_softmax.op import attended_in_window, joint_softmax, mix_refere
 from ..ops.packed.op import Packing
 from ..options import Options, fit_option, local_option, option, released_option
 from ..parts.geometry import Grid, Layout, Windows, raster, split_prefix
-from ..parts.groups import Groups, bin_counts, bins, bins_outside, chunks_outside
+from ..parts.groups import Groups, bin_counts, bins, bins_outside, chunks_outside, up_to_bins, up_to_outside
 from ..parts.position import BiasKind
 from ..parts.sampling import Noise, noise_option
 from ..window_options import position_bias, window_option, windows_on
@@ -80,6 +80,13 @@ def eva_reference(
     return y
 
 
+def up_to_groups(count: int, context: LayerContext, config: Any) -> tuple[int, str]:
+    windows = windows_on(config, context.grid)
+    if config.partition == "complement" and config.window_size:
+        return up_to_outside(count, windows)
+    return up_to_bins(count, raster(context.grid, "1d") if config.partition == "all_1d" else windows.grid)
+
+
 class Eva(Attention):
     prefix_tokens = "exact"
     size_option = "num_landmarks"
@@ -117,7 +124,7 @@ class Eva(Attention):
         )
         attn_drop: float = option(0.0, "dropout rate of the joint softmax weights", low=0, high=1)
         local: bool = local_option()
-        fit: bool = fit_option()
+        fit: bool = fit_option(window_size=up_to_side, overlap=up_to_side, num_landmarks=up_to_groups)
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
@@ -134,7 +141,7 @@ class Eva(Attention):
         if config.visibility != "paper" and not config.causal:
             self.refuse("visibility", config.visibility, "acts with causal; leave it out")
         if c:
-            self.groups(config, context.grid, torch.device("cpu"))  # refuses counts that form no bins
+            self.groups(config, context.grid, torch.device("cpu"))  # refuses windows that leave no tokens
             self.landmarks = Landmarks(config, self.num_heads, self.head_dim)
 
     @staticmethod

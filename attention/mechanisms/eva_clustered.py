@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..base import Attention, Cost, LayerContext
+from ..base import Attention, Cost, LayerContext, up_to_side, up_to_tokens
 from ..costs import group_cost, num_padded, total, window_cost
 from ..ops.group_values.landmarks import Landmarks, Mean, Transform, landmark_option
 from ..ops.joint_softmax.op import attended_in_window, joint_softmax, mix_reference
@@ -144,11 +144,10 @@ class EvaClustered(Attention):
         log_count: bool = option(False, "add log |P_c| to a cluster's logit")
         noise: Noise | None = noise_option()
         local: bool = local_option()
-        fit: bool = fit_option()
+        fit: bool = fit_option(num_landmarks=up_to_tokens, window_size=up_to_side, overlap=up_to_side)
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
-        self.refuse_above(context, "num_landmarks")
         self.position_bias = position_bias(self, context)
         self.landmarks = Landmarks(config, self.num_heads, self.head_dim, pool=pooled_before)
         self.register_buffer("eval_planes", torch.randn(self.num_heads, config.num_bits, self.head_dim + 1))

@@ -14,13 +14,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..base import Attention, Cost, LayerContext
+from ..base import Attention, Cost, LayerContext, up_to_tokens
 from ..costs import group_cost, num_padded, total, window_macs
 from ..ops.group_values.landmarks import Landmarks, Mean, Pool, Transform, landmark_option
 from ..options import Options, fit_option, local_option, option, released_option
 from ..parts.features import full_precision
 from ..parts.geometry import Grid, Windows, raster, split_prefix
-from ..parts.groups import Groups, bin_counts, bins, bins_outside
+from ..parts.groups import Groups, bin_counts, bins, bins_outside, up_to_bins
 from ..parts.hashing import hash_clusters
 from ..parts.sampling import Noise, gaussian, noise_option, redrawn
 from .eva import eva, eva_reference
@@ -90,12 +90,13 @@ class EvaLsh(Attention):
         log_count: bool = option(False, "add log |P_c| to a group's logit")
         noise: Noise | None = noise_option()
         local: bool = local_option()
-        fit: bool = fit_option()
+        fit: bool = fit_option(
+            cluster_size=up_to_tokens,
+            num_landmarks=lambda c, layer, _: up_to_bins(c, raster(layer.grid, "1d")),
+        )
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
-        self.refuse_above(context, "cluster_size")
-        self.clusters_and_groups(config, context.grid, torch.device("cpu"))  # refuses more groups than tokens
         self.landmarks = Landmarks(config, self.num_heads, self.head_dim)
         self.register_buffer("directions", gaussian("iid", (self.num_heads, 1, self.head_dim + 2), self.qkv.weight))
 

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..base import Attention, Cost, LayerContext
+from ..base import Attention, Cost, LayerContext, up_to_side
 from ..costs import total
 from ..ops.random_features.maps import focused, of_both
 from ..ops.random_features.op import linear_attention, weighted_values_reference
@@ -59,6 +59,9 @@ def focused_linear_reference(q, k, v, scale, *, power):
     return weighted_values_reference(kernel, v, "mean")
 
 
+NO_STRETCH = "acts with reduction above 1 and local"
+
+
 class FocusedLinear(Attention):
     prefix_tokens = "plain"
     reduction: int
@@ -74,14 +77,19 @@ class FocusedLinear(Attention):
             " acts with reduction above 1 and local",
         )
         local: bool = local_option(True)
-        fit: bool = fit_option()
+        fit: bool = fit_option(
+            reduction=up_to_side,
+            stretch=lambda stretch, layer, config: (
+                "image" if config.local and min(config.reduction, max(layer.grid)) == 1 else stretch,
+                f": {NO_STRETCH}; set stretch: image",
+            ),
+        )
 
     def __init__(self, context: LayerContext, config: Any):
         super().__init__(context, config)
         add_reduction(self, context, config.reduction)
-        if config.stretch != "image" and (config.reduction == 1 or not config.local):
-            problem = "acts with reduction above 1 and local; set stretch: image"
-            self.refuse("stretch", config.stretch, problem, "image" if config.local else None)
+        if not config.local:
+            self.refuse_unused({"stretch": "image"}, NO_STRETCH)
         self.key_positions = KeyPositions(context.dim, shrunk(context.grid, config.reduction))
         self.feature_scale = nn.Parameter(torch.zeros(context.dim))
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..base import Attention, Cost, LayerContext
+from ..base import Attention, Cost, LayerContext, up_to_side
 from ..costs import window_macs
 from ..ops.joint_softmax.op import attended_in_window, joint_softmax, mix_reference
 from ..options import Options, attn_drop_option, fit_option, local_option, option
@@ -62,15 +62,11 @@ class Hilo(Attention):
         )
         local: bool = local_option()
         attn_drop: float = attn_drop_option()
-        fit: bool = fit_option()
+        fit: bool = fit_option(window_size=up_to_side)
 
         def num_high(self, num_heads: int) -> int:
             """Number of heads that attend within windows."""
             return num_heads - int(num_heads * self.alpha) if self.window_size > 1 else 0
-
-    def __init__(self, context: LayerContext, config: Config):
-        super().__init__(context, config)
-        self.refuse_above(context, "window_size", side=max(context.grid))
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:

@@ -28,7 +28,7 @@ from ..ops.random_features.op import mix_features
 from ..options import Options, fit_option, local_option, option, released_option
 from ..parts.features import LOG_FEATURE_MAPS, full_precision, scale
 from ..parts.geometry import Grid, split_prefix
-from ..parts.groups import Groups, pools_option, segments
+from ..parts.groups import Groups, pools_option, segments, up_to_bins
 from ..parts.linear import LandmarkTransform
 from ..parts.masking import mask_logits, masked_mean, of_grid
 from ..parts.sampling import Noise, mixture_noise, noise_option, random_seed, scale_noise
@@ -141,7 +141,9 @@ class Lara(Attention):
         noise: Noise | None = noise_option()
         released_pools: bool | None = pools_option(lambda c: c.proposal != "single")
         local: bool = local_option()
-        fit: bool = fit_option()
+        fit: bool = fit_option(
+            num_landmarks=lambda c, layer, config: (c, "") if config.proposal == "single" else up_to_bins(c, layer.grid)
+        )
 
     def __init__(self, context: LayerContext, config: Any):
         super().__init__(context, config)
@@ -152,8 +154,6 @@ class Lara(Attention):
             neutral |= {"weighting": "balance", "landmark_transform": "none", "samples_per_proposal": 1}
             neutral |= {"released_pools": False}
         self.refuse_unused(neutral, "does not act with these options")
-        if not self.single:
-            self.segments(context.grid, torch.device("cpu"))  # refuses counts that no rows x columns of bins form
         width = {"light": self.head_dim, "dense": context.dim}.get(config.landmark_transform)
         self.landmark_q = LandmarkTransform(width) if width else nn.Identity()
         if config.proposal in proposals.POOLED:

@@ -10,7 +10,7 @@ Papers: EVA Tables 1-3 'Local'.
 import torch
 from torch import Tensor
 
-from ..base import Attention, Cost, LayerContext
+from ..base import Attention, Cost, LayerContext, up_to_side
 from ..costs import window_cost
 from ..ops.joint_softmax.op import attended_in_window, joint_softmax, mix_reference
 from ..ops.packed.op import Packing
@@ -48,7 +48,7 @@ class Local(Attention):
         causal: bool = window_option("causal")
         local: bool = local_option()
         attn_drop: float = attn_drop_option()
-        fit: bool = fit_option()
+        fit: bool = fit_option(window_size=up_to_side, overlap=up_to_side)
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)

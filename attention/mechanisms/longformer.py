@@ -18,7 +18,7 @@ from ..costs import num_padded, window_macs
 from ..ops.joint_softmax.op import gathered_logits, mix, prefix_term, shared_logits
 from ..options import Options, attn_drop_option, fit_option, local_option, option
 from ..parts.geometry import Grid, Windows, raster, select_tokens, split_prefix
-from ..parts.groups import bin_counts
+from ..parts.groups import bin_counts, up_to_bins
 from ..parts.tables import kept_table
 from .softmax import softmax
 
@@ -102,11 +102,7 @@ class Longformer(Attention):
         num_global: int = option(1, "global tokens g, spread evenly over the grid", low=0)
         local: bool = local_option()
         attn_drop: float = attn_drop_option()
-        fit: bool = fit_option()
-
-    def __init__(self, context: LayerContext, config: Config):
-        super().__init__(context, config)
-        self.global_tokens(context.grid, torch.device("cpu"))  # refuses counts that no rows x columns of bins form
+        fit: bool = fit_option(num_global=lambda g, layer, _: up_to_bins(g, layer.grid))
 
     def global_tokens(self, grid: Grid, device: torch.device) -> Tensor:
         """Raster indices (g,) of the tokens at the centres of g equal bins of the grid."""

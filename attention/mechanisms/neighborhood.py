@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..base import Attention, Cost, LayerContext
+from ..base import Attention, Cost, LayerContext, at_most
 from ..ops.joint_softmax.op import attended_tokens, gathered_logits, mix, mix_reference, prefix_term
 from ..options import Options, attn_drop_option, fit_option, local_option, option
 from ..parts.geometry import Grid, Windows, select_tokens, split_prefix
@@ -77,7 +77,13 @@ class Neighborhood(Attention):
         position_bias: Literal["table", "none"] = option("table", "relative position bias of the neighbours")
         local: bool = local_option()
         attn_drop: float = attn_drop_option()
-        fit: bool = fit_option()
+        fit: bool = fit_option(
+            dilation=at_most(
+                lambda x, c: tuple(max(side // k, 1) for side, k in zip(x.grid, pair(c.kernel_size), strict=True)),
+                "times the kernel size {config.kernel_size}, beyond the {H}x{W} grid",
+            ),
+            kernel_size=at_most(lambda x, _: tuple(side - 1 + side % 2 for side in x.grid), "beyond the {H}x{W} grid"),
+        )
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
@@ -85,12 +91,6 @@ class Neighborhood(Attention):
         for k in self.size:
             if k % 2 == 0:
                 self.refuse("kernel_size", k, f"as many neighbours on both sides make it odd; nearest valid: {k - 1}")
-        (H, W), sides = context.grid, [*zip(context.grid, self.size, self.dilation, strict=True)]
-        if (most := tuple(min(delta, max(side // k, 1)) for side, k, delta in sides)) != self.dilation:
-            problem = f"times the kernel size {config.kernel_size}, beyond the {H}x{W} grid; at most {most}"
-            self.refuse("dilation", config.dilation, problem, most)
-        if (most := tuple(min(k, side - 1 + side % 2) for side, k, _ in sides)) != self.size:
-            self.refuse("kernel_size", config.kernel_size, f"beyond the {H}x{W} grid; at most {most}", most)
         windows = Windows(context.grid, self.size)  # its offsets are the neighbours' offsets
         self.position_bias = PositionBias(config.position_bias, self.num_heads, self.head_dim, windows)
 

@@ -23,7 +23,7 @@ from ..ops.kernels import with_fast_path
 from ..options import Options, fit_option, option
 from ..parts.features import full_precision
 from ..parts.geometry import Grid, Layout, raster, split_prefix
-from ..parts.groups import Groups, bin_counts, bins
+from ..parts.groups import Groups, bin_counts, bins, up_to_bins
 from ..parts.local_term import on_images
 from .softmax import softmax
 
@@ -103,11 +103,12 @@ class Nystrom(Attention):
         pinv_iterations: int = option(6, "iterations of the pseudo-inverse", low=1, high=1000)
         conv: Literal["1d", "2d", "none"] = option("1d", "convolution of values: of the raster order, the grid, none")
         conv_size: int = option(33, "length (1d) or side (2d) of the filter in tokens; odd", low=1)
-        fit: bool = fit_option()
+        fit: bool = fit_option(
+            num_landmarks=lambda c, layer, config: up_to_bins(c, raster(layer.grid, config.segments))
+        )
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
-        self.groups(context.grid, torch.device("cpu"))  # refuses counts that no rows x columns of bins form
         size, unused = config.conv_size, config.conv == "none"
         if unused and size != self.Config.conv_size:
             self.refuse("conv_size", size, f"does not act with conv: none; set conv_size: {self.Config.conv_size}")
@@ -118,12 +119,6 @@ class Nystrom(Attention):
         if self.filters is not None:
             nn.init.trunc_normal_(self.filters, std=0.02)
 
-    def groups(self, grid: Grid, device: torch.device) -> Groups:
-        """The segments of this grid."""
-        config, area = self.config, raster(grid, self.config.segments)
-        counts = bin_counts(config.num_landmarks, area, "attention(nystrom).num_landmarks", config.fit)
-        return bins(area, counts, device)
-
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:
         N, C, h = context.num_tokens, context.dim, context.num_heads
@@ -133,7 +128,8 @@ class Nystrom(Attention):
         return Cost(h * taps, landmarks + inverse + N * c * C + taps * N * C)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
-        config = self.config
-        area = grid if config.conv == "2d" else raster(grid, "1d")
-        options = {"groups": self.groups(grid, q.device), "grid": area, "iterations": config.pinv_iterations}
+        config, segments = self.config, raster(grid, self.config.segments)
+        counts = bin_counts(config.num_landmarks, segments, f"{self.label}.num_landmarks", config.fit)
+        options = {"groups": bins(segments, counts, q.device), "iterations": config.pinv_iterations}
+        options["grid"] = grid if config.conv == "2d" else raster(grid, "1d")
         return nystrom(q, k, v, self.filters, **options).to(v.dtype)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..base import Attention, Cost, LayerContext
+from ..base import Attention, Cost, LayerContext, at_most
 from ..options import Options, fit_option, local_option, option
 from ..parts.features import full_precision
 from ..parts.geometry import Grid
@@ -63,18 +63,9 @@ class Orthoformer(Attention):
     class Config(Options):
         num_landmarks: int = option(49, "queries c that are landmarks", low=1)
         local: bool = local_option()
-        fit: bool = fit_option()
-
-    def __init__(self, context: LayerContext, config: Config):
-        super().__init__(context, config)
-        self.num_landmarks(context.num_prefix_tokens + context.num_tokens)
-
-    def num_landmarks(self, N: int) -> int:
-        """Number of landmarks among N tokens; refuses more landmarks than tokens, unless the option `fit` is true."""
-        c = self.config.num_landmarks
-        if c > N and not self.config.fit:
-            self.refuse("num_landmarks", c, f"more than the {N} tokens; at most {N}", N)
-        return min(c, N)
+        fit: bool = fit_option(
+            num_landmarks=at_most(lambda x, _: x.num_prefix_tokens + x.num_tokens, "more than the {most} tokens")
+        )
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:
@@ -82,4 +73,7 @@ class Orthoformer(Attention):
         return Cost(0, (c - 1) * N * C + 4 * N * c * C)  # choice, attention
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
-        return orthoformer(q, k, v, num_landmarks=self.num_landmarks(q.shape[2])).to(v.dtype)
+        N, c = q.shape[2], self.config.num_landmarks
+        if c > N and not self.config.fit:
+            self.refuse("num_landmarks", c, f"more than the {N} tokens; at most {N}")
+        return orthoformer(q, k, v, num_landmarks=min(c, N)).to(v.dtype)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..base import Attention, Cost, LayerContext
+from ..base import Attention, Cost, LayerContext, up_to_filter
 from ..costs import projections
 from ..options import Options, fit_option, option
 from ..parts.features import full_precision
@@ -57,7 +57,7 @@ class Pooling(Attention):
 
     class Config(Options):
         pool_size: int = option(3, "side p in tokens of the square that is averaged; odd", low=1)
-        fit: bool = fit_option()
+        fit: bool = fit_option(pool_size=up_to_filter)
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
@@ -65,7 +65,6 @@ class Pooling(Attention):
             self.refuse("pool_size", config.pool_size, f"must be odd; nearest valid: {config.pool_size - 1}")
         if config.pool_size == 1:
             self.refuse("pool_size", 1, "a token less itself is zero; give 3 or more")
-        self.refuse_above(context, "pool_size", side=2 * max(context.grid) - 1)
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..base import Attention, Cost, LayerContext
+from ..base import Attention, Cost, LayerContext, up_to_side
 from ..costs import num_padded, window_cost
 from ..ops.joint_softmax.op import attended_in_window, joint_softmax
 from ..ops.kernels import with_gradients
@@ -189,7 +189,7 @@ class Scatterbrain(Attention):
         )
         feature_redraw: Literal["redraw", "fixed"] = redraw_option()
         local: bool = local_option()
-        fit: bool = fit_option()
+        fit: bool = fit_option(window_size=up_to_side, overlap=up_to_side)
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)

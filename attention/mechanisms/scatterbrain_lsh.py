@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..base import Attention, Cost, LayerContext
+from ..base import Attention, Cost, LayerContext, up_to_tokens
 from ..ops.random_features.maps import log_kernel, of_both
 from ..options import Options, fit_option, local_option, option
 from ..parts.features import full_precision, phi
@@ -118,11 +118,10 @@ class ScatterbrainLsh(Attention):
         omega_sampling: OmegaSampling = omega_sampling_option()
         feature_redraw: Literal["redraw", "fixed"] = redraw_option()
         local: bool = local_option()
-        fit: bool = fit_option()
+        fit: bool = fit_option(cluster_size=up_to_tokens)
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
-        self.refuse_above(context, "cluster_size")
         shape = self.num_heads, config.num_rounds, self.head_dim + 2
         self.register_buffer("directions", gaussian("iid", shape, self.qkv.weight))
         check_features(self)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..base import Attention, Cost, LayerContext
+from ..base import Attention, Cost, LayerContext, up_to_tokens
 from ..options import Options, attn_drop_option, fit_option, local_option, option
 from ..parts.features import full_precision
 from ..parts.geometry import Grid
@@ -79,11 +79,10 @@ class Smyrf(Attention):
         num_rounds: int = option(2, "rounds of hashing", low=1)
         local: bool = local_option()
         attn_drop: float = attn_drop_option()
-        fit: bool = fit_option()
+        fit: bool = fit_option(cluster_size=up_to_tokens)
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
-        self.refuse_above(context, "cluster_size")
         shape = self.num_heads, config.num_rounds, self.head_dim + 2
         self.register_buffer("directions", gaussian("iid", shape, self.qkv.weight))
 

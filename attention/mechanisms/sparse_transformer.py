@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..base import Attention, Cost, LayerContext
+from ..base import Attention, Cost, LayerContext, at_most
 from ..ops.joint_softmax.op import mix, prefix_term, shared_logits
 from ..options import Options, attn_drop_option, fit_option, local_option, option
 from ..parts.features import product
@@ -59,20 +59,10 @@ class SparseTransformer(Attention):
         num_summary: int = option(1, "last positions c of every block that all queries attend to", low=1)
         local: bool = local_option()
         attn_drop: float = attn_drop_option()
-        fit: bool = fit_option()
-
-    def __init__(self, context: LayerContext, config: Config):
-        super().__init__(context, config)
-        (H, W), (block, _) = context.grid, self.block(context.grid)
-        if (N := H * W) < block:
-            self.refuse("block_size", block, f"larger than the {N} tokens of the {H}x{W} grid; at most {N}", N)
-
-    def block(self, grid: Grid) -> tuple[int, int]:
-        """Tokens b of a block on this grid, and its summary positions c; refuses c > b, unless `fit` is true."""
-        b, c = self.config.block_size or grid[1], self.config.num_summary
-        if c > b and not self.config.fit:
-            self.refuse("num_summary", c, f"a block has {b} tokens; at most {b}", b)
-        return b, min(b, c)
+        fit: bool = fit_option(
+            block_size=at_most(lambda x, _: x.num_tokens, "larger than the {most} tokens of the {H}x{W} grid"),
+            num_summary=at_most(lambda x, c: min(c.block_size or x.grid[1], x.num_tokens), "a block has {most} tokens"),
+        )
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:
@@ -81,5 +71,7 @@ class SparseTransformer(Attention):
         return Cost(0, 2 * padded * (b - c + padded // b * c) * context.dim)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
-        b, c = self.block(grid)
-        return sparse_transformer(q, k, v, block_size=b, num_summary=c, attn_drop=self.attn_drop)
+        b, c = self.config.block_size or grid[1], self.config.num_summary
+        if c > b and not self.config.fit:
+            self.refuse("num_summary", c, f"a block has {b} tokens; at most {b}")
+        return sparse_transformer(q, k, v, block_size=b, num_summary=min(b, c), attn_drop=self.attn_drop)

@@ -7,6 +7,7 @@ keys and values saves, and attention.
 Papers: EVA Table 1, LARA Tables 2 and 8 'SRA'.
 """
 
+import dataclasses
 import math
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..base import Attention, Cost, LayerContext
+from ..base import Attention, Cost, LayerContext, up_to_side
 from ..costs import total
 from ..options import Options, attn_drop_option, fit_option, option
 from ..parts.geometry import Grid, split_heads, split_prefix
@@ -71,14 +72,7 @@ def reduction_option() -> Any:
 
 
 def add_reduction(attn: Any, context: LayerContext, reduction: int) -> None:
-    """Gives a layer its `reduction`, and for more than 1 the convolution `sr` and LayerNorm `norm`, else None.
-
-    Raises:
-        OptionError: the reduction is larger than the grid.
-    """
-    (H, W) = context.grid
-    if reduction > max(H, W):
-        attn.refuse("reduction", reduction, f"larger than the {H}x{W} grid; at most {max(H, W)}", max(H, W))
+    """Gives a layer its `reduction`, and for more than 1 the convolution `sr` and LayerNorm `norm`, else None."""
     attn.reduction = reduction
     attn.sr = reducing_convolution(context.dim, reduction) if reduction > 1 else None
     attn.norm = nn.LayerNorm(context.dim, eps=1e-5) if reduction > 1 else None
@@ -138,11 +132,15 @@ class Sra(Attention):
             None, "side ratio R; null: the pyramid's own, or the one that leaves 49 keys", low=1
         )
         attn_drop: float = attn_drop_option()
-        fit: bool = fit_option()
+        fit: bool = fit_option(reduction=up_to_side)
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
         add_reduction(self, context, side_ratio(context, config))
+
+    @classmethod
+    def too_large(cls, context: LayerContext, config: Config) -> dict[str, tuple[int, str]]:
+        return super().too_large(context, dataclasses.replace(config, reduction=side_ratio(context, config)))
 
     def project(self, x: Tensor, grid: Grid) -> tuple[Tensor, ...]:
         """(B, P + N, C) -> queries (B, h, P + N, d); keys and values (B, h, P + N/R^2, d)."""

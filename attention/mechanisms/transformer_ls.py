@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..base import Attention, Cost, LayerContext
+from ..base import Attention, Cost, LayerContext, up_to_side
 from ..costs import num_padded, window_cost
 from ..ops.joint_softmax.op import attended_in_window, joint_softmax, mix_reference
 from ..options import Options, attn_drop_option, fit_option, local_option, option
@@ -94,7 +94,7 @@ class TransformerLs(Attention):
         position_bias: BiasKind | None = window_option("position_bias")
         local: bool = local_option()
         attn_drop: float = attn_drop_option()
-        fit: bool = fit_option()
+        fit: bool = fit_option(window_size=up_to_side, overlap=up_to_side)
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..base import Attention, Cost, LayerContext
+from ..base import Attention, Cost, LayerContext, up_to_side
 from ..costs import linear_attention_macs, window_macs
 from ..ops.joint_softmax.op import attended_in_window, window_logits
 from ..ops.random_features.maps import elu_plus_one, of_both
@@ -25,7 +25,7 @@ from ..ops.random_features.op import linear_attention
 from ..options import Options, fit_option, local_option, option
 from ..parts.features import full_precision
 from ..parts.geometry import Grid, Layout, Windows, split_prefix
-from ..window_options import refuse_windows, window_option, windows_on
+from ..window_options import refuse_layout, window_option, windows_on
 from .local import local
 
 Variant = Literal["t1", "t2"]
@@ -101,13 +101,15 @@ class Transnormer(Attention):
         norm: Norm = option("merged", "RMSNorm over all channels of a token, or over those of each head")
         causal: bool = window_option("causal")
         local: bool = local_option()
-        fit: bool = fit_option()
+        fit: bool = fit_option(
+            window_size=lambda w, x, config: up_to_side(w, x, config) if x.layer < x.depth // 2 else (w, "")
+        )
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
         self.in_windows = context.layer < context.depth // 2
         if self.in_windows:
-            refuse_windows(self, context)
+            refuse_layout(self)
         if not self.in_windows or config.variant == "t1":
             self.gain = nn.Parameter(torch.ones(context.dim))
 

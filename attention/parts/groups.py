@@ -42,6 +42,14 @@ class Groups(NamedTuple):
         return self._replace(valid=self.valid & key_mask[:, self.members][:, None], tiles=None)
 
 
+def up_to_bins(count: int, grid: Grid) -> tuple[int, str]:
+    """The largest number up to `count` with factors that fit the grid, and what an error says of another `count`."""
+    near = min(count, math.prod(grid))
+    most = next((c for c in range(near, 0, -1) if _bin_counts(c, grid)), 0)
+    valid = next((c for far in range(near) for c in (near - far, near + far) if _bin_counts(c, grid)), 0)
+    return most, f" does not divide the {grid[0]}x{grid[1]} grid into rows x columns of bins; nearest valid: {valid}"
+
+
 def bin_counts(count: int, grid: Grid, key: str, fit: bool = False) -> Grid:
     """Factors `count` into (rows, columns) of bins over the grid, with bins as square as possible.
 
@@ -53,18 +61,10 @@ def bin_counts(count: int, grid: Grid, key: str, fit: bool = False) -> Grid:
     Raises:
         OptionError: no factors fit the grid; names `key`, both numbers and the nearest count with such factors.
     """
-    (H, W), choices = grid, _bin_counts(count, grid)
-    if not choices:
-        near = min(count, H * W)
-        smaller = next(c for c in range(near, 0, -1) if _bin_counts(c, grid))
-        if fit:
-            return bin_counts(smaller, grid, key)
-        valid = (c for far in range(near) for c in (near - far, near + far) if _bin_counts(c, grid))
-        raise OptionError(
-            key,
-            f" = {count} does not divide the {H}x{W} grid into rows x columns of bins; nearest valid: {next(valid)}",
-            smaller,
-        )
+    (H, W), (most, problem) = grid, up_to_bins(count, grid)
+    if most != count and not fit:
+        raise OptionError(key, f" = {count}{problem}")
+    choices = _bin_counts(most, grid)
     equal = [(rows, columns) for rows, columns in choices if H % rows == W % columns == 0]
     choices = equal if equal and H != W else choices
     return min(choices, key=lambda rows_columns: abs(math.log(H * rows_columns[1] / (W * rows_columns[0]))))
@@ -125,6 +125,12 @@ def bins_outside(groups: Groups, windows: Windows) -> Groups:
     return Groups(groups.members.expand(len(attended), -1, -1), groups.valid & ~attended[:, groups.members[0]])
 
 
+def up_to_outside(count: int, windows: Windows) -> tuple[int, str]:
+    """The largest number of chunks up to `count` that every window leaves tokens for; `count` if one leaves none."""
+    least, _ = tokens_outside(windows)
+    return min(count, least) or count, f": a window leaves only {least} tokens outside it; at most {least}"
+
+
 @kept_table
 def chunks_outside(
     windows: Windows, count: int, device: torch.device, key: str | None = None, fit: bool = False
@@ -136,12 +142,10 @@ def chunks_outside(
     Raises:
         OptionError: a window leaves fewer tokens than chunks; names `key`. If `key` is None, some groups are empty.
     """
-    least, most = tokens_outside(windows)
-    if fit and least:
-        count = min(count, least)
-    if key and count > least:
-        problem = f" = {count}: a window leaves only {least} tokens outside it; at most {least}"
-        raise OptionError(key, problem, least or None)
+    (least, most), (allowed, problem) = tokens_outside(windows), up_to_outside(count, windows)
+    if key and count > least and not (fit and least):
+        raise OptionError(key, f" = {count}{problem}")
+    count = allowed if fit else count
     attended = _attended(windows, device)
     outside = attended.to(torch.uint8).argsort(dim=-1, stable=True)  # raster order, the attended tokens last
     position, valid = _chunks((~attended).sum(-1), most, count)

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from attention import ATTENTION, Attention, Grid, LayerContext, OptionError, options_of
+from attention.base import at_most
 from attention.options import Options, fit_option, option
-from attention.parts.groups import bin_counts
+from attention.parts.groups import up_to_bins
 from tests.support.cases import HEAD_DIM, HEADS, B, Case, with_options
 from tests.support.facts import CASES, FACTS, light
 from tests.support.outside import OUTSIDE
@@ -64,7 +65,7 @@ def build(case: Case) -> Attention | OptionError:
 @pytest.mark.parametrize("name", ATTENTION)
 def test_mechanisms_have_the_option_if_a_grid_can_be_too_small(name):
     cases = [on_grid(case, grid) for case in (Case(name, (28, 28)), *FACTS[name].CASES) for grid in SMALL]
-    refused = [case for case in cases if getattr(build(case), "fitting", None) is not None]
+    refused = [case for case in cases if isinstance(build(case), OptionError)]
     assert bool(refused) == (name in WITH_FIT) or name in OUTSIDE, "give it the option, fit_option()"
 
 
@@ -123,12 +124,15 @@ def test_counts_fit_other_grids_than_at_construction(case, grid):
     try:
         strict(x, grid)
     except OptionError as error:
-        if learns_its_groups(case) or error.fitting is None:
+        name = error.key.rpartition(".")[2]
+        context = LayerContext(dim=4, num_heads=1, grid=grid, num_prefix_tokens=strict.num_prefix_tokens)
+        fitting = type(strict).too_large(context, strict.config).get(name)
+        if learns_its_groups(case) or fitting is None:
             with pytest.raises(OptionError, match=f"^{error.key.replace('(', '.').replace(')', '.')} = "):
                 attn(x, grid)
             return
         strict = copy.deepcopy(strict)
-        strict.config = dataclasses.replace(strict.config, **{error.key.rpartition(".")[2]: error.fitting})
+        strict.config = dataclasses.replace(strict.config, **{name: fitting[0]})
     assert_alike(attn, strict, x, grid)
     assert attn.config == with_options(case, fit=True).build().config
 
@@ -167,17 +171,17 @@ class Rows(Attention):
     class Config(Options):
         window_size: int = option(7, "tokens of a window", low=1)
         num_landmarks: int = option(16, "groups", low=1)
-        fit: bool = fit_option()
-
-    def __init__(self, context: LayerContext, config: Config):
-        super().__init__(context, config)
-        self.refuse_above(context, "window_size", side=context.grid[1])
-        bin_counts(config.num_landmarks, context.grid, "attention(rows).num_landmarks")
+        fit: bool = fit_option(
+            window_size=at_most(lambda layer, config: layer.grid[1], "longer than a row of the {H}x{W} grid"),
+            num_landmarks=lambda count, layer, config: up_to_bins(count, layer.grid),
+        )
 
 
 def test_a_mechanism_from_outside_has_the_option_by_one_line():
-    config = Rows.fitted(LayerContext(dim=4, num_heads=1, grid=(3, 5)), Rows.Config(fit=True))
-    assert config == Rows.Config(window_size=5, num_landmarks=15, fit=True)
+    context = LayerContext(dim=4, num_heads=1, grid=(3, 5))
+    assert Rows.fitted(context, Rows.Config(fit=True)) == Rows.Config(window_size=5, num_landmarks=15, fit=True)
+    with pytest.raises(OptionError, match=r"rows.*window_size = 7: longer than a row of the 3x5 grid; at most 5"):
+        Rows(context, Rows.Config(num_landmarks=15))
 
 
 def test_options_that_no_size_makes_valid_are_refused():
