@@ -20,7 +20,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ablation.cases import Case, check_data, check_options, failure_mark
 from ablation.report import (
     FIGURES,
     TABLES,
@@ -31,7 +30,7 @@ from ablation.report import (
     write_figures,
     write_tables,
 )
-from ablation.settings import in_order
+from ablation.runs import Case, check_begun, failure_mark, in_order
 from ablation.sweep import read_ablation
 from ablation.worker import is_busy, train_all
 from engine.run.load import find_config
@@ -115,8 +114,7 @@ def check_output(cases: Sequence[Case], output: Path) -> None:
         check_directory(case.directory)
         if not case.result():
             check_claim(case.directory, [failure_mark(case).name])
-    check_options(cases)
-    check_data(cases)
+    check_begun(cases)
 
 
 def store_sweep(path: Path, overrides: Sequence[str], output: Path) -> None:

@@ -1,12 +1,8 @@
-"""Sweeps: a YAML file becomes settings, their runs, and tables and figures of the results.
+"""Sweeps: YAML -> rows -> settings -> runs -> table and figures. Each module uses those above it:
 
-Each module uses those above it:
-
-- `schema`: the options of the file, and how its keys name options of train.py.
 - `match`: sizes of mechanisms at equal multiply-accumulates.
-- `cases`: a run, its command and its result. `settings`: a row of the table, which has a run for each seed or fold.
-- `names`: short names of settings.
-- `sweep`: file -> settings, all checked.
+- `runs`: a run, its command and its result; a setting, a row of the table, which has a run for each seed or fold.
+- `schema`: the options of the file, and its rows. `sweep`: rows -> settings, all checked.
 - `worker`: trains the runs.
-- `tables`, `figures` and `report`: settings -> files.
+- `names`, `tables`, `figures` and `report`: settings -> texts and files.
 """

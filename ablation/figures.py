@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from ablation.names import name_change, short_names
-from ablation.settings import Setting, has_replicates, replicate_of, varied_options
+from ablation.runs import Setting, replicate_of, varied_options
 from ablation.tables import MEASURED_COSTS, Measured, measure
 from engine.reporting.plots import BLUE, GREY, ORANGE, PAGE, in_style, label_points, new_figure, write_cell
 from engine.reporting.tables import Spread, plus_minus
@@ -22,7 +22,7 @@ LABELS = {"E": "|E| (tokens)", "C": "C (landmarks)", "S": "S (samples)"}
 def draw_results(caption: str, settings: Sequence[Setting]) -> Figure:
     """Draws top-1 of every setting and, for several runs each, the differences to the first setting with intervals."""
     measured = measure([setting.results() for setting in settings], "top1")
-    panels = 1 + has_replicates(settings)
+    panels = 1 + (len(settings[0].cases) > 1)
     replicate = replicate_of(settings)
     question = f"Which settings differ from the first by more than {replicate}s do?" if panels > 1 else "Which is best?"
     figure = new_figure(f"{caption}\n{question}", 1.3 + 0.2 * len(settings))
@@ -44,7 +44,7 @@ def draw_top1(axes: Axes, settings: Sequence[Setting], measured: Sequence[Measur
     papers = {y: setting.paper.top1 for y, setting in enumerate(settings) if setting.paper and setting.paper.top1}
     if means:
         x = [spread.mean for spread in means.values()]
-        if has_replicates(settings):
+        if len(settings[0].cases) > 1:
             runs = [(value, y + 0.25) for y, own in enumerate(measured) for value in own.values.values()]
             axes.scatter(*zip(*runs, strict=True), s=5, color=GREY, label=f"single {replicate_of(settings)}s")
             bars = [spread.std or 0 for spread in means.values()]
@@ -87,7 +87,7 @@ def draw_heat_map(caption: str, settings: Sequence[Setting]) -> Figure | None:
             y, x = rows.index(float(setting.changes[down])), columns.index(float(setting.changes[right]))
             means[y][x], texts[y][x] = own.spread.mean, plus_minus(own.spread, ".2f")
     (down, row_ticks), (right, column_ticks) = (axis_of(option, values, settings) for option, values in found)
-    title = f"{caption}\nHow does top-1 depend on both?" + " Mean ± standard deviation." * has_replicates(settings)
+    title = f"{caption}\nHow does top-1 depend on both?" + " Mean ± standard deviation." * (len(settings[0].cases) > 1)
     figure = new_figure(title, 1.2 + 0.4 * len(rows), min(PAGE, 1.6 + 0.95 * len(columns)))
     axes = figure.add_subplot(xlabel=right, ylabel=down)
     image = axes.imshow(means, origin="lower", aspect="auto")

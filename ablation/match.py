@@ -1,12 +1,10 @@
 """Equal budgets: the size of every setting's mechanism is solved for multiply-accumulates that are the same for all."""
 
-import math
-from collections.abc import Mapping
+import dataclasses
 from dataclasses import dataclass
-from typing import Any
 
 from attention import ATTENTION, AttentionFactory
-from attention.options import OptionError, to_yaml
+from attention.options import OptionError, option
 from attention.sizes import NoSize, solve_size
 from engine.config.schema import Run
 from engine.runtime.errors import ConfigError
@@ -42,22 +40,15 @@ class Matched:
         return abs(self.deviation) <= TOLERANCE
 
 
+@dataclass(frozen=True, kw_only=True)
+class Match:
+    """What is equal in all settings."""
+
+    token_macs: float = option(dataclasses.MISSING, "see `solve`", above=0)
+
+
 class OutOfReach(ConfigError):
     """A setting that has no size with the wanted cost, or none near it."""
-
-
-def parse_match(given: Mapping[str, Any]) -> float:
-    """Returns the target of the option `match`, ``{token_macs: 9600}``.
-
-    Raises:
-        OptionError: it is not this key with a positive number.
-    """
-    if [*given] != ["token_macs"]:
-        raise OptionError("match", f"expected token_macs and a number, got {to_yaml(given)}")
-    target = given["token_macs"]
-    if isinstance(target, bool) or not isinstance(target, int | float) or not 0 < target < math.inf:
-        raise OptionError("match.token_macs", f"expected a number above 0, got {target!r}")
-    return float(target)
 
 
 def solve(target: float, run: Run) -> Matched:
@@ -81,14 +72,14 @@ def solve(target: float, run: Run) -> Matched:
         size = solve_size(mechanism, contexts, factory.config, target / of_token)
     except NoSize as error:
         raise OutOfReach(str(error)) from None
-    option = mechanism.size_option
-    assert option is not None
-    override = f"attention.{option}={size.value}"
+    name = mechanism.size_option
+    assert name is not None
+    override = f"attention.{name}={size.value}"
     if isinstance(run.attention, str):  # no mapping, whose options could be set
-        override = f"attention={{name: {run.attention}, {option}: {size.value}}}"
-    found = Matched(target, option, size.value, of_token * size.macs, override)
+        override = f"attention={{name: {run.attention}, {name}: {size.value}}}"
+    found = Matched(target, name, size.value, of_token * size.macs, override)
     if not size.is_in_range and not found.is_equal:
         side = "above" if found.deviation > 0 else "below"
-        problem = f"every size is {side} the target; the nearest, {option} = {size.value}, has token_macs"
+        problem = f"every size is {side} the target; the nearest, {name} = {size.value}, has token_macs"
         raise OutOfReach(f"attention({factory.name}): {problem} = {found.reached:.4g}, {found.deviation:+.1%}")
     return found

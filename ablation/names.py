@@ -6,8 +6,7 @@ from typing import Any
 
 import yaml
 
-from ablation.schema import expand
-from ablation.settings import Setting, varied_options
+from ablation.runs import Setting, expand, varied_options
 from engine.runtime.text import one_line
 
 SYMBOLS = {"window_size": "E", "cluster_size": "E", "num_landmarks": "C", "num_samples": "S"}
@@ -39,19 +38,15 @@ def short_names(settings: Sequence[Setting]) -> list[str]:
         parts = ["; ".join(name_mechanism(own, texts) for own in own_mechanisms)]
         parts += [name_change(setting, option) for option in changes if option != "attention"]
         names.append(", ".join(filter(None, parts)) or "base")
-    names = with_sizes(names, settings)
-    if len(set(names)) == len(names):
-        return names
-    names = [", ".join(f"{option}={text}" for option, text in changes.items()) or "base" for changes in chosen]
-    return with_sizes(names, settings)
-
-
-def with_sizes(names: Sequence[str], settings: Sequence[Setting]) -> list[str]:
-    """Adds to a name that several settings have the size that is solved for `match`: "performer, num_samples=50"."""
-    return [
-        f"{name}, {own.option}={own.value}" if (own := setting.matched) and names.count(name) > 1 else name
-        for name, setting in zip(names, settings, strict=True)
-    ]
+    in_full = [", ".join(f"{option}={text}" for option, text in changes.items()) or "base" for changes in chosen]
+    for found_names in (names, in_full):
+        sized = [
+            f"{name}, {own.option}={own.value}" if (own := setting.matched) and found_names.count(name) > 1 else name
+            for name, setting in zip(found_names, settings, strict=True)
+        ]
+        if len(set(sized)) == len(sized):
+            break
+    return sized
 
 
 def name_change(setting: Setting, option: str) -> str:

@@ -1,17 +1,15 @@
-"""The report on a sweep: its tables and figures as texts and files."""
+"""The report on a sweep: its tables, in Markdown and LaTeX, and figures as texts and files."""
 
+import re
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from statistics import fmean
-from typing import NamedTuple
 
 from matplotlib.figure import Figure
 
-from ablation.cases import Case
 from ablation.figures import draw_heat_map, draw_pareto, draw_results
-from ablation.latex import latex_table
-from ablation.settings import Setting, changed_options, in_order
+from ablation.runs import Case, Setting, changed_options, in_order
 from ablation.tables import Table, list_notes, list_runs, tabulate, tabulate_match
 from engine.reporting.plots import encode
 from engine.reporting.tables import markdown_table
@@ -30,49 +28,75 @@ FIGURES = tuple(f"{name}.{form}" for name in DRAWN for form in ("png", "pdf"))
 """Files that `write_figures` writes."""
 
 
-class Report(NamedTuple):
-    """A sweep for readers.
+ESCAPES = {
+    "\\": r"\textbackslash{}",
+    **{character: f"\\{character}" for character in "&%$#_{}"},
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "|": r"\textbar{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+}
 
-    Attributes:
-        table: title -> texts of a column, without columns of given values that all rows share. stated: a text of those
-            values. notes: see `list_notes`.
+NUMBER = re.compile(r"([+-]?\d[\d.]*(?:e[+-]?\d+)?)(?: ± (\d[\d.]*))?(?= |$)")
+
+
+def make_report(settings: Sequence[Setting], left_out: Sequence[str] = ()) -> tuple[Table, str, list[str]]:
+    """Returns the table of a sweep without columns of given values that all rows share, a text of those, and notes.
+
+    left_out: lines that name the settings without runs.
     """
-
-    table: Table
-    stated: str
-    notes: list[str]
-
-    @property
-    def rows(self) -> list[tuple[str, ...]]:
-        return list(zip(*self.table.values(), strict=True))
-
-
-def make_report(settings: Sequence[Setting], left_out: Sequence[str] = ()) -> Report:
-    """Returns the report on a sweep; `left_out` are lines that name the settings without runs."""
     table = tabulate(settings, for_readers=True)
     given = {*changed_options(settings), *tabulate_match(settings), "parameters (M)", "MACs (G)", "seeds", "folds"}
-    given |= {title for title in table if title.startswith("paper")}
-    constant = [title for title in table if title in given and len(set(table[title])) == 1]
+    constant = [x for x in table if (x in given or x.startswith("paper")) and len(set(table[x])) == 1]
     same = {title: table[title][0] for title in constant if len(settings) > 1 or not table[title][0]}
     stated = ", ".join(f"{title} = {text}" for title, text in same.items() if text)
     shown = {title: texts for title, texts in table.items() if title not in same}
-    return Report(shown, stated, list_notes(settings, table, left_out))
+    return shown, f"All rows: {stated}." * bool(stated), list_notes(settings, table, left_out)
 
 
 def report_sweep(caption: str, settings: Sequence[Setting], left_out: Sequence[str] = ()) -> str:
     """Formats a sweep in Markdown: caption, given values that all rows share, the table without them, and its notes."""
-    report = make_report(settings, left_out)
-    stated = f"All rows: {report.stated}.\n\n" * bool(report.stated)
-    table = markdown_table(list(report.table), report.rows)
-    return f"{caption}\n\n{stated}{table}\n" + "".join(f"\n{note}\n" for note in report.notes)
+    table, stated, notes = make_report(settings, left_out)
+    text = markdown_table(list(table), list(zip(*table.values(), strict=True)))
+    return "\n\n".join([caption, *filter(None, [stated]), f"{text}\n"]) + "".join(f"\n{note}\n" for note in notes)
 
 
 def to_latex(caption: str, settings: Sequence[Setting], left_out: Sequence[str] = ()) -> str:
     """Formats a sweep in LaTeX, with the contents of `report_sweep`; notes are comments below the table."""
-    report = make_report(settings, left_out)
-    parts = f"{caption}." * bool(caption), f"All rows: {report.stated}." * bool(report.stated)
-    text = latex_table(" ".join(filter(None, parts)), list(report.table), report.rows)
-    return text + "".join(f"% {note}\n" for note in report.notes)
+    table, stated, notes = make_report(settings, left_out)
+    title = " ".join(filter(None, [f"{caption}." * bool(caption), stated]))
+    text = latex_table(title, list(table), list(zip(*table.values(), strict=True)))
+    return text + "".join(f"% {note}\n" for note in notes)
+
+
+def latex_table(caption: str, titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Formats a table; columns of numbers are aligned to the right."""
+    is_number = [all(NUMBER.match(cell) or not cell for cell in column) for column in zip(*rows, strict=True)]
+    head = [
+        "% needs \\usepackage{booktabs}",
+        "\\begin{table}",
+        "  \\centering",
+        f"  \\caption{{{escape(caption)}}}",
+        f"  \\begin{{tabular}}{{{''.join('r' if right else 'l' for right in is_number)}}}",
+        "    \\toprule",
+    ]
+    lines = [" & ".join(map(to_cell, line)) for line in (titles, *rows)]
+    lines = [f"    {lines[0]} \\\\", "    \\midrule", *(f"    {line} \\\\" for line in lines[1:])]
+    return "\n".join([*head, *lines, "    \\bottomrule", "  \\end{tabular}", "\\end{table}", ""])
+
+
+def to_cell(text: str) -> str:
+    """Formats a cell: a number, or mean and deviation, in mathematics, so that signs are; the rest is escaped."""
+    if not (found := NUMBER.match(text)):
+        return escape(text)
+    mean, deviation = found.groups()
+    return f"${mean}" + (f" \\pm {deviation}" if deviation else "") + "$" + escape(text[found.end() :])
+
+
+def escape(text: str) -> str:
+    """Returns `text` as LaTeX that prints it."""
+    return "".join(ESCAPES.get(character, character) for character in text).replace("±", "$\\pm$")
 
 
 def write_tables(caption: str, settings: Sequence[Setting], output: Path, left_out: Sequence[str] = ()) -> None:
@@ -122,5 +146,6 @@ def count_finished(settings: Sequence[Setting], jobs: int) -> str:
 
 def describe_sweep(settings: Sequence[Setting], jobs: int) -> str:
     """Returns the line of a dry run: how many rows, their seeds or folds, and the runs that are finished."""
-    option, values = settings[0].replicates
-    return f"{len(settings)} rows, {option} {', '.join(map(str, values))}; {count_finished(settings, jobs)}"
+    first = settings[0]
+    values = ", ".join(map(str, first.replicates))
+    return f"{len(settings)} rows, {first.replicated_by} {values}; {count_finished(settings, jobs)}"

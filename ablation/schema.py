@@ -1,23 +1,19 @@
-"""Options of an ablation file, and how its keys name options of train.py."""
+"""The ablation file: its options, the rows that it lists, and the runs of each."""
 
-import re
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from attention.options import OptionError, option
-from engine.config.yaml_files import dump_yaml
-from engine.runtime.errors import as_config_error
-from models.assignment import numbers_of
-
-LIMIT = 10_000
-"""Largest number of settings of a grid, and of seeds of a setting."""
+from ablation.match import Match
+from ablation.runs import expand, to_text
+from attention.options import OptionError, option, parse_options
+from attention.plugins import load_plugin
+from engine.config.yaml_files import Tree
 
 OF_ROWS = {"paper", "match"}
 """Keys of an item of `runs` that are no options of train.py."""
-
-MOST_ENTRIES = 1000
-"""Numbers of list entries in a key are below this."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,11 +42,62 @@ class Ablation:
         "options key.path -> value of each setting; paper: its top-1 in a paper, or {top1: , step_ms: , memory_gb: };"
         " match: false keeps the size that it has",
     )
-    match: dict[str, Any] | None = option(
+    match: Match | None = option(
         None,
         "token_macs: multiply-accumulates of a token in attention for which the size of every mechanism is solved",
     )
     plugins: tuple[str, ...] = option((), "modules or .py files that register mechanisms of your own, see --plugin")
+
+
+class Row(NamedTuple):
+    """A row of a sweep before it is checked.
+
+    Attributes:
+        key: key of the ablation file that gives it, for messages. base: path of its configuration. options: option ->
+            value, with the keys in `OF_ROWS`.
+    """
+
+    key: str
+    base: Path
+    options: Mapping[str, Any]
+
+    @property
+    def overrides(self) -> list[str]:
+        """Overrides of train.py."""
+        given = {key: to_text(value) for key, value in self.options.items() if key not in OF_ROWS}
+        return [f"{key}={text}" for keys, text in given.items() for key in expand(keys)]
+
+
+def parse_ablation(tree: Tree) -> Ablation:
+    """Returns the options of an ablation file, and imports its plugins.
+
+    Raises:
+        OptionError: an option that cannot be honoured, or contradicts another.
+    """
+    ablation = parse_options(Ablation, tree.values)
+    for plugin in ablation.plugins:
+        load_plugin(plugin, "plugins")
+    if not ablation.base and not ablation.bases:
+        raise OptionError("base", "required, but not given; or give bases")
+    if ablation.base and ablation.bases:
+        raise OptionError("bases", "given beside base; leave one of them out")
+    if not ablation.grid and not ablation.runs and not ablation.bases:
+        raise OptionError("runs", "no runs; give grid or runs")
+    for key, values in (ablation.grid or {}).items():
+        if not isinstance(values, list) or not values:
+            raise OptionError(f"grid.{key}", f"expected a list of values, got {values!r}")
+    return ablation
+
+
+def list_rows(ablation: Ablation, folder: Path) -> list[Row]:
+    """Returns the rows for each base: all combinations of `grid`, then `runs`; without both, the base as it is."""
+    grid = ablation.grid or {}
+    changes = [("grid", dict(zip(grid, values, strict=True))) for values in itertools.product(*grid.values()) if values]
+    changes += [(f"runs.{i}", options) for i, options in enumerate(ablation.runs)]
+    bases = [folder / base for base in ablation.bases or [ablation.base or ""]]
+    if not changes:
+        return [Row(f"bases.{i}", base, {}) for i, base in enumerate(bases)]
+    return [Row(key, base, options) for base, (key, options) in itertools.product(bases, changes)]
 
 
 def list_replicates(ablation: Ablation) -> list[dict[str, int]]:
@@ -59,56 +106,14 @@ def list_replicates(ablation: Ablation) -> list[dict[str, int]]:
     Runs differ in the last option.
 
     Raises:
-        OptionError: both are given, or see `list_seeds`.
+        OptionError: both are given; there is no seed, one below 0, or a duplicate.
     """
-    if ablation.folds is None:
-        return [{"train.seed": seed} for seed in list_seeds(ablation.seeds)] or [{}]
-    if ablation.seeds is not None:
-        raise OptionError("folds", f" = {ablation.folds} is given beside seeds; leave one of them out")
-    return [{"data.folds": ablation.folds, "data.fold": fold} for fold in range(ablation.folds)]
-
-
-def list_seeds(seeds: int | tuple[int, ...] | None) -> Sequence[int]:
-    """Returns the values of train.seed for the option `seeds`; empty for null.
-
-    Raises:
-        OptionError: there is no seed, one below 0, a duplicate, or more than `LIMIT`.
-    """
-    if isinstance(seeds, int) and seeds > LIMIT:
-        raise OptionError("seeds", f"{seeds:,} seeds, more than {LIMIT:,}; a list names single ones")
+    seeds, folds = ablation.seeds, ablation.folds
+    if folds is not None and seeds is not None:
+        raise OptionError("folds", f" = {folds} is given beside seeds; leave one of them out")
+    if folds is not None:
+        return [{"data.folds": folds, "data.fold": fold} for fold in range(folds)]
     values = range(seeds) if isinstance(seeds, int) else seeds or ()
     if seeds is not None and (not values or min(values) < 0 or len(set(values)) < len(values)):
         raise OptionError("seeds", f"expected a number of seeds, or a list of different ones from 0, got {seeds!r}")
-    return values
-
-
-def to_overrides(options: Mapping[str, Any]) -> list[str]:
-    """Returns the overrides of train.py for a setting.
-
-    Raises:
-        ConfigError: see `expand`.
-    """
-    given = {option: to_text(value) for option, value in options.items() if option not in OF_ROWS}
-    return [f"{key}={text}" for option, text in given.items() for key in expand(option)]
-
-
-def expand(option: str) -> list[str]:
-    """Returns the options that one key of a sweep sets: ``attention.0-2.window_size`` is that of three entries.
-
-    Raises:
-        ConfigError: numbers of entries that fall, or come twice.
-    """
-    keys = [""]
-    for part in option.split("."):
-        parts = [part]
-        if re.fullmatch(r"[0-9 ]+([-,][0-9 ]+)+", part):
-            with as_config_error():
-                parts = [str(number) for number in numbers_of(part, MOST_ENTRIES, option)]
-        keys = [f"{key}.{each}" if key else each for key in keys for each in parts]
-    return keys
-
-
-def to_text(value: Any) -> str:
-    """Formats `value` as YAML on one line."""
-    text = dump_yaml(value, default_flow_style=True, width=float("inf"), allow_unicode=True)
-    return text.removesuffix("...\n").strip()
+    return [{"train.seed": seed} for seed in values] or [{}]

@@ -5,10 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ablation.cases import Case
 from ablation.match import TOLERANCE
 from ablation.names import short_names
-from ablation.settings import Setting, accuracies, has_replicates, held_options, in_order, replicate_of
+from ablation.runs import Case, Setting, changed_options, in_order, replicate_of
 from engine.checkpoints.progress import is_score
 from engine.reporting.tables import Spread, plus_minus, spread, verdict
 
@@ -48,7 +47,7 @@ def tabulate(settings: Sequence[Setting], for_readers: bool = False) -> Table:
     """
     results = [setting.results() for setting in settings]
     options = {
-        **held_options(settings),
+        **tabulate_options(settings),
         **tabulate_match(settings),
         "parameters (M)": [f"{setting.costs.parameters / 1e6:#.4g}" for setting in settings],
         "paper: parameters (M)": paper_cells(settings, "parameters", ".1f"),
@@ -59,7 +58,7 @@ def tabulate(settings: Sequence[Setting], for_readers: bool = False) -> Table:
         **if_any("peak memory (MB)", mean_cells(measure(results, "memory_mb"), ".0f")),
         **if_any("paper: memory (GB)", paper_cells(settings, "memory_gb", "g")),
     }
-    if several := has_replicates(settings):
+    if several := len(settings[0].cases) > 1:
         options[f"{replicate_of(settings)}s"] = [str(len(runs)) for runs in results]
     measured = {name: measure(results, key) for name, key in accuracies(settings).items()}
 
@@ -79,7 +78,7 @@ def list_runs(settings: Sequence[Setting]) -> Table:
     elapsed = [result.get("elapsed_seconds") for _, result in runs]  # without pauses
     hours = [format_number(seconds and seconds / 3600, ".4g") for seconds in elapsed]
     changes = ["; ".join(case.changes()) for case, _ in runs]
-    options = held_options(settings).items()
+    options = tabulate_options(settings).items()
     replicate = {"train.seed": [str(case.run.train.seed) for case, _ in runs]}
     if replicate_of(settings) == "fold":
         replicate["data.fold"] = [str(case.run.data.fold) for case, _ in runs]
@@ -121,6 +120,17 @@ def measure(results: Sequence[Mapping[int, Mapping[str, Any]]], name: str) -> li
     pairs = [[own[seed] - first[seed] for seed in own if seed in first] for own in values[1:]]
     differences = [None, *(spread(found, step) for found in pairs)]
     return [Measured(own, spread(own.values()), d) for own, d in zip(values, differences, strict=True)]
+
+
+def accuracies(settings: Sequence[Setting]) -> dict[str, str]:
+    """Returns name -> key in the final record, for plain weights and, if any run keeps them, averaged weights."""
+    averages = any(setting.run.train.ema_decay for setting in settings)
+    return {"top-1": "top1"} | ({"EMA top-1": "ema_top1"} if averages else {})
+
+
+def tabulate_options(settings: Sequence[Setting]) -> Table:
+    """Returns option, or base, that any setting changes -> YAML texts of the values that hold; empty without one."""
+    return {option: [setting.text_of(option) for setting in settings] for option in changed_options(settings)}
 
 
 def tabulate_match(settings: Sequence[Setting]) -> Table:
@@ -183,7 +193,7 @@ def format_number(number: float | None, form: str) -> str:
 def list_notes(settings: Sequence[Setting], table: Table, left_out: Sequence[str]) -> list[str]:
     """Returns the notes below a table: the reliability of its numbers, and exceptions in single rows."""
     replicate, num_runs = replicate_of(settings), len(settings[0].cases)
-    notes = [REPLICATES.format(replicate) if has_replicates(settings) else ONE_RUN] + [FOLDS] * (replicate == "fold")
+    notes = [REPLICATES.format(replicate) if len(settings[0].cases) > 1 else ONE_RUN] + [FOLDS] * (replicate == "fold")
     counts = set(map(int, table.get(f"{replicate}s", [])))
     ended = [[bool(case.result() or case.has_failed()) for case in setting.cases] for setting in settings]
     if len(counts) == 1 and 0 < max(counts) < num_runs and not all(map(all, ended)):

@@ -14,7 +14,7 @@ from types import FrameType
 
 import torch
 
-from ablation.cases import Case, failure_mark
+from ablation.runs import Case, failure_mark
 from engine.runtime.locks import hold_lock, is_locked
 from engine.runtime.ownership import claim_results
 from engine.runtime.signals import STOPPED, handle_signals

@@ -21,7 +21,7 @@ import yaml
 import ablate
 import train
 from ablation import worker
-from ablation.settings import in_order
+from ablation.runs import in_order
 from ablation.sweep import read_ablation
 from engine.checkpoints.files import find_checkpoint, save_checkpoint
 from engine.data.idx import IMAGES, LABELS, write_idx

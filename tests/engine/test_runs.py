@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ablation.cases import Case
+from ablation.runs import Case
 from ablation.worker import is_busy
 from engine.checkpoints.progress import Progress
 from engine.reporting import metrics

@@ -10,12 +10,10 @@ import torch
 from matplotlib.text import Text
 from matplotlib.transforms import Bbox
 
-from ablation.cases import Case, failure_mark
 from ablation.figures import draw_heat_map, draw_pareto, draw_results, non_dominated
-from ablation.latex import latex_table
 from ablation.names import short_names
-from ablation.report import FIGURES, report_sweep, to_latex, write_figures, write_tables
-from ablation.settings import Setting, in_order
+from ablation.report import FIGURES, latex_table, report_sweep, to_latex, write_figures, write_tables
+from ablation.runs import Case, Setting, failure_mark, in_order
 from ablation.sweep import read_ablation
 from ablation.tables import ONE_RUN, measure, tabulate
 from engine.reporting.plots import in_style

@@ -9,7 +9,7 @@ import yaml
 import ablate
 from ablation.names import short_names
 from ablation.report import describe_sweep
-from ablation.settings import in_order
+from ablation.runs import in_order
 from ablation.sweep import count_ranks, read_ablation, to_directory
 from ablation.tables import tabulate
 from engine.runtime.errors import ConfigError
@@ -110,16 +110,14 @@ def test_keys_of_stages_are_those_of_the_size_and_of_one_mechanism(config):
         ("[1, 2]", "[1, 1]", "3: grid: a second run with attention.window_size=1"),
         ("[1, 2]", "[1, -2]", "3: grid: override 'attention.window_size=-2': attention(local).window_size"),
         ("softmax}, ", "softmacks}, ", "7: runs.0: override 'attention={name: softmacks}': attention.name"),
-        ("77.16", "high", "7: runs.0: paper: expected a number, or a mapping of top1, "),
-        ("77.16", "{step: 3}", "7: runs.0: paper.step: unknown figure; did you mean 'step_ms'?"),
+        ("77.16", "high", "7: runs.0: paper.top1: expected float, got 'high'"),
+        ("77.16", "{step: 3}", "7: runs.0: paper.step: unknown option; did you mean 'step_ms'?"),
         ("77.16", "{step_ms: 0}", "7: runs.0: paper.step_ms = 0.0 must be greater than 0"),
         ("grid:", "seeds: 0\ngrid:", "3: seeds: expected a number of seeds, or a list of different ones"),
         ("grid:", "seeds: [1, 1]\ngrid:", "3: seeds: expected a number of seeds, or a list of different"),
         ("grid:", "seeds: [-1, 1]\ngrid:", "3: seeds: expected a number of seeds, or a list of different"),
         ("grid:", "seeds: three\ngrid:", "3: seeds: expected"),
         ("grid:", "seeds: 2\ngrid:\n  train.seed: [3, 4]", "4: grid: train.seed is given beside seeds; leave one of"),
-        ("grid:", f"grid:\n  x: {[*range(101)]}\n  y: {[*range(100)]}", "3: grid: 20,200 combinations"),
-        ("grid:", "seeds: 1000000000\ngrid:", "3: seeds: 1,000,000,000 seeds, more than 10,000"),
         ("base: base.yaml", "base: base.yaml\nbases: [base.yaml]", "3: bases: given beside base; leave one"),
         ("base: base.yaml", "bases: [base.yaml, absent.yaml]", "3: grid: absent.yaml: No such file"),
         (GRID, "bases:\n  - base.yaml\n  - absent.yaml", "3: bases.1: absent.yaml: No such file"),

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ablation.cases import Case
+from ablation.runs import Case, Setting
 from ablation.schema import Ablation
-from ablation.settings import Setting
 from ablation.sweep import read_ablation
 from engine.run.load import dump_run
 from engine.runtime.errors import ConfigError
