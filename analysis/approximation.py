@@ -19,7 +19,7 @@ from analysis.trained import Trained
 from attention import OptionError
 from engine.reporting.tables import Spread, spread
 from engine.runtime.errors import UserError
-from engine.runtime.memory import is_out_of_memory, peak_bytes
+from engine.runtime.memory import is_out_of_memory
 from models import create_model, depths_of
 from models.assignment import single_layers
 from models.base import Layer, attention_layers
@@ -36,8 +36,8 @@ class Row:
             weights in each layer, nats. layers: numbers of the layers with the mechanism, over which means are taken
             (None: all); the last stage of a pyramid keeps softmax. mode: see `merge_modes`. errors: `relative_error`
             for each draw and layer, mean over the passes. variances: their variance over the passes; the rest is
-            squared bias. untrained: number of untrained parameters. macs: see `layer_macs`. peak: highest peak bytes
-            of a layer for `CHUNK` images. steps: number of alignment steps. problem: reason for a missing result.
+            squared bias. untrained: number of untrained parameters. macs: see `layer_macs`. steps: number of alignment
+            steps. problem: reason for a missing result.
     """
 
     name: str
@@ -50,7 +50,6 @@ class Row:
     variances: Sequence[Sequence[float]] = ()
     untrained: int = 0
     macs: int = 0
-    peak: int | None = None
     steps: int = 0
     problem: str = ""
     layers: Sequence[int] | None = None
@@ -195,11 +194,8 @@ def measure(
                 raise
             yield row(options_text(options), problem="exceeds the memory")
             continue
-        macs, built = layer_macs(trained, options, softmax.inputs), attention_layers(model)
-        given = zip(built, softmax.inputs, strict=True)
-        calls = [partial(attended, layer, x[:CHUNK], others) for layer, (x, others) in given]
-        peak = max(peak_bytes(call, trained.device) for call in calls)
-        row = partial(row, options_text(options), untrained=untrained, macs=macs, peak=peak, layers=layers)
+        macs = layer_macs(trained, options, softmax.inputs)
+        row = partial(row, options_text(options), untrained=untrained, macs=macs, layers=layers)
         for steps, by_mode in found.items():
             for mode, draws in merge_modes(by_mode).items():  # (error, variance) of every layer, by draw
                 errors, variances = [[[pair[i] for pair in draw] for draw in draws] for i in (0, 1)]

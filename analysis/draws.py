@@ -49,15 +49,13 @@ class Draw(NamedTuple):
 
     Attributes:
         replaced, aligned, tuned: stages; None: none. seconds: time of the alignment; on a CPU, processor time.
-        untrained: number of untrained parameters. peak: peak bytes of a forward pass of
-            `analysis.laboratory.NUM_COMPARED` images. weights: export of the aligned model, or file of the trained one.
+        untrained: number of untrained parameters. weights: export of the aligned model, or file of the trained one.
     """
 
     replaced: Stage
     aligned: Stage | None = None
     seconds: float | None = None
     untrained: int = 0
-    peak: int | None = None
     weights: Path | None = None
     tuned: Tuned | None = None
 
@@ -72,7 +70,7 @@ def to_draw(values: Any, weights: Path) -> Draw:
     replaced, aligned = (x if x is None else Stage(*map(float, x[:4]), int(x[4])) for x in stages)
     seconds = values["seconds"]
     times = None if seconds is None else float(seconds)
-    return Draw(replaced, aligned, times, int(values["untrained"]), int(values["peak"]), weights)
+    return Draw(replaced, aligned, times, int(values["untrained"]), weights)
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,10 +92,6 @@ class Row:
     @property
     def untrained(self) -> int:
         return self.draws[0].untrained if self.draws else 0
-
-    @property
-    def peak(self) -> int | None:
-        return self.draws[0].peak if self.draws else None
 
     def spread(self, stage: str, name: str) -> Spread | None:
         """Returns the mean and the standard deviation over draws of a measurement; None if there are none."""

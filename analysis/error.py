@@ -137,7 +137,6 @@ def readable(row: Row) -> dict[str, str]:
         **layers,
         "untrained parameters": f"{row.untrained:,}" if row.untrained else "",
         "MACs (M)": f"{row.macs / 1e6:.2f}" if row.macs else "",
-        "peak (MiB)": "" if row.peak is None else f"{row.peak / 2**20:.1f}",
         "cannot be built": row.problem,
     }
 
@@ -151,7 +150,7 @@ def values(row: Row, tokens: Sequence[int], images: int, draws: int) -> Iterator
         line |= {"layer": layer + 1, "tokens": tokens[layer], "entropy": nats}
         bias = (row.spread_of_squared_bias(layer) or [None])[0]
         line |= {"error": error, "error_std": std, "squared_bias": bias, "untrained_parameters": row.untrained}
-        yield line | {"macs": row.macs or None, "peak_bytes": row.peak, "problem": row.problem}
+        yield line | {"macs": row.macs or None, "problem": row.problem}
 
 
 def points_on(against: str, rows: Sequence[Row], middle: int) -> list[tuple[float, float, float | None]]:

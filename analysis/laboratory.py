@@ -5,7 +5,6 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
@@ -33,7 +32,6 @@ from engine.objectives.distillation import digest_weights
 from engine.run.load import dump_run
 from engine.runtime.errors import UserError
 from engine.runtime.files import check_directory
-from engine.runtime.memory import peak_bytes
 from engine.runtime.ownership import claim_results
 from engine.runtime.provenance import digest_code, provenance
 from engine.runtime.reading import parsing
@@ -117,8 +115,6 @@ class Laboratory:
         pairs = list(zip(attention_layers(model), attention_layers(trained.model), strict=True))
         layers = [n for n in layers if not is_same_attention(*pairs[n])] or layers
         replaced, aligned, seconds = self._test(model, layers), None, None
-        with torch.no_grad():
-            peak = peak_bytes(partial(model, self.own.images), trained.device)
         if self.training is not None and self.steps is not None:
             claim_results(self.aligned, [weights.name])
             clock = time.process_time if trained.device.type == "cpu" else time.perf_counter
@@ -126,7 +122,7 @@ class Laboratory:
             align_by_seed(trained, model, self.training, self.steps, seed)
             seconds, aligned = clock() - began, self._test(model, layers)
             export_model(weights, trained, model, attention, self.steps)
-        return Draw(replaced, aligned, seconds, untrained, peak)._asdict()
+        return Draw(replaced, aligned, seconds, untrained)._asdict()
 
     def _test(self, model: nn.Module, layers: Sequence[int]) -> Stage:
         parts = (attended, self.own.attended), (outputs, self.own.outputs)

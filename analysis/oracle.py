@@ -14,7 +14,6 @@ import itertools
 import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from statistics import fmean
 from typing import NamedTuple
 
 import torch
@@ -23,7 +22,7 @@ from matplotlib.ticker import NullLocator
 from torch import Tensor
 
 from analysis import command_line
-from analysis.budgets import low_rank_share, options_text, split_budget
+from analysis.budgets import low_rank_share, split_budget
 from analysis.decompositions import godec, keep_largest, robust_pca, truncate
 from analysis.matrices import Layer, process1_layers, read_layers
 from attention import create_attention
@@ -52,7 +51,7 @@ class Row(NamedTuple):
     """Error of a method for one matrix, a line of the CSV file.
 
     Attributes:
-        entropy: mean over the matrix's rows, nats. budget: numbers per row; None: the number that robust PCA takes.
+        entropy: mean over the matrix's rows, nats. budget: numbers per row.
         density: share of entries in the sparse part. error: ||A' - A||_F / ||A||_F; for Scatterbrain a mean over draws.
     """
 
@@ -60,7 +59,7 @@ class Row(NamedTuple):
     image: int
     head: int
     entropy: float
-    budget: int | None
+    budget: int
     method: str
     rank: int
     density: float
@@ -99,7 +98,6 @@ def main(args: argparse.Namespace) -> None:
     count = len({(row.layer, row.image, row.head) for row in rows})
     title = f"{args.checkpoint}: {count} softmax attention matrices, mean ± standard deviation over them"
     print(f"{title}\n\nRelative Frobenius error\n\n{compact_table(errors(rows))}")
-    print(f"\nScatterbrain by entropy\n\n{compact_table(splits(layers, budgets))}")
     write_file(args.output / "oracle.csv", to_csv(Row._fields, rows))
     write_file(args.output / "oracle.png", encode(draw(title, rows)))
 
@@ -148,9 +146,7 @@ def compare(layer: Layer, budgets: Sequence[int], draws: int) -> Iterator[list[R
     by_entropy = {budget: scatterbrain_fits(layer, matrices, budget, draws, [share_of(layer)]) for budget in budgets}
     for image, head in itertools.product(*map(range, matrices.shape[:2])):
         a = matrices[image, head]
-        low, sparse = robust_pca(a)
-        rank, density = int(torch.linalg.matrix_rank(low)), (sparse != 0).double().mean().item()
-        fits = [(None, "robust PCA", Fit(rank, density, frobenius_error(low + sparse, a).item()))]
+        (low, _), fits = robust_pca(a), []
         for budget in budgets:
             found = decomposition_fits(a, low, budget) | {"Scatterbrain": mechanism[budget][image][head]}
             found["Scatterbrain by entropy"] = by_entropy[budget][image][head]
@@ -224,27 +220,12 @@ def scatterbrain_fits(
 def errors(rows: Sequence[Row]) -> list[dict[str, str]]:
     """Returns the errors by layer and budget: title of a column -> its text."""
     lines = []
-    for layer, budget in dict.fromkeys((row.layer, row.budget) for row in rows if row.budget):
+    for layer, budget in dict.fromkeys((row.layer, row.budget) for row in rows):
         here = [row for row in rows if (row.layer, row.budget) == (layer, budget)]
         entropy = spread(row.entropy for row in here if row.method == here[0].method)
         line = {"layer": layer, "entropy (nats)": plus_minus(entropy, ".2f"), "budget": str(budget)}
         by_method = {name: spread(row.error for row in here if row.method == name) for name in METHODS}
         lines.append(line | {name: plus_minus(found, ".3f") for name, found in by_method.items()})
-    return lines
-
-
-def splits(layers: Sequence[Layer], budgets: Sequence[int]) -> list[dict[str, str]]:
-    """Returns the options of `scatterbrain` by entropy for every layer and, by the mean share, for all together."""
-    found = [(layer.name, share_of(layer), layer) for layer in layers]
-    if len({layer.grid for layer in layers}) == 1:
-        found.append(("all", fmean(share for _, share, _ in found), layers[0]))
-    lines = []
-    for name, share, layer in found:
-        line = {"layer": name, "share of samples": f"{share:.2f}"}
-        for budget in budgets:
-            free = budget - 2 * (layer.q.shape[2] - math.prod(layer.grid))
-            line[f"budget {budget}"] = options_text(split_budget(free, share, layer.grid))
-        lines.append(line)
     return lines
 
 
@@ -254,7 +235,6 @@ def draw(title: str, rows: Sequence[Row]) -> Figure:
 
     A second panel shows the error of every matrix against its entropy, at the middle budget.
     """
-    rows = [row for row in rows if row.budget]
     budgets = sorted({row.budget for row in rows})
     middle = budgets[len(budgets) // 2]
     figure = new_figure(f"Are low rank and sparse entries together better than either alone?\n{title}", 3.6)

@@ -198,7 +198,6 @@ def readable(row: Row, own: float, difference: Spread | None) -> dict[str, str]:
         "tuned: difference": plus_minus(difference, "+.2f") + verdict(difference),
         "tuned: minutes": plus_minus(row.spread("tuned", "minutes"), ".1f"),
         "MACs (G)": "" if row.macs is None else f"{row.macs / 1e9:.4f}",
-        "peak (MiB)": "" if row.peak is None else f"{row.peak / 2**20:.1f}",
         "cannot be measured": row.problem,
     }
 
@@ -224,5 +223,5 @@ def values(row: Row, own: float, images: int, difference: Spread | None) -> dict
         line[name], line[f"{name}_std"] = mean_and_std(found)
         if name == "top1":
             line["change"] = None if found is None else found.mean - own
-    line |= {"macs": row.macs, "peak_bytes": row.peak, "untrained_parameters": row.untrained, "problem": row.problem}
+    line |= {"macs": row.macs, "untrained_parameters": row.untrained, "problem": row.problem}
     return line

@@ -12,7 +12,7 @@ from analysis import oracle
 from analysis.budgets import low_rank_share, split_budget
 from analysis.decompositions import godec, keep_largest, robust_pca, truncate
 from analysis.matrices import Layer, capture, process1
-from analysis.oracle import Row, compressible, decomposition_fits, frobenius_error, scatterbrain_fits, share_of, splits
+from analysis.oracle import Row, compressible, decomposition_fits, frobenius_error, scatterbrain_fits, share_of
 from attention import create_attention
 from attention.parts.geometry import merge_heads
 from engine.runtime.errors import UserError
@@ -129,10 +129,9 @@ def test_flat_matrices_get_more_samples_than_sharp_ones():
     flat, sharp = (process1(1, times * math.log(60), tokens=60) for times in (0.1, 2))
     assert 0.95 < share_of(flat) <= 1
     assert share_of(sharp) < 0.4
-    (of_flat, of_sharp, together) = splits([flat, sharp], [16])
-    assert of_flat["budget 16"] == "num_samples=7, window_size=2, layout=1d"
-    assert together["share of samples"] == f"{(share_of(flat) + share_of(sharp)) / 2:.2f}"
-    assert int(of_sharp["budget 16"].split("=")[1].split(",")[0]) < 4
+    options = [split_budget(16, share_of(layer), layer.grid) for layer in (flat, sharp)]
+    assert options[0] == {"num_samples": 7, "window_size": 2, "layout": "1d"}
+    assert options[1]["num_samples"] < 4
 
 
 @pytest.mark.parametrize("num_prefix", [0, 3])
@@ -176,7 +175,7 @@ def test_table_rows_and_figure(checkpoint, tmp_path, capsys):
     options = ["--images", "2", "--budgets", "16", "8", "--draws", "2", "--output", str(tmp_path)]
     analyze.main(["oracle", checkpoint, *options, "data.crop_pct=0.9"])
     rows = read_rows(tmp_path / "oracle.csv")
-    assert len(rows) == 2 * 2 * 2 * (1 + 2 * len(oracle.METHODS))  # layers, images, heads
+    assert len(rows) == 2 * 2 * 2 * (2 * len(oracle.METHODS))  # layers, images, heads
     assert all(0 <= float(row["entropy"]) <= math.log(36) for row in rows)
     chosen = [float(row["error"]) for row in rows if row["layer"] == "layer 2" and row["budget"] == "8"]
     text = capsys.readouterr().out

@@ -28,7 +28,6 @@ from engine.config.yaml_files import read_yaml
 from engine.objectives.alignment import relative_error
 from engine.run.load import load_run
 from engine.runtime.errors import UserError
-from engine.runtime.memory import peak_bytes
 from models import create_model
 from models.base import attention_layers, is_same_attention
 from tests.analysis.models import ROOT, SMALL, ask, load_model, read_rows, refusal, save_model
@@ -243,7 +242,7 @@ def bars(axes) -> list[tuple]:
 
 def test_figures_of_error_show_the_rows():
     """Errors above the largest are drawn at the largest, without a bar."""
-    row = partial(Row, "lara", "", entropies=(1.0, 2.0), macs=3 * 10**6, peak=2**20)
+    row = partial(Row, "lara", "", entropies=(1.0, 2.0), macs=3 * 10**6)
     rows = [
         row(budget=4, temperature=1.0, mode="evaluation", errors=[[0.1, 0.3], [0.3, 0.5]]),
         row(budget=16, temperature=1.0, mode="evaluation", errors=[[20.0, 30.0], [40.0, 50.0]]),
@@ -257,7 +256,7 @@ def test_figures_of_error_show_the_rows():
 
 def test_the_cost_is_an_axis_of_the_error_beside_that_of_softmax_attention():
     rows = [
-        Row(name, "", 4, 1.0, (1.0,), mode, [[error]], macs=macs * 10**6, peak=2**20)
+        Row(name, "", 4, 1.0, (1.0,), mode, [[error]], macs=macs * 10**6)
         for name, mode, macs, error in (("ra", "evaluation", 8, 0.1), ("ra", "sampled", 8, 0.2), ("eva", "any", 9, 0.1))
     ]
     (axes,) = draw("", rows, "macs", [4], 16 * 10**6).axes
@@ -270,7 +269,7 @@ def test_the_cost_is_an_axis_of_the_error_beside_that_of_softmax_attention():
 
 
 def test_a_line_of_each_mode_goes_through_the_rows_of_any_mode():
-    row = partial(Row, "eva", "", temperature=1.0, entropies=(1.0,), errors=[[0.1]], peak=2**20)
+    row = partial(Row, "eva", "", temperature=1.0, entropies=(1.0,), errors=[[0.1]])
     sizes = [(4, "evaluation"), (4, "sampled"), (16, "any")]
     rows = [row(budget=budget, mode=mode, macs=budget * 10**6) for budget, mode in sizes]
     (axes,) = draw("", rows, "macs", [4, 16], 10**6).axes
@@ -366,17 +365,6 @@ def test_a_size_that_exceeds_the_memory_is_a_row_with_the_reason(checkpoint, tmp
     assert {row["problem"] for row in rows if row["attention"] == "softmax"} == {""}
 
 
-def test_layers_that_differ_have_their_own_memory(checkpoint, trained, inputs):
-    """TransNormer's first layer has windows and its second one is linear attention: the peak is the higher one."""
-    softmax = attend_by_softmax(trained, inputs, 1.0)
-    args = argparse.Namespace(draws=1, modes=["evaluation"], decompose=None, align=None)
-    (row,) = measure(trained, softmax, "", {"name": "transnormer", "window_size": 2}, [4], args)
-    layers = attention_layers(drop_in(trained, {"name": "transnormer", "window_size": 2}, 0)[0])
-    calls = [partial(attended, layer, *given) for layer, given in zip(layers, inputs, strict=True)]
-    first, second = (peak_bytes(call, trained.device) for call in calls)
-    assert row.peak == second > first
-
-
 def test_a_budget_that_layers_of_several_grids_need_different_values_for_is_refused():
     assert with_budget({"name": "linformer"}, 16, {64, 256}) == {"name": "linformer", "num_landmarks": 16}
     with pytest.raises(OptionError, match="--budgets 16: layers of 64 and 256 tokens need different values"):
@@ -444,7 +432,7 @@ def test_chosen_blocks_are_replaced(checkpoint, tmp_path, monkeypatch, capsys):
         ask(checkpoint, tmp_path, "replace", *options, *blocks)
         for blocks in ([], ["--blocks", "0"], ["--blocks", "1"], ["--blocks", "0-1"])
     )
-    assert [row.pop("peak_bytes") and row for row in every] == [row.pop("peak_bytes") and row for row in whole]
+    assert every == whole
     assert [float(rows[0]["change"]) for rows in (first, last)] == [0, 0]
     errors = [float(rows[1]["error"]) for rows in (first, last, whole)]
     assert 0 < errors[0] != errors[1] > 0
