@@ -1,8 +1,8 @@
-"""Operators of a call: how many there are, and whether one searches among tokens."""
+"""Operators of a call."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -14,15 +14,6 @@ from attention.ops import memory, products
 from attention.ops.kernels import NAMESPACE
 
 ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
-SEARCHES = {"argmax", "argmin", "max", "min", "searchsorted", "sort", "topk"}
-"""Operators whose work is in comparisons."""
-
-
-class Operator(NamedTuple):
-    """A call of an operator: its name without namespace and overload, and the elements of its largest tensor."""
-
-    name: str
-    elements: int
 
 
 class OperatorCounter(TorchDispatchMode):
@@ -32,12 +23,12 @@ class OperatorCounter(TorchDispatchMode):
     An operator with several kernels counts once. Operators are PyTorch's own and the project's Triton kernels.
 
     Attributes:
-        found: the operators.
+        found: their names, without namespace and overload.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[Operator] = []
+        self.found: list[str] = []
         self._constants: dict[int, torch.UntypedStorage] = {}  # kept, so that no address is used twice
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -57,13 +48,13 @@ class OperatorCounter(TorchDispatchMode):
             elif inputs.keys() <= self._constants.keys() and not is_random:
                 self._constants |= outputs
             elif is_mutable or not outputs.keys() <= inputs.keys():  # else a view
-                self.found.append(Operator(name, max(x.numel() for x in (*read, *made))))
+                self.found.append(name)
                 for key in inputs if is_mutable else ():
                     self._constants.pop(key, None)
         return result
 
 
-def count_operators(call: Callable[[], object]) -> list[Operator]:
+def count_operators(call: Callable[[], object]) -> list[str]:
     """Returns the operators of a call, on the paths that tensors off a CPU take: without chunks for its caches."""
     with off_cpu(), OperatorCounter() as counter:
         call()
@@ -78,8 +69,3 @@ def off_cpu() -> Iterator[None]:
         patch.object(products, "sum_in_full", lambda a, b: torch.bmm(a.float(), b.float())),
     ):
         yield
-
-
-def searches(operators: Iterable[Operator], tokens: int) -> bool:
-    """Returns whether one of `SEARCHES` compares as many elements as there are tokens, or more: MACs leave this out."""
-    return any(each.elements >= tokens for each in operators if each.name in SEARCHES)

@@ -17,8 +17,8 @@ NOISE = (
 """Meaning of ~ in tables."""
 MEMORY = (
     "Peak: what torch allocates during a call, beyond parameters, optimiser state and inputs. Saved: what the result "
-    "keeps for its backward pass, without parameters. MACs: of one image, forward. *: the call sorts or compares, "
-    "which MACs leave out. Operators: of PyTorch, without views."
+    "keeps for its backward pass, without parameters. MACs: of one image, forward; sorting and comparing has none. "
+    "Operators: of PyTorch, without views."
 )
 """Meaning of the counts."""
 
@@ -27,7 +27,7 @@ ENDS = ("", "_q1", "_q3", "_noisy")
 MEASURED = [name + end for name in ("seconds", "speedup") for end in ENDS]
 COUNTED = (
     *("macs_ratio", "efficiency", "images_per_second", "waited", "peak_bytes", "peak_ratio", "saved_bytes"),
-    *("operators", "searches", "launches", "macs", "parameters"),
+    *("operators", "launches", "macs", "parameters"),
 )
 FILES = ("table.md", "results.csv")
 """Files that `write_tables` writes."""
@@ -36,7 +36,7 @@ COLUMNS = ("kind", "name", "baseline", *SETTINGS, *MEASURED, *COUNTED)
 """Columns of results.csv.
 
 peak_ratio: relative to the baseline's. macs_ratio: the baseline's MACs, relative to these. efficiency: speed-up,
-relative to macs_ratio. waited: see `bench.timing.Times`. searches: see `bench.operators.searches`.
+relative to macs_ratio. waited: see `bench.timing.Times`.
 """
 
 
@@ -80,7 +80,7 @@ def readable(row: Mapping[str, Any]) -> dict[str, str]:
         **{name: str(row[name]) for name in SETTINGS},
         "ms": quartiles_text(row, "seconds", 1e-3, ".4g") or "out of memory",
         f"speed-up over {row['baseline']}": quartiles_text(row, "speedup", 1, ".2f"),
-        "of the ratio of MACs": text(row["efficiency"], 1, ".2f") + "*" * bool(row["efficiency"] and row["searches"]),
+        "of the ratio of MACs": text(row["efficiency"], 1, ".2f"),
         "images/s": text(row["images_per_second"], 1, ".4g"),
         "peak (MiB)": text(row["peak_bytes"], 2**20, ".1f")
         + (f" ({row['peak_ratio']:.2f}x)" if row["peak_ratio"] else ""),

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attention import AttentionFactory, Grid, kernels
 from attention.options import OptionError, nearest
-from bench.operators import count_operators, searches
+from bench.operators import count_operators
 from bench.timing import count_launches
 from engine.config.yaml_files import parse_yaml
 from engine.run.load import load_run
@@ -199,8 +199,6 @@ class Workload:
         torch.manual_seed(0)
         self.is_compiled = execution.startswith("compiled")
         network = initialise_weights(subject.build(size)).to(device)
-        stride = network.feature_info[0]["reduction"] if hasattr(network, "feature_info") else 1  # timm's, in pixels
-        self.tokens = batch * math.prod(size) // stride**2
         torch.manual_seed(0)  # gives the same inputs for every network
         with autocast(self.amp, device):
             self.inputs = subject.example(network, size, batch, device)
@@ -240,11 +238,8 @@ class Workload:
 
     def counts(self) -> dict[str, int | None]:
         """Returns bytes, operators and kernel launches of one call; None for counts that do not apply."""
-        with torch.compiler.set_stance("force_eager"):  # compiled calls search what eager ones do
-            operators = count_operators(self.call)
         return {
-            "operators": None if self.is_compiled else len(operators),
-            "searches": searches(operators, self.tokens),
+            "operators": None if self.is_compiled else len(count_operators(self.call)),
             "peak_bytes": peak_bytes(self.call, self.device),
             "saved_bytes": saved_bytes(self.forward, self.parameters) if self.network.training else None,
             "launches": count_launches(self.call, self.device),

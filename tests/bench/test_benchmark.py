@@ -2,7 +2,6 @@
 
 import csv
 from ast import literal_eval
-from functools import partial
 
 import pytest
 import torch
@@ -272,22 +271,6 @@ def test_the_stored_quality_is_that_of_the_measurements():
     for layer, stored in found.items():
         assert stored == pytest.approx(spread(losses[layer]), abs=1e-5)
         assert factory_of(layer)(dim=48, num_heads=3, grid=(14, 14))
-
-
-@pytest.mark.parametrize("name", ["smyrf:cluster_size=4", "orthoformer:num_landmarks=4", "local:window_size=2"])
-def test_searches_among_tokens_are_noted_of_layers_and_models(name):
-    for subject, size in (attention_layer(name, 12, 3), (4, 6)), (whole_model(f"deit_tiny_p16:{name}"), (64, 96)):
-        counts = Workload(subject, size, 1, "inference", "fp32", "eager", CPU).counts()
-        assert counts["searches"] == (not name.startswith("local"))
-
-
-@pytest.mark.complete
-def test_searches_of_compiled_calls_are_those_of_eager_ones(monkeypatch):
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    for name in "smyrf:cluster_size=4", "identity":
-        counts = Workload(attention_layer(name, 12, 3), (4, 6), 1, "inference", "fp32", "compiled", CPU).counts()
-        assert counts["searches"] == (name != "identity")
-        assert counts["operators"] is None
 
 
 def test_plain_softmax_keeps_its_matrix(tmp_path):

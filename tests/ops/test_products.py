@@ -38,4 +38,4 @@ def test_a_product_of_bfloat16_is_one_operator_on_a_gpu():
         a, b = torch.empty(2, 3, 8, dtype=torch.bfloat16), torch.empty(2, 8, 5, dtype=torch.bfloat16)
         with OperatorCounter() as counter:
             assert full_product(a, b).dtype == torch.float32
-    assert counter.found == [("bmm", 2 * 8 * 5)]
+    assert counter.found == ["bmm"]
