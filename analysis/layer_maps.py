@@ -93,8 +93,3 @@ def layers_csv(rows: Sequence[Row]) -> bytes:
             numbers = (value[head].item() if isinstance(value, Tensor) else value for value in values)
             lines.append([attention, file, layer, head + 1, *numbers, None])
     return to_csv(["attention", "file", "layer", "head", *fields, "problem"], lines)
-
-
-def list_problems(rows: Sequence[Row]) -> list[str]:
-    """Returns the reasons why layers are left out, each once."""
-    return list(dict.fromkeys(str(row.found) for row in rows if isinstance(row.found, NoMatrix)))

@@ -9,7 +9,6 @@ With --attention, other mechanisms use the run's weights, without training.
 
 import argparse
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from analysis import command_line
 from analysis.drop_in import drop_in
 from analysis.implied import LayerInput, NoMatrix, attention_inputs
 from analysis.laboratory import to_file_name
-from analysis.layer_maps import LayerMaps, Row, describe_layer, layers_csv, list_problems, tabulate
+from analysis.layer_maps import LayerMaps, Row, describe_layer, layers_csv, tabulate
 from analysis.trained import Trained, load_trained, read_images
 from attention import Grid, OptionError
 from engine.data.folders import FileReader, list_files
@@ -76,8 +75,6 @@ def main(args: argparse.Namespace) -> None:
                 write_file(path, encode(figure))
                 bar.update()
     print(tabulate(rows))
-    for problem in list_problems(rows):
-        print(f"left out: {problem}", file=sys.stderr)
     write_file(args.output / "maps.csv", layers_csv(rows))
     print(f"{args.output}: maps.csv, and by mechanism the maps of every image")
 
