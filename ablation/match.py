@@ -11,7 +11,7 @@ from engine.runtime.errors import ConfigError
 from models import layer_contexts, split_name
 
 TOLERANCE = 0.02
-"""Largest relative deviation from the target that counts as equal."""
+"""Largest relative deviation from a target that is beyond all sizes."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,6 @@ class Matched:
     def deviation(self) -> float:
         """Deviation from the target, relative to the target."""
         return self.reached / self.target - 1
-
-    @property
-    def is_equal(self) -> bool:
-        """Whether the deviation is at most `TOLERANCE`."""
-        return abs(self.deviation) <= TOLERANCE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +73,7 @@ def solve(target: float, run: Run) -> Matched:
     if isinstance(run.attention, str):  # no mapping, whose options could be set
         override = f"attention={{name: {run.attention}, {name}: {size.value}}}"
     found = Matched(target, name, size.value, of_token * size.macs, override)
-    if not size.is_in_range and not found.is_equal:
+    if not size.is_in_range and abs(found.deviation) > TOLERANCE:
         side = "above" if found.deviation > 0 else "below"
         problem = f"every size is {side} the target; the nearest, {name} = {size.value}, has token_macs"
         raise OutOfReach(f"attention({factory.name}): {problem} = {found.reached:.4g}, {found.deviation:+.1%}")

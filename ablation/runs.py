@@ -147,31 +147,25 @@ class Setting:
         """The options of the run in plain types, written out."""
         return dump_run(self.run)
 
-    def values_of(self, option: str) -> list[Any]:
-        """Returns the plain values that hold for an option: several if it names several entries of a list, none if the
-        run has no such option, as its mechanism is another.
+    def text_of(self, option: str) -> str:
+        """Returns the YAML text of the value that holds for an option, of its values if it names several entries of a
+        list; empty if the run has no such option, as its mechanism is another.
+
+        If the setting does not change the option itself, the name of a mapping stands for the mapping.
         """
-        values = []
+        if option in self.changes:
+            return self.changes[option]
+        found = []
         for key in expand(option):
             held: Any = self.options
             for part in key.split("."):
                 if isinstance(held, list):
                     held = dict(zip(map(str, range(len(held))), held, strict=True))
                 if not isinstance(held, Mapping) or part not in held:
-                    return []
+                    return ""
                 held = held[part]
-            values.append(held)
-        return values
-
-    def text_of(self, option: str) -> str:
-        """Returns the YAML text of the value that holds for an option; empty if the run has no such option.
-
-        If the setting does not change the option itself, the name of a mapping stands for the mapping.
-        """
-        if option in self.changes:
-            return self.changes[option]
-        held = [name_in(value) for value in self.values_of(option)]
-        return to_text(held[0] if held.count(held[0]) == len(held) else held) if held else ""
+            found.append(name_in(held))
+        return to_text(found[0] if found.count(found[0]) == len(found) else found)
 
     def results(self) -> dict[int, dict[str, Any]]:
         """Returns seed, or fold, -> final record of train.py for the finished runs."""

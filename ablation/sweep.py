@@ -122,11 +122,16 @@ class Planner:
                 check_run(with_values(run, first), self.world_size)
         name = self.name(row, size)
         command = [*self.launcher, str(ROOT / "train.py"), str(row.base), *self.overrides, *row.overrides, *size]
-        cases = tuple(self._create_case(run, command, name, values) for values in self.replicates)
+        cases = []
+        for values in self.replicates:
+            texts = [f"{key}={to_yaml(value)}" for key, value in values.items()]
+            directory = self.output / to_directory(name, texts)
+            own = [*command, *texts, "--output", str(directory), *as_arguments()]
+            cases.append(Case(with_values(run, values), directory, own))
         changes = {option: to_text(value) for option, value in row.options.items() if option not in OF_ROWS}
         if self.ablation.bases:
             changes = {"base": title(row.base)} | changes
-        return name, Setting(changes, self._paper(row), cases, matched, ["train.seed", *first][-1])
+        return name, Setting(changes, self._paper(row), tuple(cases), matched, ["train.seed", *first][-1])
 
     def name(self, row: Row, size: Sequence[str] = ()) -> str:
         """Returns the name of a row in the file system, with the override `size` that `match` adds."""
@@ -157,14 +162,6 @@ class Planner:
         given = given if isinstance(given, Mapping) else {"top1": given}
         with as_config_error():
             return parse_options(PaperRow, {"config": str(row.base), **given}, "paper")
-
-    def _create_case(self, run: Run, command: Sequence[str], name: str, values: Mapping[str, int]) -> Case:
-        """Returns the run of a setting with these values, option key.path -> value, and adds them to its `command`."""
-        texts = [f"{key}={to_yaml(value)}" for key, value in values.items()]
-        directory = self.output / to_directory(name, texts)
-        return Case(
-            with_values(run, values), directory, [*command, *texts, "--output", str(directory), *as_arguments()]
-        )
 
 
 def title(base: Path) -> str:

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ablation.match import TOLERANCE
 from ablation.names import short_names
 from ablation.runs import Case, Setting, changed_options, in_order, replicate_of
 from engine.checkpoints.progress import is_score
@@ -16,9 +15,6 @@ Table = dict[str, list[str]]
 
 MEASURED_COSTS = {"step_seconds": "step time (s)", "memory_mb": "peak memory (MB)"}
 """Costs that runs measure: key in their final records -> label of an axis."""
-
-WITHIN = f"within {100 * TOLERANCE:.0f} %"
-"""Title of the column that says whether the target of `match` is reached."""
 
 ONE_RUN = (
     "One run per row: how far other seeds would end from it is not known, and rows that are near cannot be ranked."
@@ -70,26 +66,21 @@ def tabulate(settings: Sequence[Setting], for_readers: bool = False) -> Table:
 
 def list_runs(settings: Sequence[Setting]) -> Table:
     """Returns a row for each run, in the order of training."""
-    row_of = {case.directory: i for i, setting in enumerate(settings) for case in setting.cases}
     runs = [(case, case.result() or {}) for case in in_order(settings)]
     columns = {f"{name} (%)": key for name, key in accuracies(settings).items()}
     columns |= {"top-5 (%)": "top5", "loss": "loss", "epochs": "epoch", "step (s)": "step_seconds"}
-    memory = [format_number(result.get("memory_mb"), ".6g") for _, result in runs]
     elapsed = [result.get("elapsed_seconds") for _, result in runs]  # without pauses
     hours = [format_number(seconds and seconds / 3600, ".4g") for seconds in elapsed]
-    changes = ["; ".join(case.changes()) for case, _ in runs]
-    options = tabulate_options(settings).items()
-    replicate = {"train.seed": [str(case.run.train.seed) for case, _ in runs]}
-    if replicate_of(settings) == "fold":
-        replicate["data.fold"] = [str(case.run.data.fold) for case, _ in runs]
+    folds = [str(case.run.data.fold) for case, _ in runs] if replicate_of(settings) == "fold" else []
     return {
         "directory": [case.directory.name for case, _ in runs],
-        **{option: [texts[row_of[case.directory]] for case, _ in runs] for option, texts in options},
-        **replicate,
+        **{option: texts * len(settings[0].cases) for option, texts in tabulate_options(settings).items()},
+        "train.seed": [str(case.run.train.seed) for case, _ in runs],
+        **if_any("data.fold", folds),
         **{title: [format_number(result.get(key), ".6g") for _, result in runs] for title, key in columns.items()},
         **if_any("hours", hours),
-        **if_any("peak memory (MB)", memory),
-        **({"changed": changes} if any(changes) else {}),
+        **if_any("peak memory (MB)", [format_number(result.get("memory_mb"), ".6g") for _, result in runs]),
+        **if_any("changed", ["; ".join(case.changes()) for case, _ in runs]),
     }
 
 
@@ -146,7 +137,6 @@ def tabulate_match(settings: Sequence[Setting]) -> Table:
         "token_macs: target": [format_number(own and own.target, ".0f") for own in found],
         "token_macs: reached": [format_number(own and own.reached, ".0f") for own in found],
         "off target (%)": [format_number(own and 100 * own.deviation, "+.1f") for own in found],
-        WITHIN: [("yes" if own.is_equal else "no") if own else "" for own in found],
     }
 
 
