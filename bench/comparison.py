@@ -91,7 +91,7 @@ def rows_of(comparison: Comparison, counts: Mapping[str, dict[str, int | None]],
     rows, macs = [], {each.name: costs.macs for each, costs in zip(comparison.subjects, comparison.costs, strict=True)}
     for subject, costs in zip(comparison.subjects, comparison.costs, strict=True):
         row = {name: getattr(comparison, name, None) for name in COLUMNS}
-        row |= costs._asdict() | counts.get(subject.name, {}) | {"name": subject.name, "size": size_text(comparison)}
+        row |= costs._asdict() | counts.get(subject.name, {}) | {"name": subject.name, "size": size_text(comparison.kind, comparison.size)}
         if subject.name in calls:
             row |= quartile_columns("seconds", Quartiles.of(times.seconds[subject.name]), times)
             row |= {"waited": times.waited, "images_per_second": comparison.batch / row["seconds"]}
@@ -122,8 +122,8 @@ def set_up(comparison: Comparison, device: torch.device) -> tuple[dict[str, Call
     return calls, counts
 
 
-def size_text(comparison: Comparison) -> str:
+def size_text(kind: str, size: Grid) -> str:
     """Formats a square grid as ``"784"`` tokens, a square image as ``"224"`` pixels, other sizes as ``"14x28"``."""
-    height, width = comparison.size
-    square = height if comparison.kind == "model" else height * width
+    height, width = size
+    square = height if kind == "model" else height * width
     return str(square) if height == width else f"{height}x{width}"

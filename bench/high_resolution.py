@@ -97,10 +97,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if not output.exists():
             append_whole(output, dicts_to_csv([], COLUMNS))
         done = {(row["baseline"], row["size"], row["mode"]) for row in read_csv(output)}
-        todo = [(case.comparison(), case.rounds) for case in CASES]
-        todo = [(each, rounds) for each, rounds in todo if (each.baseline, size_text(each), each.mode) not in done]
-        for each, rounds in tqdm(todo, unit="case", disable=None):
-            lines = dicts_to_csv(measure(each, rounds), COLUMNS).splitlines(keepends=True)
+        keys = {case: (f"{case.host}:{MECHANISMS[0]}", size_text("model", case.size), case.mode) for case in CASES}
+        for case in tqdm([case for case, key in keys.items() if key not in done], unit="case", disable=None):
+            lines = dicts_to_csv(measure(case.comparison(), case.rounds), COLUMNS).splitlines(keepends=True)
             append_whole(output, b"".join(lines[1:]))
 
 

@@ -165,6 +165,7 @@ def test_the_remedy_for_an_image_is_right(P):
     assert torch.equal(y[:, P + 5 * 9 + 7], attn(x, (8, 9))[:, P:].mT.unflatten(2, (8, 9))[:, :, 5, 7])
 
 
+@pytest.mark.complete
 def test_mechanisms_are_imported_when_they_are_asked_for():
     """A run imports those of its model, and Triton's kernels where a GPU or the path asks for them."""
     lines = [
@@ -185,6 +186,7 @@ def test_mechanisms_are_imported_when_they_are_asked_for():
     assert run.returncode == 0, run.stderr
 
 
+@pytest.mark.complete
 def test_a_reader_that_has_enough_of_the_table_is_no_error():
     reading, writing = os.pipe()
     os.close(reading)

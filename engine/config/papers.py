@@ -1,5 +1,6 @@
 """Rows of the papers' tables with accuracy and cost of a model, by its configuration."""
 
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +33,7 @@ class Papers:
     rows: tuple[PaperRow, ...]
 
 
+@functools.cache
 def read_papers(path: Path = PAPERS) -> tuple[PaperRow, ...]:
     """Reads all rows of a file.
 

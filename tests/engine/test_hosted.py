@@ -31,7 +31,7 @@ from models.costs import count_costs
 from models.freeze import freeze
 from models.patches import conv_stem
 from tests.analysis.models import read_rows
-from tests.support.launcher import ROOT, ForkServer
+from tests.support.launcher import ROOT, use_few_images
 from tests.support.refusals import refusal
 
 EVA = {"name": "eva", "window_size": 2, "num_landmarks": 4}
@@ -272,30 +272,25 @@ def test_groups_of_layer_decay_and_the_frozen_backbone():
         assert kept == {f"{head}.weight", f"{head}.bias"}
 
 
+def run_training(output: Path, **sections) -> Path:
+    """Trains RUN with other sections, and returns its directory."""
+    with pytest.MonkeyPatch.context() as patch:
+        use_few_images(50, 24, patch.setattr)
+        train.main([str(write_run(output.with_suffix(".yaml"), **sections)), "--output", str(output)])
+    return output
+
+
 @pytest.fixture(scope="module")
 def run_directory(tmp_path_factory) -> Path:
     """A trained run of a ViT of timm with softmax attention."""
-    place = tmp_path_factory.mktemp("hosted")
-    server = ForkServer()
-    try:
-        config = write_run(place / "x.yaml", attention="softmax")
-        statuses, _ = server.run([str(config), "--output", str(place / "run")], place / "log")
-    finally:
-        server.close()
-    assert statuses == [0]
-    return place / "run"
+    return run_training(tmp_path_factory.mktemp("hosted") / "run", attention="softmax")
 
 
 def test_a_run_without_a_mechanism_is_validated_exported_and_not_analysed(tmp_path, capsys):
     """A model without attention; one with its own is analysed as what computes the same."""
-    server = ForkServer()
-    try:
-        resnet = {"name": "timm:resnet10t", "img_size": 32, "num_classes": 10}
-        for name, model in {"resnet": resnet, "vit": VIT}.items():
-            config = write_run(tmp_path / "x.yaml", model=model, attention=None, optim={"lr": 0.002, "lr_base_size": 8})
-            assert server.run([str(config), "--output", str(tmp_path / name)], tmp_path / "log")[0] == [0]
-    finally:
-        server.close()
+    resnet = {"name": "timm:resnet10t", "img_size": 32, "num_classes": 10}
+    for name, model in {"resnet": resnet, "vit": VIT}.items():
+        run_training(tmp_path / name, model=model, attention=None, optim={"lr": 0.002, "lr_base_size": 8})
     validate.main([str(tmp_path / "resnet"), "--export", str(tmp_path / "x.safetensors")])
     predict.main([str(tmp_path / "x.safetensors"), str(ROOT / "reference/bag.png")])
     assert "bag.png" in capsys.readouterr().out
@@ -309,20 +304,13 @@ def test_a_run_without_a_mechanism_is_validated_exported_and_not_analysed(tmp_pa
 @pytest.mark.parametrize(
     "model", [VIT, pytest.param(of_type("clip", num_classes=10), marks=pytest.mark.complete)], ids=["timm", "hf"]
 )
-def test_a_killed_run_ends_in_the_same_bits(tmp_path, model, ranks):
-    server = ForkServer()
-    config = str(write_run(tmp_path / "x.yaml", model=model))
-    try:
-        for name, faults in {
-            "whole": {},
-            "killed": {0: [("engine.training.optim.ModelEmaV3.update", 8, "SIGKILL")]},
-        }.items():
-            command = [config, "--output", str(tmp_path / name)]
-            statuses, _ = server.run(command, tmp_path / "log", faults=faults, ranks=ranks)
-            assert (statuses[0] == 0) is not bool(faults)
-        assert server.run(command, tmp_path / "log", ranks=ranks)[0] == [0] * ranks
-    finally:
-        server.close()
+def test_a_killed_run_ends_in_the_same_bits(fork_server, tmp_path, model, ranks):
+    config, kill = str(write_run(tmp_path / "x.yaml", model=model)), ("engine.training.optim.ModelEmaV3.update", 8)
+    for name, faults in {"whole": {}, "killed": {0: [(*kill, "SIGKILL")]}}.items():
+        command = [config, "--output", str(tmp_path / name)]
+        statuses, _ = fork_server.run(command, tmp_path / "log", faults=faults, ranks=ranks)
+        assert (statuses[0] == 0) is not bool(faults)
+    assert fork_server.run(command, tmp_path / "log", ranks=ranks)[0] == [0] * ranks
     whole, resumed = (
         load_checkpoint(sorted((tmp_path / name).glob("step_12*.pt"))[-1]) for name in ("whole", "killed")
     )
@@ -405,18 +393,13 @@ def test_the_reference_model_in_timms_vision_transformer_is_our_own(name):
     assert all(torch.equal(x, theirs[key]) for key, x in ours.items())
 
 
-def test_alignment_of_a_run(run_directory, tmp_path, capsys):
+def test_alignment_of_a_run(run_directory, tmp_path):
     """By train.py, with the teacher of init.weights; the error of the first layers falls."""
     sections = {
         "init": {"weights": str(run_directory)},
         "distill": {"teacher": "init.weights", "type": "attention", "alpha": 1.0},
     }
-    server = ForkServer()
-    try:
-        config = write_run(tmp_path / "x.yaml", **sections, attention={**EVA, "num_landmarks": 1})
-        assert server.run([str(config), "--output", str(tmp_path / "run")], tmp_path / "log")[0] == [0]
-    finally:
-        server.close()
+    run_training(tmp_path / "run", **sections, attention={**EVA, "num_landmarks": 1})
     losses = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     losses = [record["loss"] for record in losses if "error_0" in record]
     assert losses[-1] < losses[0]
