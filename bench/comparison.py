@@ -91,7 +91,8 @@ def rows_of(comparison: Comparison, counts: Mapping[str, dict[str, int | None]],
     rows, macs = [], {each.name: costs.macs for each, costs in zip(comparison.subjects, comparison.costs, strict=True)}
     for subject, costs in zip(comparison.subjects, comparison.costs, strict=True):
         row = {name: getattr(comparison, name, None) for name in COLUMNS}
-        row |= costs._asdict() | counts.get(subject.name, {}) | {"name": subject.name, "size": size_text(comparison.kind, comparison.size)}
+        row |= costs._asdict() | counts.get(subject.name, {})
+        row |= {"name": subject.name, "size": size_text(comparison.kind, comparison.size)}
         if subject.name in calls:
             row |= quartile_columns("seconds", Quartiles.of(times.seconds[subject.name]), times)
             row |= {"waited": times.waited, "images_per_second": comparison.batch / row["seconds"]}

@@ -8,8 +8,6 @@ import ast
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[1]
 SCRIPTS = {path.stem for path in ROOT.glob("*.py")}
 CONTRACT = {"attention.base", "attention.costs", "attention.options", "attention.window_options"}
@@ -88,10 +86,9 @@ def allowed(path: Path) -> set[str]:
     return next(BELOW[str(p)] for p in (place, *place.parents) if str(p) in BELOW)
 
 
-@pytest.mark.parametrize("path", EVERY_FILE, ids=lambda path: str(path.relative_to(ROOT)))
-def test_imports_point_down(path):
-    package = path.relative_to(ROOT).parts[0]
-    for module, names in imports(path):
+def test_imports_point_down():
+    for path, (module, names) in ((file, found) for file in EVERY_FILE for found in imports(file)):
+        package = path.relative_to(ROOT).parts[0]
         top = module.partition(".")[0]
         assert top not in SCRIPTS, f"{path} imports the script {top}"
         # from Python 3.12 on, isinstance of such a protocol does not see the parameters of a module
@@ -112,26 +109,14 @@ def test_every_room_has_its_rule():
     assert not [path.name for path in ROOT.glob("engine/*.py") if path.name != "__init__.py"]
 
 
-@pytest.mark.parametrize("path", [*ROOT.glob("*.py"), *EVERY_FILE], ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_file_is_named_for_nothing(path):
-    assert path.stem not in {"utils", "common", "helpers", "misc"}
+def test_no_file_is_named_for_nothing():
+    assert {"utils", "common", "helpers", "misc"}.isdisjoint(path.stem for path in [*ROOT.glob("*.py"), *EVERY_FILE])
 
 
 def test_every_command_refuses_an_option_given_twice():
     """Every parser is one of engine.runtime.arguments, but that of eav.py, which has no option and imports nothing."""
     paths = {*ROOT.glob("*.py"), *EVERY_FILE} - {ROOT / "eav.py"}
     assert not [path for path in paths if "argparse.ArgumentParser(" in path.read_text()]
-
-
-@pytest.mark.parametrize(
-    "path", sorted((ROOT / "attention").rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT))
-)
-def test_windows_travel_as_one_value(path):
-    """No function takes their grid, size and overlap as keywords; in a mechanism no function takes any keyword."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.FunctionDef) and node.args.kwarg:
-            assert node.args.kwarg.arg != "windows", f"{path}: {node.name}"
-            assert path.parent.name != "mechanisms", f"{path}: {node.name} takes **{node.args.kwarg.arg}"
 
 
 def test_inheritance_depth_is_one():

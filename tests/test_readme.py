@@ -1,8 +1,6 @@
 """README.md and docs/ agree with the code: examples run; tables, commands, options, names, files and links exist."""
 
 import io
-import itertools
-import math
 import os
 import re
 import shlex
@@ -32,11 +30,9 @@ from attention import ATTENTION, LayerContext, OptionError, create_attention
 from attention.__main__ import config, table
 from attention.options import parse_options
 from engine.reporting.generate import COMMAND as GENERATE
-from engine.reporting.generate import FILES, PARTS, generate, quote
+from engine.reporting.generate import FILES, PARTS, generate
 from engine.run.load import load_run
-from engine.runtime.errors import UserError
 from tests.engine.test_predict import CLASSES, make_checkpoint
-from tests.test_layers import LIBRARIES, ROOMS
 
 ROOT = Path(__file__).parents[1]
 PAGES = {
@@ -55,16 +51,6 @@ def test_opening_examples():
         exec(example, names)
     assert names["y"].shape == (2, 784, 192)
     assert names["model"](torch.randn(1, 3, 224, 224)).shape == (1, 1000)
-
-
-def test_grids_of_the_opening_example():
-    """Any grid from 7x7 on, which is padded to whole windows."""
-    attn = create_attention("eva", dim=192, num_heads=3, grid=(28, 28), window_size=7, num_landmarks=49)
-    for grid in itertools.product((7, 8, 20), (7, 11, 14)):
-        assert attn(torch.randn(1, math.prod(grid), 192), grid).shape == (1, math.prod(grid), 192)
-    for smaller in ((6, 14), (14, 6)):
-        with pytest.raises(OptionError, match=r"window_size|num_landmarks"):
-            create_attention("eva", dim=192, num_heads=3, grid=smaller)
 
 
 def test_prediction(tmp_path, monkeypatch, capsys):
@@ -133,19 +119,6 @@ def test_what_follows_from_the_code_is_written(file):
 
 def test_only_sections_have_a_page_of_options():
     assert {name for name in PAGES if name.startswith("docs/options/")} == {*FILES} & {*PAGES} - {*PARTS}
-
-
-def test_a_page_without_the_comments_of_a_part_is_named(monkeypatch):
-    monkeypatch.setitem(PARTS, "README.md", {"ten mechanisms": lambda: "", "others": lambda: ""})
-    with pytest.raises(UserError, match=r"README\.md: expected <!-- generated: others --> and <!-- end --> once"):
-        generate("README.md")
-
-
-def test_mechanisms_without_the_option_of_a_local_term_are_named():
-    (words,) = re.findall(r"every other mechanism but these: (.*?)\. Causal", " ".join(MECHANISMS.split()))
-    without = {name for name in ATTENTION if "local" not in ATTENTION[name].Config.__dataclass_fields__}
-    named = set(re.findall(r"\w+", re.sub(r"\(.*?\)", "", words))) - {"and"}
-    assert named == without, "give it the option, local_option(), or name it in docs/mechanisms.md with the reason"
 
 
 SECTION = MECHANISMS[MECHANISMS.index("## Add your own attention") : MECHANISMS.index("## Fast paths")]
@@ -229,17 +202,6 @@ def test_mechanism_table_links_to_configurations_of_the_mechanism():
         assert name in [m["name"] for m in (mechanisms if isinstance(mechanisms, list) else [mechanisms])]
 
 
-def test_first_page_counts_the_mechanisms():
-    (count,) = re.findall(r"(\d+) interchangeable attention mechanisms", README)
-    assert int(count) == len({*filter(config, ATTENTION)} - {"identity", "mean", "pooling", "convolution"})
-
-
-def test_table_quotes_the_papers():
-    assert "| 76.67 (deit_tiny_p8, EVA Table 2) |" in MECHANISMS
-    assert quote("hydra") == "68.30 (deit_tiny_p16, FLatten Table 3)"
-    assert quote("mean") == ""
-
-
 @pytest.mark.parametrize(
     "path",
     sorted(
@@ -293,15 +255,6 @@ def test_commands_name_real_scripts_and_options():
             assert given <= options_of(module, *words[: module == "analyze"]), (module, arguments)
             used.add(module)
     assert used == {*MAINS.values()}
-
-
-def test_commands_in_sentences_exist():
-    modules = set(re.findall(r"python -m ([\w.]+)", TEXT))
-    assert {"attention", "engine.reporting.runs", "engine.config.option_pages"} <= modules
-    assert all(find_spec(module) for module in modules)
-    commands = set(re.findall(r"\beav (\w+)", TEXT))
-    assert commands <= MAINS.keys()
-    assert {name for name, module in MAINS.items() if "." in module} <= commands
 
 
 REPRODUCING = PAGES["docs/reproducing.md"]
@@ -367,29 +320,6 @@ def test_every_figure_and_file_of_data_is_used():
     named = "\n".join([TEXT, *(path.read_text() for folder in sources for path in folder.rglob("*.py"))])
     for path in [*ROOT.glob("docs/figures/*"), *ROOT.glob("docs/data/*")]:
         assert path.name in named, path.name
-
-
-def test_tables_are_rendered():
-    """After an empty line, with a line of dashes, and as many cells in every row: else a reader sees the characters."""
-    found = 0
-    for name, text in PAGES.items():
-        prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
-        for before, lines in re.findall(r"(.*\n|^)((?:^ *\|.*\n?)+)", prose, re.MULTILINE):
-            rows = [re.split(r"(?<!\\)\|", row.strip()) for row in lines.splitlines()]
-            assert not before.strip(), f"{name}: no empty line before {lines[:80]}"
-            assert len(rows) > 2, f"{name}: {lines[:80]}"
-            assert set(rows[1][1:-1]) <= {" --- "}, f"{name}: no line of dashes after {lines[:80]}"
-            assert {len(row) for row in rows} == {len(rows[0])}, f"{name}: rows of several lengths in {lines[:80]}"
-            found += 1
-    assert found > 40
-
-
-def test_every_package_has_a_page_of_the_api():
-    packages = {f"attention.{name}" for name in ("mechanisms", "ops", "parts")} | {f"engine.{room}" for room in ROOMS}
-    packages |= LIBRARIES.keys() - {"engine"}
-    pages = {f"docs/api/{name.rpartition('.')[2]}.md": name for name in packages}
-    shown = {name: re.findall(r"^::: (\S+)$", text, re.MULTILINE) for name, text in PAGES.items() if "/api/" in name}
-    assert shown == {page: [name] for page, name in pages.items()}
 
 
 def test_a_docstring_of_another_shape_is_refused(monkeypatch):

@@ -14,7 +14,6 @@ import pytest
 import safetensors.torch
 import timm
 import torch
-import yaml
 from PIL import Image
 from torch import nn
 
@@ -154,24 +153,6 @@ def as_released(options: dict[str, Any]) -> dict[str, Any]:
     return options | {key: released[key] for key in released if released[key] != papers[key]}
 
 
-def test_every_mechanism_with_a_configuration_is_in_the_list_of_the_digits():
-    runs = yaml.safe_load((CONFIGS / "ablation/mechanisms.yaml").read_text())["runs"]
-    shipped = {path.stem for path in CONFIGS.glob("*/*.yaml")} & set(ATTENTION)
-    assert [run["attention"]["name"] for run in runs] == [name for name in ATTENTION if name in shipped]
-
-
-def test_the_ablation_of_the_local_term_has_every_one_by_default_without_and_with_it():
-    runs = yaml.safe_load((CONFIGS / "ablation/local_term.yaml").read_text())["runs"]
-    given = [(run["attention"]["name"], run["attention"].get("local")) for run in runs]
-    by_default = {name for name, mechanism in ATTENTION.items() if getattr(mechanism.Config, "local", False)}
-    pairs = {name for name, local in given if local is not None}
-    assert by_default | {"softmax", "local", "linear", "efficient", "hydra", "relu_linear", "eva"} <= pairs
-    assert {"identity", "mean", "pooling", "convolution"} <= {name for name, local in given if local is None}
-    for name in pairs - {"softmax"}:
-        assert given.count((name, False)) == given.count((name, True)) == 1
-    assert (given[0], given.count(("softmax", True)), len(given)) == (("softmax", None), 1, len(set(given)))
-
-
 @pytest.mark.parametrize("path", some(IMAGENET), ids=name)
 def test_the_recipe_is_that_of_the_papers(path):
     run = load(path)
@@ -206,25 +187,6 @@ def test_long_range_arena_has_the_model_and_the_steps_of_the_papers(task, steps)
     drawn = re.search(r"--images (\d+) ", header(path))
     num_images = int(drawn[1]) if drawn else run.data.subset * model["num_classes"]
     assert num_images // 256 * schedule.epochs == steps
-
-
-def mechanisms(ablation: str) -> list[dict[str, Any]]:
-    """The attention of every run of an ablation file."""
-    return [run["attention"] for run in yaml.safe_load((CONFIGS / f"ablation/{ablation}.yaml").read_text())["runs"]]
-
-
-def test_long_range_arena_compares_the_same_mechanisms_on_both_tasks():
-    assert mechanisms("lra_image") == mechanisms("lra_pathfinder")
-    rows = mechanisms("lra_image")
-    without_dropout = [{key: value for key, value in row.items() if key != "attn_drop"} for row in rows]
-    assert mechanisms("fashion_mnist_lra") == without_dropout
-
-
-def test_tiny_imagenet_has_the_model_and_the_mechanisms_of_the_survey():
-    assert len({options["name"] for options in mechanisms("tiny_imagenet")}) == 13
-    model = load(CONFIGS / "tiny_imagenet/softmax.yaml").model
-    sizes = {"depth": 8, "embed_dim": 512, "num_heads": 8, "mlp_ratio": 4.0, "img_size": 64, "patch_size": 4}
-    assert model.items() >= (sizes | {"class_token": True, "global_pool": None}).items()
 
 
 @pytest.mark.parametrize("images", [17, 60])
@@ -309,10 +271,6 @@ def test_two_stages_train_one_model(path):
         assert (optim.opt, optim.lr_base_size, schedule.sched) == ("adamw", 512, "cosine")
         assert run.train.total_batch_size == 512
     assert f" in one epoch: {1_281_167 // align.train.total_batch_size:,}" in header(path)
-
-
-def test_every_stage_has_its_file():
-    assert [path.with_stem(f"{path.stem}_tune") for path in ALIGN] == sorted({*TRANSFER} - {*ALIGN})
 
 
 @pytest.mark.parametrize(

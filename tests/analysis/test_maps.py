@@ -57,17 +57,6 @@ def test_command(place, tmp_path, capsys):
     assert 0 < float(rows[0]["entropy"]) < math.log(10)
 
 
-@pytest.mark.stress
-def test_figures_are_pictures(place, tmp_path):
-    names = ["softmax", "xca", "{name: local, window_size: 2}"]
-    analyze.main(["maps", str(place), str(place / "photo.png"), "--attention", *names, "--output", str(tmp_path)])
-    pictures = list(tmp_path.rglob("*.png"))
-    assert len(pictures) == 3
-    for picture in pictures:
-        with Image.open(picture) as image:
-            assert min(image.size) > 100
-
-
 def test_numbers_are_those_of_the_weights():
     layers, (found, _) = describe(small(class_token=True), (3, 5), query=4)
     q, k, _ = layers[0].attn.project(layers[0].x, (3, 5))

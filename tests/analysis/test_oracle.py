@@ -12,7 +12,7 @@ from analysis import oracle
 from analysis.budgets import low_rank_share, split_budget
 from analysis.decompositions import godec, keep_largest, robust_pca, truncate
 from analysis.matrices import Layer, capture, process1
-from analysis.oracle import Row, compressible, decomposition_fits, frobenius_error, scatterbrain_fits, share_of
+from analysis.oracle import Row, compressible, decomposition_fits, scatterbrain_fits, share_of
 from attention import create_attention
 from attention.parts.geometry import merge_heads
 from engine.runtime.errors import UserError
@@ -234,12 +234,6 @@ def test_budgets_are_those_that_every_remaining_layer_can_have(capsys):
         with pytest.raises(UserError, match=f"^--budgets {budgets[0]} {budgets[1]}: no layer is left; give others"):
             compressible(layers, budgets)
     assert "a: left out, as its rows of 30 can have budgets of 8 to 29\n" in capsys.readouterr().err
-
-
-def test_frobenius_error_is_of_each_matrix():
-    a = torch.tensor([[[3.0, 4.0]], [[1.0, 0.0]]])
-    assert frobenius_error(0 * a, a).tolist() == [1, 1]
-    assert frobenius_error(a + torch.tensor([0.0, 5.0]), a).tolist() == [1, 5]
 
 
 def test_figure_and_tables_show_the_rows():

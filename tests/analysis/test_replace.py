@@ -15,7 +15,7 @@ from analysis import error, replace, tune
 from analysis.approximation import Row, attend_by_softmax, decompose_errors, measure
 from analysis.budgets import SIZES, size_option, with_budget
 from analysis.command_line import read_mechanisms
-from analysis.drop_in import MODES, attended, drop_in, layer_errors, layer_inputs, merge_modes, outputs, set_mode
+from analysis.drop_in import attended, drop_in, layer_errors, layer_inputs, outputs, set_mode
 from analysis.error import AXES, draw
 from analysis.laboratory import Laboratory, measure_own
 from analysis.trained import Trained, read_sample
@@ -222,15 +222,6 @@ def test_sampled_mode_is_without_dropout(checkpoint, inputs, tmp_path):
     assert {float(row["error"]) for row in rows if row["attention"] == own} == {0}
 
 
-@pytest.mark.stress
-def test_figures_are_pictures(checkpoint, tmp_path):
-    names = "--attention", "softmax", "local", "performer", "--budgets", "4", "16", "--images", "4", "--draws", "2"
-    ask(checkpoint, tmp_path, "error", *names)
-    ask(checkpoint, tmp_path, "replace", *names[:4])
-    found = {path.name: path.read_bytes()[:4] for path in tmp_path.glob("*.png")}
-    assert found == dict.fromkeys(["replace.png", *(f"error_{name}.png" for name in AXES)], b"\x89PNG")
-
-
 def bars(axes) -> list[tuple]:
     """Returns the points of each errorbar of a panel, and the ends of its bars."""
     found = []
@@ -252,39 +243,6 @@ def test_figures_of_error_show_the_rows():
     low, high = 0.3 - 0.1 * 2**0.5, 0.3 + 0.1 * 2**0.5
     assert shown["macs"] == [([[3, pytest.approx(0.3)], [3, 10]], [pytest.approx([low, high]), [10, 10]])]
     assert shown["entropy"] == [([[1.5, 10]], [[10, 10]]), ([[1.5, 0.5]], [[0.5, 0.5]])]
-
-
-def test_the_cost_is_an_axis_of_the_error_beside_that_of_softmax_attention():
-    rows = [
-        Row(name, "", 4, 1.0, (1.0,), mode, [[error]], macs=macs * 10**6)
-        for name, mode, macs, error in (("ra", "evaluation", 8, 0.1), ("ra", "sampled", 8, 0.2), ("eva", "any", 9, 0.1))
-    ]
-    (axes,) = draw("", rows, "macs", [4], 16 * 10**6).axes
-    assert "multiply-accumulates" in axes.get_xlabel()
-    (softmax,) = [line for line in axes.lines if line.get_linestyle() == "--"]
-    assert set(softmax.get_xdata()) == {16}
-    assert {text.get_text() for text in axes.texts} == {"ra", "eva"}  # each mechanism is named once
-    hollow = [container.lines[0].get_markerfacecolor() for container in axes.containers]
-    assert [face == "white" for face in hollow] == [False, True, False]
-
-
-def test_a_line_of_each_mode_goes_through_the_rows_of_any_mode():
-    row = partial(Row, "eva", "", temperature=1.0, entropies=(1.0,), errors=[[0.1]])
-    sizes = [(4, "evaluation"), (4, "sampled"), (16, "any")]
-    rows = [row(budget=budget, mode=mode, macs=budget * 10**6) for budget, mode in sizes]
-    (axes,) = draw("", rows, "macs", [4, 16], 10**6).axes
-    assert [line.lines[0].get_xdata().tolist() for line in axes.containers] == [[4, 16], [4, 16]]
-
-
-@pytest.mark.complete
-def test_modes_are_apart_only_where_they_differ(checkpoint, tmp_path):
-    assert merge_modes({"evaluation": [1, 2], "sampled": [1, 2]}) == {"any": [1, 2]}
-    assert merge_modes({"sampled": [1, 2]}) == {"sampled": [1, 2]}
-    names = "--attention", "linear", "performer"
-    rows = ask(checkpoint, tmp_path, "error", *names, "--budgets", "4", "--images", "4", "--draws", "2")
-    modes = {name: {row["mode"] for row in rows if row["attention"] == name} for name in names[1:]}
-    assert modes == {"linear": {"any"}, "performer": set(MODES)}
-    assert {row["temperature"] for row in rows} == {"0.25", "1.0", "4.0"}
 
 
 def test_a_run_without_queries_is_refused(trained, inputs):

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import benchmark
-from attention import ATTENTION
 from bench import choice
 from bench.comparison import Comparison
 from bench.costs import CONFIGS
@@ -67,20 +66,6 @@ def test_default_batches_hold_equally_many_tokens():
     assert [comparison.batch for comparison in layers] == [128]
     models = plan("--models", "deit_tiny_p16:softmax", "--image-sizes", "224", "448", "--modes", "train")
     assert [comparison.batch for comparison in models] == [8, 2]
-
-
-@pytest.mark.complete
-def test_baselines():
-    names = [subject.name for subject in plan("--attention", "eva", "eva", "local")[0].subjects]
-    assert names == ["softmax", "eva", "local"]
-    every = [subject.name for subject in plan("--attention", "all", "eva:pool=max")[0].subjects]
-    assert [*dict.fromkeys(name.partition(",")[0] for name in every)] == [*ATTENTION, "eva:pool=max"]
-    assert [name for name in every if "," in name] == [
-        *("transnormer, layer 0 of 12", "transnormer, layer 6 of 12"),
-        *("shifted_window, layer 0 of 12", "shifted_window, layer 1 of 12"),
-    ]
-    comparisons = plan("--attention", "eva", "softmax", "--models", "deit_tiny_p16:local", "timm:vit_tiny_patch16_224")
-    assert {(c.kind, c.baseline) for c in comparisons} == {("attention", "softmax"), ("model", "deit_tiny_p16:local")}
 
 
 @pytest.mark.parametrize("name", chosen(["transnormer", "shifted_window", "eva"], lambda name: name == "transnormer"))

@@ -313,11 +313,3 @@ def test_a_split_is_whole_or_absent_whichever_call_fails(root, tmp_path, monkeyp
         assert {file.name for file in output.iterdir()} == {"train.npz", "train.pixels"}
         assert identify_train(output) == identify_train(tmp_path / "1")
     assert call > 1
-
-
-def test_broken_names_are_printed(root, tmp_path, capsys):
-    prepare.main([str(root), str(tmp_path), "--splits", "val", "--workers", "0", "--short-side", "0"])
-    output = capsys.readouterr()
-    assert output.out == "val: 6 images, 0.000 GB, 1 broken\n"
-    assert "broken: b/2.png: not an image" in output.err
-    assert output.err.splitlines()[-1] == "val: ignored files: 1 *.heic ('a/3.heic')"

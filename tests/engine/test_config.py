@@ -191,8 +191,6 @@ UNKNOWN = "unknown option; did you mean"
 REFUSED = {  # name: (text of VALID; text in its place, at the end or of all; the message after the file)
     "unknown section": ("", "optimizer: {}\n", f"8: optimizer: {UNKNOWN} 'optim'?"),
     "unknown option": ("lr:", "learning_rate:", "7: optim.learning_rate: unknown option; known: betas, clip_grad,"),
-    "of a mechanism": ("window_size", "windw", f"5: attention(local).windw: {UNKNOWN} 'window_size'?"),
-    "of a model": ("p16", "p16\n  patchsize: 8", f"3: model.patchsize: {UNKNOWN} 'patch_size'?"),
     "mechanism": ("local", "locale", "4: attention.name: unknown mechanism 'locale'; did you mean 'local'?"),
     "model": ("p16", "p61", "2: model.name: unknown model 'deit_tiny_p61'; did you mean 'deit_tiny_p16'?"),
     "no name": ("name: deit_tiny_p16", "depth: 3", "1: model.name: expected the name of a model, got None"),
@@ -200,8 +198,6 @@ REFUSED = {  # name: (text of VALID; text in its place, at the end or of all; th
     "missing section": ("model:\n  name: deit_tiny_p16\n", "", "1: model: required"),
     "empty section": ("  lr: 5.0e-4\n", "", "6: optim: expected a mapping of options, got None"),
     "text for a number": ("5.0e-4", "'5e-4'", "7: optim.lr: expected float, got '5e-4', text to YAML; write 0.0005"),
-    "wrong type": ("7", "seven", "5: attention(local).window_size: expected int, got 'seven'"),
-    "out of range": ("5.0e-4", "0.0", "7: optim.lr = 0.0 must be greater than 0"),
     "no such choice": ("", "train: {amp: fp61}\n", "8: train.amp: 'fp61' is not a choice; did you mean 'fp16'?"),
     "duplicate key": ("", "  lr: 1.0\n", "8: optim.lr: duplicate key"),
     "duplicate section": ("", "optim: {}\n", "8: optim: duplicate key"),
@@ -211,9 +207,7 @@ REFUSED = {  # name: (text of VALID; text in its place, at the end or of all; th
     "no such date": ("", "data: 2020-13-45\n", "8: data: month must be in 1..12"),
     "YAML error": ("", "data: [1\n", "9: expected ',' or ']'"),
     "empty": (None, "", " expected a mapping of options, got an empty file"),
-    "comments only": (None, "# nothing\n", " expected a mapping of options, got an empty file"),
     "list": (None, "- 1\n", " expected a mapping of options, got list"),
-    "text": (None, "hello", " expected a mapping of options, got str"),
     "not UTF-8": (None, b"a: 1\nb: \xff\n", "2: not UTF-8 text"),
     "control character": ("", "# \x07\n", "8: the character '\\x07' is not allowed"),
     "nested too deeply": (None, "a: " + "[" * 5000, "1: nested too deeply"),
@@ -244,14 +238,6 @@ REFUSED = {  # name: (text of VALID; text in its place, at the end or of all; th
         None,
         "a0: &a0 [0]\n" + "".join(f"a{i + 1}: &a{i + 1} [{', '.join([f'*a{i}'] * 10)}]\n" for i in range(10)),
         "1: more than 2000 values",
-    ),
-    "heads": ("p16", "p16\n  num_heads: 5", "3: model.num_heads = 5 does not divide"),
-    "patch": ("p16", "p16\n  img_size: 225", "3: model.img_size = 225 is not a multiple of patch_size = 16"),
-    "number of stages": (f"name: {LOCAL}", "[softmax, softmax]", "3: attention: deit_tiny_p16 takes one mechanism"),
-    "landmarks": (
-        LOCAL,
-        "eva\n  num_landmarks: 197",
-        "5: attention(eva).num_landmarks = 197 does not divide the 14x14",
     ),
 }
 
@@ -293,45 +279,33 @@ def test_refused(tmp_path, case):
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("optim.lr='1e-3'", "optim.lr: expected float, got '1e-3', text to YAML; write 0.001"),
         ("optim.lr=1e400", "optim.lr: inf is not a finite number"),
-        ("schedule.epochs=1e2", "schedule.epochs: expected int, got 100.0"),
         ("data.root=1e-3", "data.root: expected str, got 0.001"),
         ("lr=1", "lr: unknown option; did you mean 'optim.lr'?"),
-        ("train.epochs=1", "train.epochs: unknown option; did you mean 'schedule.epochs'?"),
         ("batch_size=1", "batch_size: unknown option; did you mean 'train.total_batch_size'?"),
         ("window_sizes=1", "window_sizes: unknown option; did you mean 'attention.window_size'?"),
         ("attention.mixup=1", "attention(local).mixup: unknown option; did you mean 'augment.mixup'?"),
         ("qqqq=1", "qqqq: unknown option; known: attention, ..."),
-        ("optim.opt=adamW2", "optim.opt = 'adamW2' is not an optimiser of timm; did you mean 'adamw'?"),
         ("model.name=DeiT_Tiny_P16", "model.name: unknown model 'DeiT_Tiny_P16'; did you mean 'deit_tiny_p16'?"),
         ("optim.lr_=1", "optim.lr_: unknown option; did you mean 'lr'?"),
-        ("optm.lr=1", "optm: unknown option; did you mean 'optim'?"),
         ("base=other.yaml", "base: unknown option..."),
         (
             "attention.name=softmax",
             "attention(softmax).window_size: unknown option; attention.name=softmax keeps the other options that the"
             " file gives: give it as a whole, attention=softmax or attention={name: softmax, ...}",
         ),
-        ("attention={name: eva, num_landmarks: 0.5}", "attention(eva).num_landmarks: expected int, got 0.5"),
         ("model.name.x=1", "model.name is 'deit_tiny_p16', not a mapping..."),
         ("optim.lr", "expected key.path=value"),
-        ("=1", "expected key.path=value"),
         ("optim..lr=1", "expected key.path=value"),
         ("optim={lr: 1, lr: 2}", "optim.lr: duplicate key"),
         ("optim.lr=[", "expected the node content..."),
         ("a." * 60 + "b=1", "expected key.path=value"),
         ("train.seed=017", "train.seed: 017 is a number in base 8 or 60 to YAML; write it in base 10"),
-        ("train={seed: 017}", "train.seed: 017 is a number in base 8 or 60 to YAML; write it in base 10"),
-        ("train.seed=!!set x", "train.seed: the tag 'tag:yaml.org,2002:set' has no use here"),
-        ("train={seed: 1, seed: 2}", "train.seed: duplicate key"),
         ("train={1: 2}", "train: expected text as a key, got '1'"),
         ("init.weights=", "has no value; write init.weights=null for none"),
-        ("distill.teacher= ", "has no value; write distill.teacher=null for none"),
         ("train.seed=# 1", "has no value; write train.seed=null for none"),
         ("train.amp=none", "train.amp: 'none' is text, and names nothing; write null for none"),
         ("train.amp=nul", "train.amp: 'nul' is not a choice; did you mean 'null'?"),
-        ("train.amp=x", "train.amp: 'x' is not a choice; known: bf16, fp16, null"),
     ],
 )
 def test_a_refused_override_is_named_with_its_option(tmp_path, override, expected):
@@ -413,40 +387,15 @@ def test_a_file_of_a_similar_name_is_named(name: str, meant: str):
         assert find_config(name) == Path(name)
 
 
-NONSENSE = {  # option: values that have no sense, each refused for itself
+NONSENSE = {  # option: values that have no sense, each refused for itself; the test below has those beyond a bound
     "data.mean": ("[-0.1]", "[0.5, 0.5, 124]", "[0.5, 0.5]"),
     "data.std": ("[0]", "[58.0]", "[]"),
     "augment.ratio": ("[0.0, 1.0]", "[0.001, 1.0]", "[1, 1000]"),
     "augment.scale": ("[0.0, 1.0]", "[0.5, 2.0]"),
-    "augment.color_jitter": ("-0.1", "1000"),
     "augment.interpolation": ("lanczos", "bicubc"),
-    "augment.hflip": ("-0.5", "1.5"),
-    "augment.vflip": ("-0.5", "1.5"),
-    "augment.reprob": ("-0.5", "1.5"),
-    "augment.mixup": ("-1", "1.0e+9"),
-    "augment.cutmix": ("-1", "1.0e+9"),
     "augment.smoothing": ("-0.1", "1", "1.5"),
-    "augment.repeats": ("-1", "1000000000"),
-    "data.workers": ("1000000",),
-    "data.crop_pct": ("0.002",),
-    "optim.lr": ("0", "1.0e+6"),
-    "optim.lr_base_size": ("0", "1000000000"),
     "optim.betas": ("[-0.1, 0.9]", "[0.9, 1]"),
-    "optim.eps": ("0", "2"),
-    "optim.weight_decay": ("-0.1", "1000"),
-    "optim.clip_grad": ("0", "1.0e+9"),
-    "schedule.epochs": ("0", "1000000000"),
-    "schedule.warmup_epochs": ("-1", "1000000000"),
-    "schedule.warmup_lr": ("-1", "1.0e+6"),
-    "schedule.min_lr": ("-1", "1.0e+6"),
-    "train.total_batch_size": ("0", "1000000000"),
-    "train.grad_accum_steps": ("0", "1000000000"),
-    "train.ema_decay": ("0", "1"),
     "train.timeout_minutes": ("1.0e+300",),
-    "model.depth": ("1000",),
-    "model.img_size": ("1000000",),
-    "model.drop_path_rate": ("-0.1", "1"),
-    "model.drop_rate": ("-0.1", "1"),
     "model.proj_drop_rate": ("-0.1", "1"),
 }
 
@@ -521,10 +470,6 @@ OPTIONAL_TEXTS = [
     if {str, type(None)} <= {*typing.get_args(typing.get_type_hints(section.default_factory)[field.name])}
 ]
 """Options that are a text, such as a file or a model, or null."""
-
-
-def test_options_that_name_a_file_or_a_model_are_texts_or_null():
-    assert {"init.weights", "distill.teacher", "data.root", "data.classes"} <= {*OPTIONAL_TEXTS}
 
 
 @pytest.mark.parametrize("text", ["''", "None"])

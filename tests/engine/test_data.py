@@ -10,12 +10,11 @@ import pytest
 import torch
 from PIL import Image
 from timm.data.distributed_sampler import RepeatAugSampler
-from timm.loss import LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
 from torch.utils.data import DistributedSampler
 
 import train
 from attention.options import OptionError
-from engine.config.schema import Augment, Data, Run, Train, per_channel
+from engine.config.schema import Augment, Data, Run, Train
 from engine.data import prepare
 from engine.data.arrays import DIGITS
 from engine.data.augment import create_mixup
@@ -23,7 +22,6 @@ from engine.data.identity import identify_split
 from engine.data.loaders import create_loaders, create_val_loader
 from engine.data.sampler import EpochSampler
 from engine.data.splits import open_split
-from engine.objectives.classification import create_loss
 from engine.objectives.copying import NO_AUGMENTATION
 from engine.runtime.distributed import World, seed_everything
 from engine.runtime.errors import UserError
@@ -315,19 +313,6 @@ def test_colours_become_their_luma(image_root, tmp_path):
     assert torch.equal(*batches)
 
 
-@pytest.mark.parametrize(
-    ("values", "channels", "expected"),
-    [
-        ((0.1, 0.2, 0.6), 3, (0.1, 0.2, 0.6)),
-        ((0.1, 0.2, 0.6), 1, (0.3,)),
-        ((0.5,), 3, (0.5, 0.5, 0.5)),
-        ((0.5,), 1, (0.5,)),
-    ],
-)
-def test_mean_and_std_per_channel(values, channels, expected):
-    assert per_channel(values, channels) == pytest.approx(expected)
-
-
 class OnCuda(World):
     """Context in which any device takes the path for CUDA, timm's prefetcher."""
 
@@ -389,23 +374,6 @@ def test_mixup_and_cutmix_work_alone_and_together(mixup, cutmix):
         kinds.add("cutmix" if pasted.all() else "mixup")
     assert changed >= 15
     assert kinds == {name for name, alpha in (("mixup", mixup), ("cutmix", cutmix)) if alpha}
-
-
-def test_without_mixup_there_is_none():
-    assert create_mixup(UNCHANGED, 10) is None
-    images, labels = torch.rand(4, 3, 8, 8), torch.arange(4)
-    batch = make_loaders(make_run())[2](images, labels)
-    assert batch[0] is images
-    assert batch[1] is labels
-
-
-def test_losses_are_timms():
-    logits, labels = torch.randn(16, 10, generator=torch.Generator().manual_seed(0)), torch.arange(16) % 10
-    plain = create_loss(dataclasses.replace(UNCHANGED, smoothing=0.1))(logits, labels)
-    torch.testing.assert_close(plain, LabelSmoothingCrossEntropy(0.1)(logits, labels))
-    soft = torch.softmax(logits.flip(0), 1)
-    for augment in (Augment(cutmix=0.0), Augment(mixup=0.0)):
-        torch.testing.assert_close(create_loss(augment)(logits, soft), SoftTargetCrossEntropy()(logits, soft))
 
 
 @pytest.mark.parametrize(

@@ -273,9 +273,3 @@ def test_a_fused_optimizer_keeps_its_weights_finite(value: float):
     trained(optimizer, model)
     assert not torch.equal(model.weight, before)
     assert model.weight.isfinite().all()
-
-
-def test_other_optimizers_have_no_such_switch():
-    optimizer = create_optimizer(nn.Linear(3, 5), Optim(), 8)
-    keep_finite(optimizer, torch.tensor(torch.nan))
-    assert not hasattr(optimizer, "found_inf")

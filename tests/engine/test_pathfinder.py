@@ -68,13 +68,6 @@ def test_no_window_of_7x7_tokens_holds_two_marks(images):
     assert windows.sum((-2, -1)).max() == 1
 
 
-def ink_around(marks: np.ndarray, ink: np.ndarray, side: int) -> np.ndarray:
-    """Ink of the window of side x side tokens around each mark, summed over the marks of an image."""
-    padded = np.pad(ink, ((0, 0), (side // 2, side // 2), (side // 2, side // 2)))
-    windows = np.lib.stride_tricks.sliding_window_view(padded, (side, side), (1, 2)).sum((-2, -1))
-    return (marks * windows).sum((1, 2))
-
-
 def features(images: np.ndarray) -> dict[str, np.ndarray]:
     """Images -> numbers that might reveal a shortcut, (images, numbers)."""
     tokens, marks = tokens_of(images / 255), marks_of(images)
@@ -84,8 +77,6 @@ def features(images: np.ndarray) -> dict[str, np.ndarray]:
     return {
         "pixels": images.reshape(len(images), -1) / 255,
         "tokens": np.stack([ink, marks], -1).reshape(len(images), -1),
-        "counts": np.stack([ink.sum((1, 2)), (ink == 0).sum((1, 2)), ink.max((1, 2)), (ink**2).sum((1, 2))], 1),
-        "around marks": np.stack([ink_around(marks, ink, side) for side in (3, 5, 7)], 1),
         "marks": np.concatenate([where.reshape(-1, 4), distance, distance**2], 1),
     }
 

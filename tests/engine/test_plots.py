@@ -3,29 +3,11 @@
 import io
 from itertools import combinations, pairwise
 
-import pytest
 from matplotlib.text import Text
 from matplotlib.transforms import Bbox
 from PIL import Image
 
-from engine.reporting.plots import PAGE, POINTS, encode, in_style, label_ends, label_points, new_figure, spread_out
-from tests.test_layers import EVERY_FILE
-
-
-@pytest.mark.parametrize(
-    ("places", "expected"),
-    [
-        ([], []),
-        ([1.0, 3.0], [1.0, 3.0]),
-        ([1.0, 1.0], [0.5, 1.5]),
-        ([0.0, 0.1, 5.0], [-0.45, 0.55, 5.0]),
-        ([0.0, 0.0, 1.2], [-0.6, 0.4, 1.4]),  # the first two push the third, and it them
-    ],
-)
-def test_places_are_spread_no_more_than_needed(places, expected):
-    found = spread_out(places, 1.0)
-    assert found == pytest.approx(expected)
-    assert all(after - before > 1 - 1e-9 for before, after in pairwise(found))
+from engine.reporting.plots import PAGE, POINTS, encode, in_style, label_ends, label_points, new_figure
 
 
 @in_style
@@ -68,8 +50,3 @@ def test_all_text_of_a_figure_has_one_size():
     assert {text.get_size() for text in figure.findobj(Text)} == {POINTS}
     assert figure.get_suptitle().count("\n") >= 1
     assert Image.open(io.BytesIO(encode(figure))).width == 200 * PAGE
-
-
-def test_only_the_style_sets_a_size_of_type():
-    files = [path for path in EVERY_FILE if path.name != "plots.py" and "tests" not in path.parts]
-    assert not [path for path in files if "fontsize" in path.read_text()]

@@ -99,13 +99,6 @@ def test_what_makes_no_classes_is_refused(open_paths, paths, problem):
     assert "\n" not in str(caught.value)
 
 
-def test_images_without_any_folder_are_refused(tmp_path):
-    write_folder(tmp_path, ["1.png", "2.png"])
-    (tmp_path / "train.tar").write_bytes(make_tar(["1.png", "2.png"]))
-    for kind in ("folder", "tar"):
-        assert_split_refused("images in no class folder: 2, such as '1.png'", dataset=kind, root=str(tmp_path))
-
-
 COPIES = [
     *("@eaDir/1.png", ".ipynb_checkpoints/1.png", "__MACOSX/a/._1.png", "._2.png", ".hidden/x/3.png"),  # no classes
     *("a/@eaDir/1.png", "a/.ipynb_checkpoints/1-checkpoint.png", "a/._1.png", "b/__MACOSX/1.png", "b/x/.y/1.png"),

@@ -30,8 +30,6 @@ from tensorboard.plugins.hparams.metadata import parse_session_start_info_plugin
 
 from engine.checkpoints.progress import Progress, Resumption
 from engine.config.schema import Data, Run, Schedule, Train
-from engine.data.loaders import create_val_loader
-from engine.evaluation.evaluate import evaluate
 from engine.reporting.charts import chosen_options
 from engine.reporting.metrics import TOTALS
 from engine.reporting.recorder import Recorder, SilentRecorder
@@ -39,8 +37,7 @@ from engine.run.load import load_run
 from engine.runtime.distributed import World
 from engine.runtime.files import append_whole
 from engine.runtime.provenance import provenance
-from engine.runtime.terminal import ConsoleLog, progress_bar
-from tests.support.launcher import use_few_images
+from engine.runtime.terminal import ConsoleLog
 from train import Trainer
 
 ROOT = Path(__file__).parents[2]
@@ -226,18 +223,6 @@ def test_epochs_are_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert [*second][:6] == ["epoch", "step", "time", "elapsed_seconds", "images_seen", "train_loss"]
 
 
-def test_console(tmp_path: Path, capsys: pytest.CaptureFixture):
-    record_run(tmp_path)
-    out, err = capsys.readouterr()
-    assert err == ""  # no bar without a terminal
-    start, train, evaluation, final = out.splitlines()
-    assert start == "start  epoch 0/2  step 0/1  1,234 parameters  5,678 MACs"
-    assert train.startswith("train  epoch 1/2  step 1/1  loss 2.5000  lr 1.00e-03  gradient inf  ")
-    assert all(unit in train for unit in (" images/s  ", "ETA 0:00:00"))
-    assert evaluation == "eval   epoch 1/2  step 1/1  top-1 50.00 %  top-5 90.00 %  loss 1.5000  EMA top-1 40.00 %"
-    assert final.startswith("final  epoch 2/2  step 1/1  top-1 50.00 %  best top-1 50.00 %  5,678 MACs  ")
-
-
 class Drawn(list[str]):
     """Text that was drawn on a terminal, line by line; `content` has every byte."""
 
@@ -277,26 +262,6 @@ def test_progress_bar_on_a_terminal(tmp_path, monkeypatch, width):
     assert all(len(line) < width for line in lines)
     logged = (tmp_path / "console.log").read_text().splitlines()
     assert [line.split() for line in logged] == [text.split() for text in re.split(r"\n(?! )", "\n".join(lines))]
-
-
-@pytest.mark.parametrize("width", [80, 120])
-def test_evaluation_has_a_bar_and_leaves_none(monkeypatch, width):
-    def eager(*args, **kwargs):
-        bar = progress_bar(*args, **kwargs)
-        bar.mininterval = 0
-        return bar
-
-    use_few_images(8, 48, monkeypatch.setattr)
-    monkeypatch.setattr("engine.evaluation.evaluate.progress_bar", eager)
-    run = Run(model={}, attention="softmax", data=Data(dataset="digits", workers=0))
-    world = World(CPU)
-    loader = create_val_loader(run, world, img_size=4, batch_size=16)
-    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(48, 10))
-    with terminal(width, monkeypatch) as drawn:
-        evaluate(model, loader, world, None)
-    assert [line[:16] for line in drawn] == [f"evaluation: {share:3d}%" for share in (0, 33, 67, 100)]
-    assert re.fullmatch(r"evaluation:  67%\|█+[^|]* *\| ETA 00:00, [\d.]+k? images/s", drawn[2])
-    assert {len(line) for line in drawn} == {width - 1}
 
 
 def test_tensorboard(tmp_path: Path):

@@ -7,7 +7,6 @@ from engine.reporting.result_tables import (
     averages,
     best_first,
     difference,
-    equal_macs,
     less_one,
     means,
     over_seeds,
@@ -100,22 +99,3 @@ def test_figure_of_speed_has_the_measured_values():
     for line, name in zip(gpu.lines[1:], ("softmax", "eva"), strict=True):
         rows = [row for row in read("gpu_training.csv", name=name) if row["model"] in ("tiny8", "tiny4")]
         assert [*line.get_ydata()] == [float(row["images_per_second"]) for row in rows]
-
-
-def test_errors_by_the_number_of_tokens_are_those_of_the_reference():
-    """RA's error at 49 samples is that of the other table of the same model: within 3 %, four of its deviations."""
-    by_tokens = read("error_tokens.csv", attention="ra", budget="49")
-    errors = [
-        [float(row["error"]) for row in rows]
-        for rows in (read("bias.csv", attention="ra"), [row for row in by_tokens if row["tokens"] == "196"])
-    ]
-    assert sum(errors[1]) / sum(errors[0]) == pytest.approx(1, abs=0.03)
-    macs = {row["tokens"]: int(row["macs"]) for row in by_tokens}  # of three layers of 48 channels
-    assert macs == {str(n): 3 * (4 * n * 48**2 + (49 + 2) * n**2 * 48) for n in (196, 576, 784)}
-
-
-@pytest.mark.parametrize("tokens", ["196", "784"])
-def test_runs_at_equal_macs_have_three_seeds_each(tokens):
-    found = equal_macs(tokens)
-    assert len(found) == 16
-    assert all(sorted(runs) == ["0", "1", "2"] for runs in found.values())

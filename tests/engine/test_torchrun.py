@@ -15,35 +15,14 @@ from PIL import Image
 
 import train
 from engine.checkpoints.files import find_checkpoint
+from tests.engine.test_train import RUN as DIGITS
 
 ROOT = Path(train.__file__).parent
 
-RUN = {
-    # A linear stem: BatchNorm of a convolutional one takes its statistics over one process.
-    "model": {
-        "name": "deit",
-        "img_size": 28,
-        "patch_size": 4,
-        "embed_dim": 12,
-        "depth": 2,
-        "num_heads": 3,
-        "num_classes": 10,
-    },
-    "attention": "softmax",
-    "data": {"dataset": "digits", "workers": 0},
-    "augment": {
-        "scale": [1.0, 1.0],
-        "ratio": [1.0, 1.0],
-        "hflip": 0.0,
-        "color_jitter": 0.0,
-        "auto_augment": None,
-        "reprob": 0.0,
-        "mixup": 0.0,
-        "cutmix": 0.0,
-    },
+RUN = DIGITS | {
     # Not Adam: it would enlarge the rounding errors of gradients that are zero in exact arithmetic (key biases).
     "optim": {"opt": "sgd", "lr": 0.1, "lr_base_size": 70},
-    "schedule": {"epochs": 1, "warmup_epochs": 0},
+    "augment": DIGITS["augment"] | {"scale": [1.0, 1.0], "ratio": [1.0, 1.0], "hflip": 0.0},
     "train": {"total_batch_size": 70, "device": "cpu", "amp": None, "ema_decay": 0.9},
 }
 """A run of 20 updates of 70 digits."""

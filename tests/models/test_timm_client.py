@@ -257,14 +257,6 @@ def test_output_dict(name):
     assert set(alone) == {"image_intermediates"}
 
 
-def test_output_dict_with_prefix_tokens():
-    model = tiny_model("deit", class_token=True).eval()
-    arguments = {"indices": [1], "return_prefix_tokens": True, "intermediates_only": True}
-    ((patches, token),) = model.forward_intermediates(tiny_images("deit"), **arguments)
-    outputs = model.forward_intermediates(tiny_images("deit"), output_dict=True, **arguments)
-    torch.testing.assert_close(outputs, {"image_intermediates": [patches], "image_intermediates_prefix": [token]})
-
-
 @families
 def test_dropout_of_attention_weights(name):
     model = tiny_model(name, attn_drop_rate=0.25)

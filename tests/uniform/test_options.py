@@ -65,16 +65,11 @@ def test_what_cannot_be_honoured_is_refused(name, refused):
 @pytest.mark.parametrize(
     ("context", "message"),
     [
-        ({"dim": 0}, "dim = 0 is below the least valid value 1"),
         ({"dim": 16.0}, "dim: expected int, got 16.0"),
-        ({"num_heads": 0}, "num_heads = 0 is below the least valid value 1"),
         ({"num_heads": 3}, "num_heads = 3 does not divide dim = 16"),
         ({"grid": (0, 4)}, "grid = 0 is below the least valid value 1"),
         ({"grid": 14}, "grid: expected a list, got 14"),
-        ({"grid": (2, 3, 4)}, "grid: expected 2 values, got (2, 3, 4)"),
         ({"num_prefix_tokens": -1}, "num_prefix_tokens = -1 is below the least valid value 0"),
-        ({"layer": -1}, "layer = -1 is below the least valid value 0"),
-        ({"depth": 0}, "depth = 0 is below the least valid value 1"),
         ({"reduction": -2}, "reduction = -2 is below the least valid value 1"),
         ({"qkv_bias": "no"}, "qkv_bias: expected bool, got 'no'"),
         ({"proj_drop": 1.5}, "proj_drop = 1.5 is above the largest valid value 1"),
