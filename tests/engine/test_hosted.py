@@ -275,9 +275,10 @@ def run_directory(tmp_path_factory) -> Path:
 
 def test_a_run_without_a_mechanism_is_validated_exported_and_not_analysed(tmp_path, capsys):
     """A model without attention; one with its own is analysed as what computes the same."""
-    resnet = {"name": "timm:resnet10t", "img_size": 32, "num_classes": 10}
+    resnet = {"name": "timm:resnet10t", "img_size": 32, "num_classes": 10, "kwargs": {"channels": [8, 8, 8, 8]}}
+    short = {"optim": {"lr": 0.002, "lr_base_size": 8}, "schedule": {"epochs": 1, "warmup_epochs": 0}}
     for name, model in {"resnet": resnet, "vit": VIT}.items():
-        run_training(tmp_path / name, model=model, attention=None, optim={"lr": 0.002, "lr_base_size": 8})
+        run_training(tmp_path / name, model=model, attention=None, **short)
     validate.main([str(tmp_path / "resnet"), "--export", str(tmp_path / "x.safetensors")])
     predict.main([str(tmp_path / "x.safetensors"), str(ROOT / "reference/bag.png")])
     assert "bag.png" in capsys.readouterr().out

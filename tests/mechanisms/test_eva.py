@@ -103,6 +103,7 @@ REFUSED = [
     ({"window_size": 0, "partition": "mask"}, r"attention\(eva\).partition = mask: needs window_size"),
     ({"released_overlap_groups": True}, r"released_overlap_groups = True: needs overlap above 0"),
     ({"pool": "min"}, r"attention\(eva\).pool: 'min' is not a choice"),
+    ({"attn_drop": 1.5}, r"attn_drop = 1.5 is above the largest valid value 1"),
     ({**CAUSAL, "position_bias": "t5_released"}, r"position_bias = t5_released: .* one of none, table, t5"),
     ({**CAUSAL, "partition": "mask"}, r"attention\(eva\).causal = True: needs .* partition all"),
     ({**CAUSAL, "local": True}, r"attention\(eva\).local = True: .* later tokens; with causal set local: false"),

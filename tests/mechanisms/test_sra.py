@@ -53,6 +53,11 @@ def test_sra_by_averaging_is_softmax_over_averages(grid):
     assert_equal(attn.attend(*attn.project(x, grid), grid), softmax(q, *averages))
 
 
+def test_without_a_reduction_there_are_no_modules_for_it():
+    attn = layer("sra", (4, 6), reduction=1)
+    assert attn.sr is attn.norm is None
+
+
 @pytest.mark.parametrize(("grid", "R"), [((8, 12), 4), ((10, 9), 4), ((15, 7), 2), ((20, 20), 8)])
 def test_shrunk_tokens_are_stretched_from_the_middle_of_the_tokens_that_they_cover(grid, R):
     """A ramp of the middles is the ramp of the rows and columns again, between the first middle and the last."""
