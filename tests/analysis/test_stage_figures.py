@@ -17,23 +17,6 @@ def points(axes) -> dict[str, list[list[float]]]:
     return found
 
 
-def test_figure_of_replacement_shows_the_rows():
-    eva = [Draw(Stage(top1, 0.0, error, 0.0), untrained=3) for top1, error in ((69.0, 0.375), (71.0, 0.625))]
-    rows = [
-        Row("eva", "", draws=tuple(eva)),
-        Row("local", "", draws=(Draw(Stage(80.0, 0.0, 0.25, 0.0)),)),
-        Row("lara", "", problem="no"),
-    ]
-    accuracy, error = draw("", rows, 90.0, {}).axes
-    assert [label.get_text() for label in accuracy.get_yticklabels()] == ["local", "eva"]
-    for axes, expected in ((accuracy, [[80, 0], [70, 1]]), (error, [[0.25, 0], [0.5, 1]])):
-        assert [container.lines[0].get_xydata()[0].tolist() for container in axes.containers] == expected
-    std = 0.25 / 2**0.5
-    ends = error.containers[1].lines[2][0].get_segments()[0][:, 0].tolist()
-    assert ends == pytest.approx([0.5 - std, 0.5 + std])
-    assert accuracy.get_legend_handles_labels()[1][-1] == "replaced, with untrained parameters"
-
-
 def test_figure_of_stages_shows_the_rows():
     """Errors are those of outputs if layers were aligned; the best of the last stage stands first."""
     better = Draw(Stage(20.0, 0.0, 9.0, 1.5), Stage(80.0, 0.0, 9.0, 0.5), 3.0, tuned=Tuned(89.0, 4.0))

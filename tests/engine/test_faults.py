@@ -34,7 +34,7 @@ from engine.runtime.signals import SIGNALS, SignalHandler
 from engine.training.exchange import UpdateExchange
 from engine.training.nonfinite import FiniteGuard
 from models import create_model
-from tests.engine.test_resume import RUN, STEPS, Runs, light_and_full, outcome, records
+from tests.engine.test_resume import RUN, Runs, light_and_full, outcome, records
 from tests.support.launcher import ROOT, Fault, ForkServer, Job, use_few_images
 from tests.support.partition import chosen
 
@@ -602,7 +602,3 @@ def test_of_two_launches_one_wins(amount: int, runs: Runs, fork_server: ForkServ
         assert f"{output}: in use by process {winner.pids[0]} on " in loser.text
         assert outcome(winner, output) == runs.expected
     figure("X1", f"{amount}/{amount} races: one winner, undisturbed")
-
-
-def test_the_number_of_steps_is_that_of_the_rows():
-    assert RUN["schedule"]["epochs"] * (50 // RUN["train"]["total_batch_size"]) == STEPS

@@ -7,7 +7,6 @@ import pickle
 import pytest
 import timm
 import torch
-from timm.models._manipulate import group_parameters
 from timm.optim import create_optimizer_v2
 from timm.optim._param_groups import param_groups_weight_decay
 from torch import nn
@@ -510,27 +509,6 @@ def test_weight_decay_acts_on_matrices_only(name):
     agents = tiny_model("deit", {"name": "agent", "num_landmarks": 4}, class_token=True).no_weight_decay()
     own = {key.split(".attn.")[1] for key in agents if ".attn." in key}
     assert own == {*(f"{part}_positions.table" for part in ("image", "row", "column")), "prefix_bias"}
-
-
-@families
-def test_groups_follow_depth(name):
-    model = tiny_model(name)
-    groups = group_parameters(model, model.group_matcher())
-    assert sum(map(len, groups.values())) == len(list(model.parameters()))
-    group_of = {key: group for group, keys in groups.items() for key in keys}
-    order = {
-        "deit": ["pos_embed", "blocks.0.norm1.weight", "blocks.1.mlp.fc1.bias", "blocks.2.attn.qkv.weight"],
-        "pvtv2_b0": [
-            "patch_embed.proj.weight",
-            "stages.0.blocks.0.norm1.weight",
-            "stages.1.blocks.1.attn.proj.bias",
-            "stages.2.downsample.proj.weight",
-            "stages.3.blocks.0.mlp.dwconv.weight",
-        ],
-    }[name]
-    indices = [group_of[key] for key in [*order, "head.weight"]]
-    assert indices == sorted(set(indices))
-    assert group_of["norm.weight" if name == "deit" else "stages.3.norm.weight"] >= indices[-2]
 
 
 def recorder(sites):

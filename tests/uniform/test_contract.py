@@ -125,11 +125,13 @@ def test_constant_values_stay_constant(case):
 
 @pytest.mark.parametrize("name", ATTENTION)
 def test_stock_projections(name):
-    """Projections have timm's names, so that published softmax weights load into every layer with all three."""
+    """Projections have timm's names, so that published softmax weights load into every layer with all three. No other
+    weight starts large."""
     attn = create_attention(name, dim=192, num_heads=3, grid=(14, 14))
     state, rows = attn.state_dict(), 192 * attn.num_projections
     shapes = {"qkv.weight": (rows, 192), "qkv.bias": (rows,), "proj.weight": (192, 192), "proj.bias": (192,)}
     assert {key: tuple(state[key].shape) for key in shapes} == shapes
+    assert max(parameter.abs().max() for parameter in attn.parameters()) <= 1
     assert "qkv.bias" not in create_attention(name, dim=192, num_heads=3, grid=(14, 14), qkv_bias=False).state_dict()
 
 

@@ -127,6 +127,7 @@ def test_a_size_without_an_upper_limit_by_hand():
     assert solve_size(Counted, layers(), Counted.Config(), 4_800_000)[:2] == (100_000, 4_800_000)
     assert solve_size(Counted, layers(), Counted.Config(), 4_800_030)[:2] == (100_001, 4_800_048)
     assert solve_size(Counted, layers(), Counted.Config(), 4_800_024).value == 100_000  # of two as near the smaller
+    assert solve_size(Counted, layers(), Counted.Config(), 1e12).value == 2**20  # the largest that is tried
 
 
 def test_the_published_cost_of_eva_is_solved():
