@@ -169,7 +169,7 @@ def test_your_own_attention_becomes_one_of_the_repository(tmp_path):
     named = re.findall(r"`((?:attention|tests)/[\w/]+\.py)`", SECTION)
     assert named == ["attention/mechanisms/pooled.py", "tests/mechanisms/test_pooled.py", "attention/__init__.py"]
     mechanism, facts, registry = (tmp_path / path for path in named)
-    registry.write_text(registry.read_text().replace('NAMES = """', 'NAMES = """\n    pooled', 1))
+    registry.write_text(registry.read_text().replace("Name = Literal[", 'Name = Literal["pooled",', 1))
     mechanism.write_text(INSIDE)
     facts.write_text(FACTS)
     call = partial(subprocess.run, cwd=tmp_path, capture_output=True, text=True)
