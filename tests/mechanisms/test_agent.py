@@ -6,6 +6,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from attention import create_attention
 from attention.mechanisms.agent import agent
 from attention.mechanisms.softmax import softmax
 from attention.parts.groups import bins, group_mean
@@ -133,6 +134,11 @@ def test_biases_are_those_of_image_row_and_column():
     assert_equal(b[..., 0], attn.prefix_bias.unflatten(0, (2, h, 6))[..., 0])
     for y, x in ((0, 0), (2, 5), (6, 1)):
         assert_equal(b[..., 1 + 7 * y + x], image[..., 7 * y + x] + row[..., y] + column[..., x])
+
+
+def test_biases_of_prefix_tokens_start_near_zero():
+    attn = create_attention("agent", dim=24, num_heads=3, grid=(7, 7), num_prefix_tokens=1, **FEW)
+    assert attn.prefix_bias.abs().max() < 0.2
 
 
 def test_biases_of_another_grid_are_resampled():

@@ -36,7 +36,10 @@ UNIFORM = [f"tests/uniform/test_{name}.py" for name in NAMES]
 TRAINING = [f"tests/engine/test_{name}.py" for name in ("train", "faults", "resume", "recorder")]
 TESTS = [
     (r"attention/mechanisms/(\w+)\.py", [r"tests/mechanisms/test_\1.py", *UNIFORM, "-k", r"\1"]),
-    (r"attention/(ops|parts)/(\w+).*", [r"tests/\1", "tests/parts", *UNIFORM, "tests/mechanisms"]),
+    (
+        r"attention/(ops|parts)/(\w+).*",
+        [r"tests/\1", "tests/parts", *UNIFORM, "tests/mechanisms", "tests/engine/test_device.py"],
+    ),
     (r"attention/(\w+)\.py", ["tests/test_options.py", "tests/test_front_door.py", "tests/parts", "tests/uniform"]),
     (r"engine/training/(\w+)\.py", [r"tests/engine/test_\1.py", *TRAINING, "tests/engine"]),
     (r"train\.py", [*TRAINING, "tests/engine"]),
