@@ -257,6 +257,15 @@ def test_commands_name_real_scripts_and_options():
     assert used == {*MAINS.values()}
 
 
+def test_commands_in_sentences_exist():
+    modules = set(re.findall(r"python -m ([\w.]+)", TEXT))
+    assert {"attention", "engine.reporting.runs", "engine.config.option_pages"} <= modules
+    assert all(find_spec(module) for module in modules)
+    commands = set(re.findall(r"\beav (\w+)", TEXT))
+    assert commands <= MAINS.keys()
+    assert {name for name, module in MAINS.items() if "." in module} <= commands
+
+
 REPRODUCING = PAGES["docs/reproducing.md"]
 
 
@@ -320,6 +329,21 @@ def test_every_figure_and_file_of_data_is_used():
     named = "\n".join([TEXT, *(path.read_text() for folder in sources for path in folder.rglob("*.py"))])
     for path in [*ROOT.glob("docs/figures/*"), *ROOT.glob("docs/data/*")]:
         assert path.name in named, path.name
+
+
+def test_tables_are_rendered():
+    """After an empty line, with a line of dashes, and as many cells in every row: else a reader sees the characters."""
+    found = 0
+    for name, text in PAGES.items():
+        prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+        for before, lines in re.findall(r"(.*\n|^)((?:^ *\|.*\n?)+)", prose, re.MULTILINE):
+            rows = [re.split(r"(?<!\\)\|", row.strip()) for row in lines.splitlines()]
+            assert not before.strip(), f"{name}: no empty line before {lines[:80]}"
+            assert len(rows) > 2, f"{name}: {lines[:80]}"
+            assert set(rows[1][1:-1]) <= {" --- "}, f"{name}: no line of dashes after {lines[:80]}"
+            assert {len(row) for row in rows} == {len(rows[0])}, f"{name}: rows of several lengths in {lines[:80]}"
+            found += 1
+    assert found > 40
 
 
 def test_a_docstring_of_another_shape_is_refused(monkeypatch):

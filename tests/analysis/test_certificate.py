@@ -16,8 +16,11 @@ from analysis.laboratory import score
 from analysis.trained import read_sample
 from engine.checkpoints.files import load_checkpoint, save_checkpoint
 from engine.objectives.classification import rank_classes
+from engine.runtime.errors import UserError
 from tests.analysis.models import ROOT, ask, load_model, read_rows, save_model
 from tests.analysis.plans import follow_plans
+from tests.support import coverage as coverage_study
+from tests.support.coverage import SIZES, cover
 
 Bound = Callable[[int, int], float]
 SAMPLES, RATES = (1, 10, 59, 300), (0.003, 0.02, 0.1, 0.37, 0.8, 0.99)
@@ -192,14 +195,35 @@ def test_a_searched_assignment_pays_for_all_that_might_have_been_chosen(checkpoi
 STORED = read_rows(ROOT / "docs/data/certificate.csv")
 
 
+def test_the_stored_samples_are_those_of_the_seed():
+    generator = torch.Generator().manual_seed(0)
+    for row in STORED[:3]:
+        line = {"changed": int(row["changed"]), "rate": float(row["rate"]), "fall": float(row["fall"])}
+        assert line["rate"] == line["changed"] / 100 >= line["fall"]
+        found = cover(line, 10_000, generator)
+        assert {name: float(row[name]) for name in found} == found
+
+
 def test_certificates_held_in_at_least_95_percent_of_samples():
     """The bound covers the true fall in at least 95 % of the samples of each conversion and size. The coverage of the
     rate scatters around the exact one, by 0.7 % with 1,000 samples."""
-    counts = {size: [int(row[f"covered_{size}"]) for row in STORED] for size in (100, 300, 1000)}
+    counts = {size: [int(row[f"covered_{size}"]) for row in STORED] for size in SIZES}
     assert min(map(min, counts.values())) == min(int(row["covered"]) for row in STORED) >= 950
     page = (ROOT / "docs/results_trained.md").read_text()
     assert f"in {sum(map(sum, counts.values())):,} of all {3000 * len(STORED):,}." in page
-    for size in counts:
+    for size in SIZES:
         rates = [int(row[f"rate_covered_{size}"]) for row in STORED]
         assert sum(rates) / len(rates) >= 950
         assert min(rates) >= 950 - 4 * (1000 * 0.95 * 0.05) ** 0.5
+
+
+def test_the_study_reads_what_replace_writes(checkpoint, tmp_path):
+    """Equal conversions come once, and a table without the model's own attention is refused."""
+    options = "--images", "60", "--draws", "2", "--attention"
+    ask(checkpoint, tmp_path, "replace", *options, "softmax", "linear", "performer")
+    coverage_study.main([str(tmp_path / "replace_draws.csv"), str(tmp_path / "out.csv"), "--images", "60"])
+    found = [(row["attention"], row["seed"], row["stage"]) for row in read_rows(tmp_path / "out.csv")]
+    assert found == [("linear", "0", "replaced"), ("performer", "0", "replaced"), ("performer", "1", "replaced")]
+    ask(checkpoint, tmp_path, "replace", *options, "linear")
+    with pytest.raises(UserError, match="no row of the model's own attention"):
+        coverage_study.read_conversions(tmp_path / "replace_draws.csv", 60)
