@@ -10,13 +10,13 @@ from importlib import import_module
 
 COMMANDS = {
     "train": ("train", "train one configuration, or resume its run"),
-    "validate": ("validate", "evaluate a checkpoint, and export it"),
+    "validate": ("validate", "evaluate a checkpoint"),
     "predict": ("predict", "predict the classes of images"),
     "ablate": ("ablate", "run a sweep, and tabulate it"),
     "analyze": ("analyze", "ask what the attention of a trained model does"),
     "benchmark": ("benchmark", "time and count layers and models on this device"),
     "runs": ("engine.reporting.runs", "show runs, or compare them"),
-    "convert": ("engine.checkpoints.convert", "make an export of weights of another program"),
+    "export": ("engine.checkpoints.export", "write a model for timm, ONNX Runtime or torch.export"),
     "prepare": ("engine.data.prepare", "decode a data set once, or index it"),
     "verify": ("engine.data.verify", "list the broken images of a data set"),
     "draw": ("engine.data.draw", "draw images whose classes only long range tells apart"),

@@ -2,7 +2,6 @@
 
     python validate.py runs/eva                                # a run directory, or any checkpoint file
     python validate.py runs/eva --predictions predictions.csv --confusion confusion.png --mistakes mistakes.png
-    python validate.py runs/eva --export eva.onnx              # or .safetensors, .pt2, or DIR/ for timm
     torchrun --nproc_per_node=8 validate.py runs/eva data.root=/data/imagenet
 
 The model is rebuilt from the configuration in the checkpoint; another `model.img_size` resamples its embeddings. Plain
@@ -19,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.checkpoints.adapt import build_models
-from engine.checkpoints.export import check_target, export
-from engine.checkpoints.files import WEIGHTS, Weights, find_weights, prefer
+from engine.checkpoints.files import WEIGHTS, Weights, open_weights
 from engine.checkpoints.origin import is_made_here
 from engine.checkpoints.weights import check_predicts_classes
 from engine.config.schema import Data, Run
@@ -36,7 +34,7 @@ from engine.run.described import parse_described
 from engine.run.load import is_overridden
 from engine.runtime.arguments import ArgumentParser, Count
 from engine.runtime.distributed import World, init_distributed
-from engine.runtime.errors import ConfigError, UserError, refuse_bad_input
+from engine.runtime.errors import ConfigError, refuse_bad_input
 from engine.runtime.signals import end_at_interrupt
 from engine.training.differences import list_data_differences
 
@@ -52,13 +50,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--batch-size", type=Count(), help="images per process and step (128, fewer if they are large)")
     parser.add_argument("--flip", action="store_true", help="mean logits of each image and its mirror image")
     parser.add_argument("--skip-broken", action="store_true", help="leave out and count images that cannot be read")
-    parser.add_argument(
-        "--export",
-        metavar="TARGET",
-        action="append",
-        default=[],
-        help="write the model: DIR/ for timm, .safetensors, .onnx, .pt2; repeatable",
-    )
     parser.add_argument("--real-labels", metavar="FILE", help="ImageNet's ReaL labels too: real.json, or timm for its")
     add_outputs(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
@@ -67,19 +58,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
         outputs = chosen_outputs(args)
         if is_overridden("data.broken_val", args.overrides):
             raise ConfigError("data.broken_val is for training; --skip-broken leaves broken images out here")
-        found = find_weights(args.checkpoint, args.select, args.weights)
-        for target in args.export:
-            check_target(target)
+        found: dict[Path, tuple[dict[str, Any], list[Weights]]] = {}  # content of a checkpoint, kinds to take from it
+        for kind, (path, checkpoint) in open_weights(args.checkpoint, args.select, args.weights).kept.items():
+            found.setdefault(path, (checkpoint, []))[1].append(kind)
         overrides = [f"data.workers={Data.workers}", *args.overrides]
         is_own = is_made_here(args.checkpoint)
         runs = [
             parse_described(checkpoint["config"], str(path), overrides, is_own=is_own, reads_images=True)
-            for path, checkpoint, _ in found
+            for path, (checkpoint, _) in found.items()
         ]
         world, results, records = init_distributed(runs[0].train.device), {}, {} if outputs else None
         with world.ending(), refuse_bad_input():  # refusals are reported before the process group ends, see train.py
-            for run, (path, checkpoint, kinds) in zip(runs, found, strict=True):
-                of_images = outputs or args.export or args.real_labels or args.flip
+            for run, (path, (checkpoint, kinds)) in zip(runs, found.items(), strict=True):
+                of_images = outputs or args.real_labels or args.flip
                 check_predicts_classes(run, str(path), of_metrics=not of_images)
                 options = args.batch_size, args.skip_broken, args.real_labels, records, args.flip
                 metrics = validate(run, checkpoint, kinds, world, *options)
@@ -89,31 +80,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(to_json(results) if args.json else table(results))
         with refuse_bad_input():
             write_outputs(outputs, records)
-            if args.export:
-                sources = {kind: (run, *each[:2]) for run, each in zip(runs, found, strict=True) for kind in each[2]}
-                write_exports(args.export, sources, results)
-
-
-def write_exports(
-    targets: Sequence[str],
-    sources: Mapping[Weights, tuple[Run, Path, dict[str, Any]]],
-    results: Mapping[Weights, Mapping[str, Any]],
-) -> None:
-    """Exports the weights of `prefer` among those that were validated; says on stderr which they are.
-
-    Args:
-        sources: kind -> run, path and content of its checkpoint. results: see `validate`.
-    Raises:
-        UserError: they cannot be exported, or have logits that are not finite.
-    """
-    kind, why = prefer(results)
-    run, path, checkpoint = sources[kind]
-    if count := results[kind].get("not_finite"):
-        problem = f"the logits of {count:,} images are not finite (train.amp = {run.train.amp or 'null'}): not exported"
-        raise UserError(f"{path}: {problem}; train.amp=null computes in fp32")
-    for target in targets:
-        note = export(target, run, checkpoint, kind)
-        print(f"{target}: {why or f'the {kind} weights'} of {path}{note}", file=sys.stderr)
 
 
 def validate(

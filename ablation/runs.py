@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ablation.match import Matched
-from engine.checkpoints.files import find_checkpoint
+from engine.checkpoints.files import newest_checkpoint
 from engine.checkpoints.identify import list_checkpoints
 from engine.config.papers import PaperRow
 from engine.config.schema import Data, Run
@@ -95,7 +95,7 @@ def check_begun(cases: Sequence[Case]) -> None:
         if choose_objective(case.run).draw(case.run, False) is not None:
             continue
         try:
-            found, problem = find_checkpoint(case.directory, "last", quiet=True), "no checkpoint there"
+            found, problem = newest_checkpoint(case.directory, quiet=True), "no checkpoint there"
         except UserError as error:
             found, problem = None, str(error)
         if found is None:

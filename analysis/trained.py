@@ -11,7 +11,7 @@ from timm.layers import to_2tuple
 from torch import Tensor, nn
 
 from engine.checkpoints.adapt import build_models
-from engine.checkpoints.files import choose_weights, trained_config
+from engine.checkpoints.files import open_weights, trained_config
 from engine.checkpoints.origin import is_made_here
 from engine.checkpoints.weight_sources import Source, source_of
 from engine.checkpoints.weights import check_predicts_classes
@@ -65,7 +65,7 @@ def load_trained(args: argparse.Namespace, reads_images: bool = True) -> Trained
     Raises:
         UserError, OptionError: in the same cases as validate.py.
     """
-    found, checkpoint, kind, note = choose_weights(args.checkpoint, args.select, args.weights)
+    found, checkpoint, kind, note, _ = open_weights(args.checkpoint, args.select, args.weights)
     if note:
         print(f"{found}: {note}", file=sys.stderr)
     is_own = is_made_here(args.checkpoint)

@@ -13,7 +13,7 @@ from analysis.laboratory import Laboratory, classify, score
 from analysis.trained import Trained, load_trained, read_sample
 from attention import OptionError
 from attention.plugins import as_arguments
-from engine.checkpoints.files import find_checkpoint
+from engine.checkpoints.files import newest_checkpoint
 from engine.config.objective_options import Distill
 from engine.config.yaml_files import dump_yaml
 from engine.data.splits import open_split
@@ -98,7 +98,7 @@ def count_changes(directory: Path, laboratory: Laboratory) -> int | None:
     """Counts the images that the last weights of a run predict otherwise (the best were chosen on them); None: it has
     no weights.
     """
-    if not (kept := find_checkpoint(directory, "last")):
+    if not (kept := newest_checkpoint(directory)):
         return None
     tuned = load_trained(argparse.Namespace(checkpoint=kept[0], select="last", weights="plain", overrides=[]))
     sample = read_sample(tuned, len(laboratory.sample.images))

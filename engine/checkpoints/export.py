@@ -1,12 +1,19 @@
-"""Exports a trained model to other programs; the name of the output chooses the form.
+"""Exports a model to other programs, of any checkpoint that this project can read.
 
-DIR/               timm's `local-dir:` layout, for timm.create_model("local-dir:DIR", pretrained=True); a model card
-FILE.safetensors   the weights with the run's configuration, for the scripts here and timm's `checkpoint_path`
-FILE.onnx          the graph for ONNX Runtime, images of one size, any number of them
-FILE.pt2           the same graph for torch.export.load
+    python -m engine.checkpoints.export runs/eva eva/             # timm's `local-dir:` layout, with a model card
+    python -m engine.checkpoints.export runs/eva eva.safetensors  # weights with their configuration
+    python -m engine.checkpoints.export runs/eva eva.onnx         # graph for ONNX Runtime, images of one size
+    python -m engine.checkpoints.export runs/eva eva.pt2          # the same graph for torch.export.load
+    python -m engine.checkpoints.export released.pth eva.safetensors model.num_heads=3 attention.window_size=7
+    python -m engine.checkpoints.export best.pth.tar eva.safetensors --config CONFIG.yaml attention=eva
 
 Graphs compute in fp32, are compared with the model before they are written, and hold config.json of the first form. If
 an export cannot be written completely or computes something else, existing files stay unchanged.
+
+An export has all options. Those that a checkpoint of the released code of EVA and LARA lacks are named, and given as
+key.path=value. Weights of other programs (timm, DeiT, PVT-v2) come without options: a configuration describes their
+model, and nothing is written unless all of them load unchanged. It must agree with what a file of timm's train.py
+states: options of the model and its images, and the attention where it has trained a model of this project.
 """
 
 import importlib
@@ -14,7 +21,7 @@ import io
 import json
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, cast
@@ -25,13 +32,18 @@ from timm.layers import to_2tuple
 from torch import Tensor, nn
 
 from engine.checkpoints.adapt import build_models
-from engine.checkpoints.files import IDENTITY, METADATA, TRAINED, WEIGHTS, Weights, trained_config
+from engine.checkpoints.bare_weights import read_with_config
+from engine.checkpoints.files import IDENTITY, METADATA, TRAINED, WEIGHTS, Weights, open_weights, trained_config
 from engine.checkpoints.identify import CONFIG, WEIGHTS_FILES
 from engine.checkpoints.local_dir import describe_model
 from engine.checkpoints.model_card import CARD, write_card
+from engine.checkpoints.origin import is_made_here
+from engine.checkpoints.weights import check_predicts_classes
 from engine.config.schema import Run, num_channels
-from engine.run.load import dump_run
-from engine.runtime.errors import UserError
+from engine.run.described import parse_described
+from engine.run.load import dump_run, find_config, load_run
+from engine.runtime.arguments import ArgumentParser
+from engine.runtime.errors import UserError, refuse_bad_input
 from engine.runtime.files import write_file
 from engine.runtime.ownership import check_claim, write_together
 from engine.runtime.text import one_line
@@ -46,6 +58,33 @@ to 1e-6, and more if it moves a token to another cluster; a wrong option or oper
 
 BATCH_SIZES = (1, 3)
 """Sizes of the batches that a graph is tried on; it is traced with two images."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    text = "Export the model of a checkpoint.\n\n    eav export runs/eva eva.onnx"
+    parser = ArgumentParser(prog="python -m engine.checkpoints.export", description=text)
+    parser.add_argument("checkpoint", type=Path, help="directory or checkpoint of a run, or another file of weights")
+    parser.add_argument("output", help="what to write: a file .safetensors, .onnx or .pt2, or DIR/ for timm")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="options in place of the checkpoint's")
+    parser.add_argument("--config", type=find_config, help="YAML file as for train.py, for weights that have none")
+    parser.add_argument("--weights", choices=tuple(WEIGHTS), help="kind of weights (ema where kept and no worse)")
+    args = parser.parse_intermixed_args(arguments)
+    if args.config and args.weights:
+        parser.error("--weights chooses from a checkpoint that has its own configuration; leave it or --config out")
+    kind: Weights = "plain"
+    with refuse_bad_input():
+        check_target(args.output)
+        if args.config:
+            run = load_run(args.config, args.overrides)
+            checkpoint = read_with_config(run, args.checkpoint)
+        else:
+            path, checkpoint, kind, why, _ = open_weights(args.checkpoint, weights=args.weights)
+            is_own = is_made_here(args.checkpoint)
+            if why:
+                print(f"{path}: {why}", file=sys.stderr)
+            run = parse_described(checkpoint["config"], str(path), args.overrides, is_own=is_own)
+        note = export(args.output, run, checkpoint, kind)
+    print(f"{args.output}: the {kind} weights of {args.checkpoint}, of the model {run.model['name']}{note}")
 
 
 def check_target(target: str) -> None:
@@ -90,6 +129,7 @@ def export(target: str, run: Run, checkpoint: Mapping[str, Any], weights: Weight
     if kind == ".safetensors":
         export_checkpoint(path, checkpoint, weights)
         return ""
+    check_predicts_classes(run, target)
     description = describe_model(model, run, checkpoint.get("classes"))
     if kind == "/":
         content = to_safetensors(checkpoint, weights)
@@ -184,3 +224,7 @@ def _kind(target: str) -> str:
     """Returns the suffix of a file, or / for an existing directory or a name that ends with a slash."""
     path = Path(target)
     return "/" if target.endswith("/") or (path.is_dir() and path.suffix not in PACKAGES) else path.suffix
+
+
+if __name__ == "__main__":
+    main()

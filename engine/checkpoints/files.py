@@ -46,87 +46,75 @@ NOISE = 2.0
 """Standard errors of a difference of accuracies that count as noise."""
 
 
-class Choice(NamedTuple):
-    """Weights of a source: their checkpoint, its content, their kind, and why they are not the averaged ones ("")."""
+class Opened(NamedTuple):
+    """Weights of a source: their checkpoint, its content, their kind, and why they are not the averaged ones ("").
+
+    `kept` has path and content of the checkpoint for each kind that is kept, averaged weights last.
+    """
 
     path: Path
     checkpoint: dict[str, Any]
     weights: Weights
     note: str
+    kept: Mapping[Weights, tuple[Path, dict[str, Any]]]
 
 
-def find_checkpoint(
-    directory: Path,
-    which: Literal["best", "last"],
-    quiet: bool = False,
-    weights: Weights = "plain",
-) -> tuple[Path, dict[str, Any]] | None:
-    """Returns the path and content of the best or the newest checkpoint in `directory`; None if there is none.
+def newest_checkpoint(directory: Path, quiet: bool = False) -> tuple[Path, dict[str, Any]] | None:
+    """Returns the path and content of the newest checkpoint in `directory`, from which its run resumes; None: no one.
 
     Args:
-        which: "best": the checkpoint of the epoch that ranks first by these `weights`, see `Progress`, or the newest if
-            none has a finite score.
         quiet: do not name on stderr the damaged checkpoints that are passed over.
     Raises:
         UserError: all of them are damaged.
     """
     paths = list_checkpoints(directory)
-    last = _first_whole(paths, quiet)
-    if last is None and paths:
+    if (last := _first_whole(paths, quiet)) is None and paths:
         if list_checkpoints(directory) == paths:
             remedy = "copy them again, or start afresh in another directory"
             raise UserError(f"{directory}: none of its checkpoints is whole; {remedy}")
         # a running training has replaced them meanwhile
-        return find_checkpoint(directory, which, quiet, weights)
-    if last is None or which == "last":
-        return last
-    progress = parse_options(Progress, last[1]["progress"])
-    ranking = progress.ranking if weights == "plain" else progress.ema_ranking
-    ranked = {match[2]: path for path in paths if (match := CHECKPOINT_NAME.fullmatch(path.name)) and match[2]}
-    best = [ranked[str(epoch)] for score, epoch in ranking if str(epoch) in ranked and math.isfinite(score)]
-    return _first_whole(best, quiet) or last
+        return newest_checkpoint(directory, quiet)
+    return last
 
 
-def find_weights(
+def open_weights(
     source: Path | Found, which: Literal["best", "last"] = "best", weights: Weights | None = None
-) -> list[tuple[Path, dict[str, Any], list[Weights]]]:
-    """Returns path and content of the checkpoints to take weights from, with the kinds to take from each.
-
-    Averaged weights come last.
+) -> Opened:
+    """Opens the weights of a run, a checkpoint or an export; of two kinds, those that `prefer` takes by the last
+    evaluations that their checkpoints record.
 
     Args:
         source: a run directory, a file, or what `identify` has found there.
-        which: the best or the last checkpoint of a run directory, see `find_checkpoint`.
-        weights: None: all kinds that are kept.
+        which: checkpoint of a run directory: "best", of each kind of weights that of the epoch that ranks first by it,
+            see `Progress`, or the newest if none has a finite score; "last", the newest.
+        weights: None: any kind that is kept.
     Raises:
         UserError: there is no checkpoint, or none with such weights.
     """
     found = identify(source) if isinstance(source, Path) else source
-    file = None if found.kind is Kind.RUN else (found.path, load_checkpoint(found))
-    chosen: dict[Path, tuple[dict[str, Any], list[Weights]]] = {}
+    last = newest_checkpoint(found.path) if found.kind is Kind.RUN else (found.path, _load(found))
+    if last is None:
+        raise UserError(f"{found.path}: no checkpoint there")
+    kept: dict[Weights, tuple[Path, dict[str, Any]]] = {}
     for kind in [weights] if weights else WEIGHTS:
-        checkpoint = file or find_checkpoint(found.path, which, weights=kind)
-        if checkpoint is None:
-            raise UserError(f"{found.path}: no checkpoint there")
-        at, content = checkpoint
+        best = _best(found.path, last[1], kind) if found.kind is Kind.RUN and which == "best" else None
+        at, content = best or last
         if WEIGHTS[kind] in content:
-            chosen.setdefault(at, (content, []))[1].append(kind)
-    if not chosen:
+            kept[kind] = at, content
+    if not kept:
         raise UserError(f"{at}: holds no {weights} weights, only {', '.join(kept_weights(content))}")
-    return [(at, *entry) for at, entry in chosen.items()]
+    chosen, note = prefer({kind: _recorded(checkpoint, kind) for kind, (_, checkpoint) in kept.items()})
+    return Opened(*kept[chosen], chosen, note, kept)
 
 
-def choose_weights(
-    source: Path | Found, which: Literal["best", "last"] = "best", weights: Weights | None = None
-) -> Choice:
-    """Chooses among the kinds of weights of `find_weights`, by the last evaluations that their checkpoints record.
-
-    UserError: see `find_weights`.
-    """
-    listed = find_weights(source, which, weights)
-    kinds = {kind: (path, checkpoint) for path, checkpoint, each in listed for kind in each}
-    chosen, note = prefer({kind: _recorded(checkpoint, kind) for kind, (_, checkpoint) in kinds.items()})
-    return Choice(*kinds[chosen], chosen, note)
+def _best(directory: Path, last: Mapping[str, Any], weights: Weights) -> tuple[Path, dict[str, Any]] | None:
+    """Returns the best checkpoint by one kind of weights, by the ranking that the checkpoint `last` has."""
+    progress = parse_options(Progress, last["progress"])
+    ranking = progress.ranking if weights == "plain" else progress.ema_ranking
+    matches = ((CHECKPOINT_NAME.fullmatch(path.name), path) for path in list_checkpoints(directory))
+    ranked = {match[2]: path for match, path in matches if match and match[2]}
+    best = [ranked[str(epoch)] for score, epoch in ranking if str(epoch) in ranked and math.isfinite(score)]
+    return _first_whole(best, quiet=False)
 
 
 def prefer(metrics: Mapping[Weights, Mapping[str, Any]]) -> tuple[Weights, str]:
@@ -185,18 +173,19 @@ def save_checkpoint(path: Path, checkpoint: Mapping[str, Any]) -> None:
     write_atomically(path, content)
 
 
-def load_checkpoint(source: Path | Found) -> dict[str, Any]:
+def load_checkpoint(path: Path) -> dict[str, Any]:
     """Reads a checkpoint file into main memory; the file need not be trusted.
 
     No code in the file is run, and no more memory is used than a few times its size.
 
-    Args:
-        source: the file, or what `identify` has found, other than a run directory.
     Raises:
         UserError: there is no such file, or it is not a regular file, is damaged, or describes no model of this
             project.
     """
-    found = identify_file(source) if isinstance(source, Path) else source
+    return _load(identify_file(path))
+
+
+def _load(found: Found) -> dict[str, Any]:
     try:
         checkpoint = _read(found)
         _check_values(checkpoint)
@@ -233,7 +222,7 @@ def _read(found: Found) -> dict[str, Any]:
             return content.own()
     raise UserError(
         f"{found.path}: no checkpoint of train.py: it holds no configuration; it seems to be {found.kind.value}, and"
-        f" `python -m engine.checkpoints.convert {found.path} FILE.safetensors --config CONFIG.yaml` makes one of it,"
+        f" `python -m engine.checkpoints.export {found.path} FILE.safetensors --config CONFIG.yaml` makes one of it,"
         " where CONFIG.yaml describes its model"
     )
 

@@ -114,13 +114,9 @@ def identify_file(path: Path, follow_links: bool = False) -> Found:
     if path.is_symlink() and not follow_links:
         raise UserError(f"{path}: a symbolic link; name the file itself")
     try:
-        return identify_content(read_bounded(path, None), path)
+        content = read_bounded(path, None)
     except FileNotFoundError:
         raise UserError(f"{path}: no checkpoint there") from None
-
-
-def identify_content(content: bytes, path: Path) -> Found:
-    """Identifies the file `path` by its content. UserError: it is damaged."""
     if content.startswith(LEGACY):
         return Found(Kind.LEGACY, path)
     try:

@@ -11,7 +11,7 @@ from timm.models import clean_state_dict
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from engine.checkpoints.files import WEIGHTS, choose_weights
+from engine.checkpoints.files import WEIGHTS, open_weights
 from engine.checkpoints.format import check_plain
 from engine.checkpoints.identify import CONFIG, FOREIGN, Found, Kind, damaged, identify
 from engine.checkpoints.local_dir import read_description, read_label_names
@@ -64,7 +64,7 @@ class Source(NamedTuple):
 
 
 def read_weights(name: str) -> Source:
-    """Reads the weights that `init.weights` names, of a run those of `choose_weights`; a file need not be trusted.
+    """Reads the weights that `init.weights` names, of a run those of `open_weights`; a file need not be trusted.
 
     Raises:
         UserError: no such file or name, or no weights in it.
@@ -83,7 +83,7 @@ def read_weights(name: str) -> Source:
     if found.kind in FOREIGN:
         return _read_state(found)
     try:
-        path, checkpoint, kind, note = choose_weights(found)
+        path, checkpoint, kind, note, _ = open_weights(found)
         run, state = parse_described(checkpoint["config"], str(found.path)), checkpoint[WEIGHTS[kind]]
         taken = WEIGHTS[kind] + (f" in {path.name}" if found.kind is Kind.RUN else "")
         origin = f"{found.kind.value}: its {taken}{f', {note}' if note else ''}"

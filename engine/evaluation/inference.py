@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from engine.checkpoints.files import WEIGHTS, Weights, choose_weights
+from engine.checkpoints.files import WEIGHTS, Weights, open_weights
 from engine.checkpoints.weights import build_model, check_predicts_classes
 from engine.config.schema import Data, num_channels
 from engine.data.augment import create_transform
@@ -67,7 +67,7 @@ def load(path: str | Path, *, weights: Weights | None = None, select: Literal["b
         UserError: the file does not exist, is no checkpoint of train.py, is damaged or contradicts itself.
         ConfigError: the configuration in it cannot be honoured.
     """
-    found, checkpoint, kind, note = choose_weights(Path(path), select, weights)
+    found, checkpoint, kind, note, _ = open_weights(Path(path), select, weights)
     if note:
         print(f"{found}: {note}", file=sys.stderr)
     run = parse_described(checkpoint["config"], str(found))

@@ -185,7 +185,7 @@ def _parse(tree: Tree, overrides: Sequence[str]) -> Run:
         if missing := [key for key, value in flatten(tree.values).items() if value == MISSING]:
             raise MissingOptions(
                 f"{tree.origin('')}: does not say all options, and none is guessed: give {'=... '.join(missing)}=..."
-                " (python -m engine.checkpoints.convert writes a file that says them)"
+                " (python -m engine.checkpoints.export writes a file that says them)"
             )
         return _parse_all(tree.values)
 

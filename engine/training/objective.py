@@ -10,7 +10,7 @@ from timm.layers import to_2tuple
 from torch import nn
 
 from engine.checkpoints.adapt import fit_weights, summarize
-from engine.checkpoints.files import WEIGHTS, choose_weights
+from engine.checkpoints.files import WEIGHTS, open_weights
 from engine.checkpoints.identify import FOREIGN, Kind, identify
 from engine.checkpoints.local_dir import read_label_names
 from engine.checkpoints.weight_sources import load_timm, read_weights
@@ -94,7 +94,7 @@ def create_teacher(run: Run, model: nn.Module, images: Images, world: World) -> 
 def read_teacher(name: str, run: Run) -> Teacher:
     """Reads the model that `distill.teacher` names, for the images of `run`.
 
-    A run directory gives its best checkpoint, and a checkpoint the weights of `choose_weights`. With
+    A run directory gives its best checkpoint, and a checkpoint the weights of `open_weights`. With
     `distill.type: attention`, weights of other programs and of timm's hub load into the run's own model with the
     published attention of its family.
 
@@ -115,7 +115,7 @@ def read_teacher(name: str, run: Run) -> Teacher:
     if found.kind in FOREIGN:
         remedy = f"name {TIMM}NAME of timm's hub, or a run of train.py"
         raise UserError(f"weights alone, which do not say of what model they are; {remedy}")
-    path, checkpoint, kind, note = choose_weights(found)
+    path, checkpoint, kind, note, _ = open_weights(found)
     there, state = parse_described(checkpoint["config"], str(path)), WEIGHTS[kind]
     check_predicts_classes(there, str(path))
     model = build_model(there, checkpoint[state], f"{path}: {state}")

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from attention.options import nearest, parse_options
-from engine.checkpoints.files import IDENTITY, find_checkpoint, load_checkpoint, save_checkpoint
+from engine.checkpoints.files import IDENTITY, load_checkpoint, newest_checkpoint, save_checkpoint
 from engine.checkpoints.format import MAX_CLASS_NAMES
 from engine.checkpoints.identify import CHECKPOINT_NAME, list_checkpoints
 from engine.checkpoints.progress import Progress, Resumption
@@ -121,7 +121,7 @@ class Resumed:
         self.directory, self.is_primary = directory, world.is_primary
         self.resumption, self.former, self.content = Resumption(), checkpoints.run, dict[str, Any]()
         world.check_same_files({name: metadata.get(name) for name in IDENTITY})
-        found = find_checkpoint(directory, "last", quiet=not world.is_primary)
+        found = newest_checkpoint(directory, quiet=not world.is_primary)
         progress = self.progress = parse_options(Progress, found[1]["progress"]) if found else Progress()
         if world.gather([progress.epoch, progress.step]) != [[progress.epoch, progress.step]] * world.size:
             raise UserError(f"{directory}: not every rank sees the same checkpoint; use a file system that all share")

@@ -15,7 +15,7 @@ from analysis.drop_in import drop_in, layer_errors, layer_inputs, outputs
 from analysis.measurements import Measurements
 from analysis.trained import Trained, read_sample
 from attention import OptionError
-from engine.checkpoints.files import find_weights
+from engine.checkpoints.files import open_weights
 from engine.data.arrays import DigitsReader
 from engine.run.load import parse_run
 from models.base import attention_layers
@@ -134,7 +134,7 @@ def test_the_table_has_both_stages_and_the_aligned_model_is_an_export(checkpoint
     assert "aligned in 40 steps" in printed
     assert f"{float(eva['aligned_output_error']):.3f} |" in printed
     [path] = (tmp_path / "aligned").glob("name-eva-window_size-2-*.safetensors")
-    [(_, export, _)] = find_weights(path, "best", None)
+    export = open_weights(path).checkpoint
     run = parse_run(export["config"], str(path))
     assert (run.attention["window_size"], run.attention["num_landmarks"]) == (2, 4)
     assert run.init.weights == str(checkpoint)

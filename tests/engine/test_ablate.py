@@ -23,7 +23,7 @@ import train
 from ablation import worker
 from ablation.runs import in_order
 from ablation.sweep import read_ablation
-from engine.checkpoints.files import find_checkpoint, save_checkpoint
+from engine.checkpoints.files import newest_checkpoint, save_checkpoint
 from engine.data.idx import IMAGES, LABELS, write_idx
 from engine.run.load import dump_run
 from engine.runtime import files
@@ -232,7 +232,7 @@ def test_a_run_finished_on_other_data_is_refused(config, capsys):
     assert sweep_on(absent, status=2) == f"error: data.root: no directory '{absent}'\n"
     assert (config.parent / "out" / "table.csv").read_bytes() == table
 
-    path, checkpoint = find_checkpoint(directory, "last")
+    path, checkpoint = newest_checkpoint(directory)
     for path in directory.glob("*.pt"):
         path.unlink()
     assert sweep_on(roots[0]).endswith("which data it was trained on is not known: no checkpoint there\n")

@@ -32,11 +32,11 @@ import torch
 from torch import nn
 
 import validate
-from engine.checkpoints import convert
+from engine.checkpoints import export as export_module
 from engine.checkpoints.export import export, export_checkpoint
-from engine.checkpoints.files import find_checkpoint, find_weights, kept_weights, load_checkpoint, save_checkpoint
+from engine.checkpoints.files import kept_weights, load_checkpoint, newest_checkpoint, open_weights, save_checkpoint
 from engine.checkpoints.format import ForeignObject, read_archive
-from engine.checkpoints.identify import Kind, identify, identify_content, list_checkpoints
+from engine.checkpoints.identify import Kind, identify, list_checkpoints
 from engine.checkpoints.progress import Progress, rank_epoch
 from engine.checkpoints.weight_sources import read_weights
 from engine.checkpoints.weights import load_weights
@@ -148,7 +148,7 @@ def export_directory(path: Path, checkpoint: dict) -> None:
         (save_checkpoint, "x.pt", step_of),
         (export_plain, "x.safetensors", step_of),
         (write_text, "x.csv", lambda path: int(path.read_text())),
-        pytest.param(export_directory, "x", lambda path: find_weights(path, "best", None)[0][1]["progress"]["step"]),
+        pytest.param(export_directory, "x", lambda path: open_weights(path).checkpoint["progress"]["step"]),
     ],
 )
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ def test_the_best_epoch_is_kept_beside_one_whose_loss_is_not_finite(bad: float, 
         checkpoints.save(progress, {"model": Weight(epoch), "model_ema": Weight(-epoch)})
     assert names(tmp_path) == [f"step_{epoch}_epoch_{epoch}.pt" for epoch in (5, 4, 2)]
     for weights in ("plain", "ema"):
-        assert find_checkpoint(tmp_path, "best", weights=weights)[1]["progress"]["epoch"] == 2
+        assert open_weights(tmp_path, weights=weights).checkpoint["progress"]["epoch"] == 2
 
 
 def save_epochs(checkpoints: Checkpoints, *top1s: float) -> None:
@@ -301,11 +301,11 @@ def test_each_kind_of_weights_has_its_own_best(checkpoints: Checkpoints, tmp_pat
     assert names(tmp_path) == ["step_7.pt", "step_6.pt", *(f"step_{epoch}_epoch_{epoch}.pt" for epoch in (4, 3, 2, 1))]
     assert progress.best() == {"best_top1": 86.0, "best_ema_top1": 90.0}
     for weights, epoch in (("plain", 2), ("ema", 1)):
-        assert find_checkpoint(tmp_path, "best", weights=weights)[1]["progress"]["epoch"] == epoch
-        ((path, _, kinds),) = find_weights(tmp_path, "best", weights)
-        assert (path.name, kinds) == (f"step_{epoch}_epoch_{epoch}.pt", [weights])
-    both = [(path.name, kinds) for path, _, kinds in find_weights(tmp_path, "best", None)]
-    assert both == [("step_2_epoch_2.pt", ["plain"]), ("step_1_epoch_1.pt", ["ema"])]
+        path, checkpoint, kind, _, kept = open_weights(tmp_path, weights=weights)
+        assert (path.name, kind, [*kept]) == (f"step_{epoch}_epoch_{epoch}.pt", weights, [weights])
+        assert checkpoint["progress"]["epoch"] == epoch
+    both = {kind: path.name for kind, (path, _) in open_weights(tmp_path).kept.items()}
+    assert both == {"plain": "step_2_epoch_2.pt", "ema": "step_1_epoch_1.pt"}
 
 
 @pytest.mark.parametrize(("ranking", "epoch"), [([[math.nan, 1], [0.5, 2]], 2), ([[math.inf, 1]], 3)])
@@ -314,7 +314,7 @@ def test_a_score_that_is_not_finite_is_never_the_best(ranking: list, epoch: int,
     for number in (1, 2, 3):
         progress = Progress(epoch=number, step=number, ranking=[[90.0, 1], [80.0, 2]] if number < 3 else ranking)
         checkpoints.save(progress, {"model": Weight(number)})
-    assert find_checkpoint(tmp_path, "best")[1]["progress"]["epoch"] == epoch
+    assert open_weights(tmp_path).checkpoint["progress"]["epoch"] == epoch
 
 
 def test_averaged_weights_that_are_kept_no_more_are_forgotten(checkpoints, tmp_path: Path):
@@ -326,8 +326,8 @@ def test_averaged_weights_that_are_kept_no_more_are_forgotten(checkpoints, tmp_p
         progress.epoch = progress.step = epoch
         checkpoints.save(progress, {"model": Weight(epoch)} | ({"model_ema": Weight(-epoch)} if averaged else {}))
     assert progress.best() == {"best_top1": 52.0}
-    ((path, _, kinds),) = find_weights(tmp_path, "best", None)
-    assert (path.name, kinds) == ("step_2_epoch_2.pt", ["plain"])
+    path, _, _, _, kept = open_weights(tmp_path)
+    assert (path.name, [*kept]) == ("step_2_epoch_2.pt", ["plain"])
 
 
 A, B, OTHER = (letter * 64 for letter in "abc")
@@ -358,7 +358,7 @@ MANY = {
 @pytest.mark.parametrize("classes", chosen(MANY.values(), lambda classes: len(classes) < 100_000), ids=MANY)
 def test_many_classes_can_be_kept(classes: list[str], run, tmp_path: Path):
     Checkpoints(tmp_path, run, ALONE, 100, IDENTITY | {"classes": classes}).save(Progress(), {"model": Weight(1)})
-    assert find_checkpoint(tmp_path, "last")[1]["classes"] == classes
+    assert newest_checkpoint(tmp_path)[1]["classes"] == classes
 
 
 def test_classes_that_no_checkpoint_can_keep_are_refused_at_once(run, tmp_path: Path):
@@ -376,14 +376,14 @@ def test_the_newest_and_the_best_stay(checkpoints: Checkpoints, tmp_path: Path):
     save_epochs(checkpoints, 50.0, 70.0, 60.0, 40.0)
     assert names(tmp_path) == ["step_8_epoch_4.pt", "step_7.pt", "step_6_epoch_3.pt", "step_4_epoch_2.pt"]
     assert {path.name for path in tmp_path.iterdir()} == {*names(tmp_path), MARKER}
-    assert find_checkpoint(tmp_path, "last")[1]["model"]["weight"].tolist() == [4.0, 4.0]
-    assert find_checkpoint(tmp_path, "best")[1]["model"]["weight"].tolist() == [2.0, 2.0]
+    assert newest_checkpoint(tmp_path)[1]["model"]["weight"].tolist() == [4.0, 4.0]
+    assert open_weights(tmp_path).checkpoint["model"]["weight"].tolist() == [2.0, 2.0]
 
 
 def test_a_damaged_checkpoint_is_passed_over(checkpoints: Checkpoints, tmp_path: Path, capsys: pytest.CaptureFixture):
     save_epochs(checkpoints, 50.0, 70.0, 60.0)
     (tmp_path / "step_6_epoch_3.pt").write_bytes(b"")
-    path, checkpoint = find_checkpoint(tmp_path, "last")
+    path, checkpoint = newest_checkpoint(tmp_path)
     assert (path.name, checkpoint["progress"]["epoch"]) == ("step_5.pt", 2)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"{tmp_path}/step_6_epoch_3.pt: damaged")
@@ -391,7 +391,7 @@ def test_a_damaged_checkpoint_is_passed_over(checkpoints: Checkpoints, tmp_path:
     for path in list_checkpoints(tmp_path):
         path.write_bytes(b"")
     with pytest.raises(UserError, match="none of its checkpoints is whole"):
-        find_checkpoint(tmp_path, "last")
+        newest_checkpoint(tmp_path)
 
 
 def test_nothing_is_removed_for_a_checkpoint_that_is_damaged_at_once(
@@ -471,7 +471,7 @@ def test_weights_and_buffers_that_are_not_finite_are_neither_saved_nor_loaded(ch
 
 
 def test_a_directory_without_checkpoints(checkpoints: Checkpoints, tmp_path: Path):
-    assert find_checkpoint(tmp_path, "last") is find_checkpoint(tmp_path, "best") is None
+    assert newest_checkpoint(tmp_path) is None
     assert Resumed(checkpoints).restore({}) == Progress()
 
 
@@ -496,7 +496,7 @@ def test_a_checkpoint_is_due_by_steps_and_overdue_by_time(tmp_path: Path, monkey
 def test_every_damage_is_noticed_or_changes_nothing(amount: int, whole, tmp_path: Path, figure: Callable):
     """Truncations, zeroed blocks, and flipped bits, which may only change a member's date or a padding byte."""
     content, rng, noticed = saved(whole), random.Random(0), 0
-    expected = digest(load_checkpoint(identify_content(content, Path("x"))))
+    expected, path = digest(whole), tmp_path / "x.pt"
     cut = [content[: rng.randrange(len(content))] for _ in range(amount // 3)]
     for place in (rng.randrange(len(content) - 4096) for _ in range(amount // 3)):
         cut.append(content[:place] + bytes(4096) + content[place + 4096 :])
@@ -504,8 +504,9 @@ def test_every_damage_is_noticed_or_changes_nothing(amount: int, whole, tmp_path
     for place in (rng.randrange(len(content)) for _ in range(amount)):
         flipped.append(content[:place] + bytes([content[place] ^ 1 << rng.randrange(8)]) + content[place + 1 :])
     for damaged in cut + flipped:
+        path.write_bytes(damaged)
         try:
-            assert digest(load_checkpoint(identify_content(damaged, Path("x")))) == expected
+            assert digest(load_checkpoint(path)) == expected
         except UserError:
             noticed += 1
     assert noticed > len(cut) + amount // 3
@@ -796,7 +797,7 @@ def test_weights_that_are_objects_are_refused(name: str, tmp_path: Path, capsys:
     (tmp_path / "config.json").write_text(json.dumps(model))
     source = tmp_path if name == "pytorch_model.bin" else tmp_path / name
     config = [] if name == "pytorch_model.bin" else ["--config", str(ROOT / "configs/quickstart.yaml"), *OPTIONS]
-    assert "holds " in refusal(convert.main, [source, tmp_path / "out.safetensors", *config], capsys)
+    assert "holds " in refusal(export_module.main, [source, tmp_path / "out.safetensors", *config], capsys)
     assert not (tmp_path / "out.safetensors").exists()
 
 
@@ -885,13 +886,13 @@ def test_validation_reads_while_training_writes(amount: int, checkpoints: Checkp
         while not list_checkpoints(checkpoints.directory):
             time.sleep(0.01)
         while reads < amount or progress.step < 4:
-            _, checkpoint = find_checkpoint(checkpoints.directory, "best", quiet=True)
+            _, checkpoint = open_weights(checkpoints.directory)[:2]
             assert checkpoint["model"]["weight"].tolist() == [0.0, 0.0]
             reads += 1
     finally:
         ending.set()
         writer.join()
-    written = find_checkpoint(checkpoints.directory, "last")[1]["progress"]["step"]
+    written = newest_checkpoint(checkpoints.directory)[1]["progress"]["step"]
     assert written >= 3
     figure("C4", f"{reads}/{reads} loads succeed while {written} checkpoints are written")
 

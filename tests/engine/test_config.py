@@ -490,7 +490,7 @@ def test_a_text_that_names_nothing_is_not_taken_for_null(tmp_path, key, text):
         ("train", ["configs/quickstart.yaml", "--output="]),
         ("validate", [""]),
         ("validate", ["x", "--real-labels", ""]),
-        ("validate", ["x", "--export", ""]),
+        ("engine.checkpoints.export", ["x", ""]),
         ("predict", ["", "x.png"]),
         ("predict", ["x", ""]),
         ("ablate", ["", "--output", "x"]),

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attention import OptionError
+from engine.checkpoints.export import main as export
 from engine.checkpoints.progress import Progress
 from engine.config.schema import Run
 from engine.data.identity import identify_data
@@ -133,8 +134,8 @@ def test_a_run_is_validated_by_its_copies_and_does_not_take_images(tmp_path: Pat
     assert all(f'"{name}"' in printed for name in evaluate(model, loader, WORLD, None, measure=COPIES))
     with pytest.raises(UserError, match=r"\.pt: trained to copy sequences, it does not take images; name a run"):
         load(tmp_path)
-    for option in (["--export", tmp_path / "x.onnx"], ["--flip"]):
-        error = refusal(validate, [tmp_path, *option], capsys)
+    for main, arguments in ((validate, ["--flip"]), (export, [tmp_path / "x.onnx"])):
+        error = refusal(main, [tmp_path, *arguments], capsys)
         assert "it does not take images" in error
 
 

@@ -11,7 +11,7 @@ import pytest
 
 import train
 import validate
-from engine.checkpoints import convert
+from engine.checkpoints import export
 from engine.checkpoints.files import load_checkpoint, save_checkpoint
 from engine.checkpoints.origin import is_made_here
 from engine.checkpoints.progress import Progress
@@ -141,7 +141,7 @@ def test_a_run_that_goes_on_in_a_copy_is_no_run_of_this_machine(directory: Path,
 
 def test_an_export_of_a_strangers_file_keeps_its_model_alone(hostile: Path, capsys):
     output = hostile.with_name("x.safetensors")
-    convert.main([str(hostile), str(output)])
+    export.main([str(hostile), str(output)])
     config = load_checkpoint(output)["config"]
     assert (config["data"]["root"], config["report"]["wandb"]) == (None, None)
     assert config["model"] == load_checkpoint(hostile)["config"]["model"]

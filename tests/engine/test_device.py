@@ -13,7 +13,7 @@ import train
 from attention import kernels
 from attention.ops.random_features import fused
 from attention.options import OptionError
-from engine.checkpoints.files import find_checkpoint
+from engine.checkpoints.files import newest_checkpoint
 from engine.checkpoints.progress import check_progress
 from engine.run.load import parse_run
 from engine.training import device
@@ -71,7 +71,7 @@ def recorded(directory: Path) -> list[str]:
 def test_times_choose_once_and_stand_in_the_records(tmp_path, capsys, monkeypatch):
     assert run_two(tmp_path) == {"performer"}
     assert recorded(tmp_path)[0].startswith(TEXT)
-    assert find_checkpoint(tmp_path / "run", "last")[1]["progress"]["kernels"] == {"GPU": CHOSEN}
+    assert newest_checkpoint(tmp_path / "run")[1]["progress"]["kernels"] == {"GPU": CHOSEN}
     more = "--allow-change", "schedule.epochs"
     with monkeypatch.context() as stopped:
         stopped.setitem(globals(), "milliseconds", None)
@@ -81,7 +81,7 @@ def test_times_choose_once_and_stand_in_the_records(tmp_path, capsys, monkeypatc
     assert "timed anew" not in capsys.readouterr().err
     assert run_two(tmp_path, "schedule.epochs=3", *more, gpu="another GPU") == {"performer"}
     assert "train.kernels: timed anew, for another GPU, model or precision than before" in capsys.readouterr().err
-    kept = find_checkpoint(tmp_path / "run", "last")[1]["progress"]["kernels"]
+    kept = newest_checkpoint(tmp_path / "run")[1]["progress"]["kernels"]
     assert kept == {"GPU": CHOSEN, "another GPU": CHOSEN}
 
 
@@ -97,7 +97,7 @@ def test_the_choice_changes_no_other_number(tmp_path):
     for path in "auto", "torch":
         (tmp_path / path).mkdir()
         run_two(tmp_path / path, f"train.kernels={path}")
-        weights.append(find_checkpoint(tmp_path / path / "run", "last")[1]["model"])
+        weights.append(newest_checkpoint(tmp_path / path / "run")[1]["model"])
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[1])
 
 
@@ -157,7 +157,7 @@ def test_a_run_on_a_gpu_chooses_trains_and_resumes(tmp_path, capsys):
     command = [str(tmp_path / "run.yaml"), "train.device=cuda", "train.amp=bf16", "model.embed_dim=48"]
     command += ["--output", str(tmp_path / "run")]
     train.main(command)
-    (found,) = find_checkpoint(tmp_path / "run", "last")[1]["progress"]["kernels"].values()
+    (found,) = newest_checkpoint(tmp_path / "run")[1]["progress"]["kernels"].values()
     assert found
     assert all(0 < ratio < 1000 for ratio in found.values()), found
     train.main([*command, "schedule.epochs=2", "--allow-change", "schedule.epochs"])

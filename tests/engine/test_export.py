@@ -17,7 +17,7 @@ import models
 from attention import ATTENTION
 from engine.checkpoints import export as export_module
 from engine.checkpoints.export import check_target, export, to_onnx, to_pt2
-from engine.checkpoints.files import find_weights, save_checkpoint
+from engine.checkpoints.files import open_weights, save_checkpoint
 from engine.checkpoints.local_dir import describe_model
 from engine.checkpoints.progress import Progress
 from engine.checkpoints.weight_sources import read_weights
@@ -98,8 +98,7 @@ def test_timm_rebuilds_a_directory(model, attention, tmp_path):
         found = load(tmp_path / directory)
         assert torch.equal(outputs(found.model), expected)
         assert found.classes == CLASSES
-        _, again, _ = find_weights(tmp_path / directory, "best", None)[-1]
-        assert again["config"]["data"]["crop_mode"] == "squash"
+        assert open_weights(tmp_path / directory).checkpoint["config"]["data"]["crop_mode"] == "squash"
         assert read_weights(str(tmp_path / directory)).state.keys() == checkpoint["model"].keys()
 
 
@@ -114,7 +113,7 @@ def test_an_export_without_a_history_is_read(tmp_path):
         assert torch.equal(outputs(found.model), outputs(model))
         assert found.classes == (["dog", "ant"] if number else ["0", "1"])
         assert read_weights(f"timm:local-dir:{directory}").classes == (["dog", "ant"] if number else None)
-        assert parse_run(find_weights(directory, "best", None)[-1][1]["config"], "x").train.amp is None
+        assert parse_run(open_weights(directory).checkpoint["config"], "x").train.amp is None
 
 
 def test_a_directory_in_the_cache_of_the_hub_is_read(tmp_path):

@@ -24,7 +24,7 @@ import yaml
 from torch import nn
 
 import train
-from engine.checkpoints.files import find_checkpoint, list_checkpoints, load_checkpoint
+from engine.checkpoints.files import list_checkpoints, load_checkpoint, newest_checkpoint
 from engine.checkpoints.progress import Progress
 from engine.config.schema import Data, Schedule, Train
 from engine.data.augment import PairMixup
@@ -69,7 +69,7 @@ def test_signals(signals: list[str], status: int, runs: Runs):
     assert statuses == [status], job.text
     last = "saved; the same command continues the run" if status == 75 else "interrupted"
     assert job.text.splitlines()[-1] == last
-    assert find_checkpoint(output, "last")[1]["progress"]["step"] == (5 if status == 75 else 2)
+    assert newest_checkpoint(output)[1]["progress"]["step"] == (5 if status == 75 else 2)
     statuses, job, _ = runs.launch(output=output)
     assert statuses == [0]
     assert f"resumes from {output}/step_{5 if status == 75 else 2}.pt  epoch 0/2  step " in job.text
@@ -179,7 +179,7 @@ def test_signals_through_torchrun(name: str, flags: list[str], tmp_path: Path, f
             time.sleep(0.2)
         process.wait(60)
         seconds = wait_for(lambda: not session_of(str(tmp_path)), 30)
-    step = find_checkpoint(tmp_path / "run", "last")[1]["progress"]["step"]
+    step = newest_checkpoint(tmp_path / "run")[1]["progress"]["step"]
     done = max(int(words[0]) for words in job.recorded("random"))
     assert done - step <= (1 if " " not in name else 2)
     how = f"{name}, {'with' if flags else 'without'} the flag"
@@ -312,7 +312,7 @@ def test_a_disk_that_fails(case: str, runs: Runs, fork_server: ForkServer, tmp_p
     assert not list(tmp_path.rglob("*.tmp"))
     if "removed" not in case and "system" not in case:
         step = 6 if "synced" in case else 4  # the file was replaced, and stays
-        assert find_checkpoint(output, "last", quiet=True)[1]["progress"]["step"] == step
+        assert newest_checkpoint(output, quiet=True)[1]["progress"]["step"] == step
     statuses, job = fork_server.run(command, tmp_path / "log")
     assert statuses == [0], job.text
     assert outcome(job, output) == runs.expected

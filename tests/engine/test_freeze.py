@@ -6,7 +6,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from engine.checkpoints.files import find_checkpoint
+from engine.checkpoints.files import newest_checkpoint
 from engine.checkpoints.initial_weights import create_initial_model
 from engine.checkpoints.progress import Progress
 from engine.config.micro_batches import describe_batch_norm
@@ -216,7 +216,7 @@ def test_a_run_of_frozen_weights_resumes_to_the_same_bits(
     ranks: int, overrides: list[str], fork_server: ForkServer, tmp_path: Path
 ):
     runs = Runs(fork_server, tmp_path / "runs", overrides, ranks)
-    last = find_checkpoint(tmp_path / "runs" / "run1", "last")[1]
+    last = newest_checkpoint(tmp_path / "runs" / "run1")[1]
     for name in STEM if "head" not in overrides[0] else ():
         value = last["model"][name]
         assert torch.equal(value, torch.zeros_like(value) if name.endswith("mean") else torch.ones_like(value)), name

@@ -17,6 +17,7 @@ import train
 import validate
 from engine.checkpoints.adapt import fit_weights
 from engine.checkpoints.export import export
+from engine.checkpoints.export import main as export_main
 from engine.checkpoints.files import load_checkpoint
 from engine.checkpoints.weight_sources import read_weights
 from engine.config.objective_options import Distill
@@ -279,7 +280,8 @@ def test_a_run_without_a_mechanism_is_validated_exported_and_not_analysed(tmp_pa
     short = {"optim": {"lr": 0.002, "lr_base_size": 8}, "schedule": {"epochs": 1, "warmup_epochs": 0}}
     for name, model in {"resnet": resnet, "vit": VIT}.items():
         run_training(tmp_path / name, model=model, attention=None, **short)
-    validate.main([str(tmp_path / "resnet"), "--export", str(tmp_path / "x.safetensors")])
+    validate.main([str(tmp_path / "resnet")])
+    export_main([str(tmp_path / "resnet"), str(tmp_path / "x.safetensors")])
     predict.main([str(tmp_path / "x.safetensors"), str(ROOT / "reference/bag.png")])
     assert "bag.png" in capsys.readouterr().out
     arguments = ["--images", "4", "--draws", "1", "--attention", "softmax", "--output", tmp_path / "out"]

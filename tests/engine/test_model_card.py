@@ -7,10 +7,10 @@ import pytest
 import timm
 from huggingface_hub import ModelCard
 
-from engine.checkpoints import convert
+from engine.checkpoints import export as export_module
 from engine.checkpoints.adapt import build_models
 from engine.checkpoints.export import export
-from engine.checkpoints.files import find_weights, load_checkpoint
+from engine.checkpoints.files import load_checkpoint, open_weights
 from engine.checkpoints.progress import Progress
 from engine.run.load import parse_run
 from models import create_model
@@ -105,14 +105,14 @@ def test_an_export_of_an_export_tells_of_the_training(tmp_path, capsys):
     checkpoint["config"]["data"] |= {"folds": 3, "fold": 0}
     again = ["model.img_size=[32, 24]", "data.fold=1", "optim.opt=adamw"]
     export(str(first), parse_run(checkpoint["config"], "x", again), checkpoint, "plain")
-    convert.main([str(first), f"{tmp_path}/second/"])
+    export_module.main([str(first), f"{tmp_path}/second/"])
     card = ModelCard((tmp_path / "second/README.md").read_text())
     assert "It had other options of the model or of its images than this export." in card.text
     assert "`data.folds=3`" in detail(card, "Training")
     assert "data.fold=1" not in detail(card, "Training")
     assert "Optimiser: `sgd`" in detail(card, "Training")
     for export_again in (first, tmp_path / "second"):
-        ((_, found, _),) = find_weights(export_again, "best", None)
+        found = open_weights(export_again).checkpoint
         _, line = build_models(parse_run(found["config"], "x", ["model.img_size=[40, 24]"]), found, ["plain"])
         assert line.startswith("model.img_size = [40, 24], trained at [24, 16]; resampled: ")
     assert load_checkpoint(first)["config"]["optim"]["opt"] == "adamw"
@@ -141,7 +141,7 @@ def test_a_training_without_a_record_is_unknown(tmp_path):
     """That of a directory which timm wrote, for one: the options of its run are defaults, and no facts."""
     model = timm.create_model("deit_tiny_p16", depth=1, num_classes=2, img_size=32)
     timm.models.save_for_hf(model, tmp_path / "timm", safe_serialization=True)
-    ((_, checkpoint, _),) = find_weights(tmp_path / "timm", "best", None)
+    checkpoint = open_weights(tmp_path / "timm").checkpoint
     card = card_of(tmp_path, checkpoint)
     assert detail(card, "Training") == "- Unknown: these weights came without a record of their training."
     assert detail(card, "Accuracy").startswith("Unknown: ")

@@ -331,7 +331,8 @@ def test_a_run_with_a_mechanism_from_outside(tmp_path, fork_server):
     status, text = call("validate", run, "--json")
     assert (status, text.count("\n")) == ({2}, 1)
     assert text.endswith(advice)
-    status, text = call("validate", run, "--json", *flag, "--export", export, "--export", f"{directory}/")
+    assert [call("engine.checkpoints.export", run, x, *flag)[0] for x in (export, f"{directory}/")] == [{0}] * 2
+    status, text = call("validate", run, "--json", *flag)
     assert status == {0}
     (found,) = re.findall(r"^{.*}$", text, re.MULTILINE)
     assert json.loads(found)["plain"]["top1"] == records[-1]["top1"]

@@ -1,14 +1,12 @@
 """Averaged weights are taken where no kind is named, unless the plain ones were measured as better."""
 
-import json
 import math
 from pathlib import Path
 
 import pytest
 
 import predict
-import validate
-from engine.checkpoints import convert
+from engine.checkpoints import export
 from engine.checkpoints.files import load_checkpoint, prefer, save_checkpoint
 from engine.checkpoints.weight_sources import read_weights
 from engine.run.load import parse_run
@@ -58,7 +56,7 @@ def young(tmp_path: Path) -> Path:
 
 
 def test_all_take_the_weights_that_were_measured_as_better(young: Path, capsys: pytest.CaptureFixture):
-    """Prediction, conversion, initial weights and a teacher; each says both numbers. A named kind is taken."""
+    """Prediction, exports, initial weights and a teacher; each says both numbers. A named kind is taken."""
     trained = load_checkpoint(young)
     run = parse_run(trained["config"] | {"distill": {"teacher": str(young)}}, "x")
     source, teacher = read_weights(str(young)), read_teacher(str(young), run)
@@ -66,21 +64,10 @@ def test_all_take_the_weights_that_were_measured_as_better(young: Path, capsys: 
     assert teacher.note == BETTER
     image, output = str(ROOT / "reference/bag.png"), young.with_name("x.safetensors")
     predict.main([str(young), image, "--device", "cpu"])
-    convert.main([str(young), str(output)])
+    export.main([str(young), str(output)])
     assert capsys.readouterr().err == f"{young}: {BETTER}\n" * 2
     for state in (source.state, teacher.model.state_dict(), load_checkpoint(output)["model"]):
         assert all(x.equal(trained["model"][name]) for name, x in state.items())
-    convert.main([str(young), str(output), "--weights", "ema"])
+    export.main([str(young), str(output), "--weights", "ema"])
     assert load_checkpoint(output)["model_ema"]["head.weight"].equal(trained["model_ema"]["head.weight"])
     assert capsys.readouterr().err == ""
-
-
-def test_an_export_takes_what_was_just_measured_as_better(young: Path, monkeypatch, capsys):
-    found = iter([{"top1": 100.0, "images": 14}, {"top1": 57.14, "images": 14}] * 2)
-    monkeypatch.setattr(validate, "evaluate", lambda *args, **options: next(found))
-    arguments = [str(young), "data.workers=0", "--json", "--export", str(young.with_name("x.safetensors"))]
-    validate.main(arguments)
-    out, err = capsys.readouterr()
-    assert json.loads(out).keys() == {"plain", "ema"}
-    assert f"x.safetensors: {BETTER} of {young}" in err
-    assert "model" in load_checkpoint(young.with_name("x.safetensors"))

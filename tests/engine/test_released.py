@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from attention import AttentionFactory
 from attention.options import parse_options
-from engine.checkpoints.convert import main as convert
-from engine.checkpoints.files import find_weights
+from engine.checkpoints.export import main as export
+from engine.checkpoints.files import open_weights
 from engine.checkpoints.format import ForeignObject
 from engine.checkpoints.released import from_released_file
 from engine.checkpoints.weight_sources import read_weights
@@ -75,8 +75,8 @@ def write_released(path: Path, state: dict, arguments: dict | None, monkeypatch,
 
 def read(path: Path, *overrides: str) -> nn.Module:
     """The model in a file, in float64."""
-    ((found, checkpoint, kinds),) = find_weights(path, "best", None)
-    assert kinds == ["plain"]
+    found, checkpoint, _, _, kept = open_weights(path)
+    assert [*kept] == ["plain"]
     return build_model(parse_run(checkpoint["config"], str(found), overrides), checkpoint["model"], "file").double()
 
 
@@ -98,16 +98,16 @@ def test_logits_are_those_of_the_released_code(file, tmp_path, monkeypatch):
 def test_the_command_writes_an_ordinary_export(tmp_path, monkeypatch, capsys):
     path, exported = tmp_path / "ckpt.pth", tmp_path / "eva.safetensors"
     write_released(path, weights_of(EVA_FILE), GOLDEN[EVA_FILE], monkeypatch)
-    convert([str(path), str(exported)])
+    export([str(path), str(exported)])
     assert capsys.readouterr().out == f"{exported}: the plain weights of {path}, of the model deit\n"
-    ((_, checkpoint, _),) = find_weights(exported, "best", None)
+    checkpoint = open_weights(exported).checkpoint
     attention, data = checkpoint["config"]["attention"], checkpoint["config"]["data"]
     assert {"mu_scale": 0.5, "noise": "released", "position_bias": "table_released"}.items() <= attention.items()
     assert (data["crop_pct"], data["interpolation"]) == (0.875, "bicubic")
     assert (data["mean"], data["std"]) == ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
     assert checkpoint["progress"]["epoch"] == 300
     assert_logits(read(exported), EVA_FILE)
-    error = refusal(convert, [tmp_path / "gone.pth", exported], capsys)
+    error = refusal(export, [tmp_path / "gone.pth", exported], capsys)
     assert error == f"error: {tmp_path / 'gone.pth'}: no such run directory or checkpoint\n"
 
 
@@ -131,7 +131,7 @@ def test_an_option_that_is_not_in_the_file_must_be_given(argument, option, tmp_p
     with pytest.raises(MissingOptions) as caught:
         read(path)
     problem = f"{path}: does not say all options, and none is guessed: give {option}=..."
-    assert str(caught.value) == f"{problem} (python -m engine.checkpoints.convert writes a file that says them)"
+    assert str(caught.value) == f"{problem} (python -m engine.checkpoints.export writes a file that says them)"
 
 
 def test_weights_alone_load_with_every_option_given(tmp_path):
@@ -140,7 +140,7 @@ def test_weights_alone_load_with_every_option_given(tmp_path):
     safetensors.torch.save_file(weights_of(EVA_FILE), path)
     options = ["model.num_heads=2", "attention.window_size=7", "attention.num_landmarks=49"]
     options += ["attention.layout=2d", "attention.overlap=0", "data.mean=[0.5]", "data.std=[0.5]"]
-    convert([str(path), str(tmp_path / "export.safetensors"), *options])
+    export([str(path), str(tmp_path / "export.safetensors"), *options])
     assert_logits(read(tmp_path / "export.safetensors"), EVA_FILE)
     with pytest.raises(AssertionError, match="Tensor-likes are not close"):
         assert_logits(read(path, *options, "attention.mu_scale=1.0"), EVA_FILE)

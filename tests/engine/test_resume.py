@@ -20,7 +20,7 @@ import yaml
 from timm.optim import list_optimizers
 
 from attention.options import OptionError
-from engine.checkpoints.files import find_checkpoint, list_checkpoints, save_checkpoint
+from engine.checkpoints.files import list_checkpoints, newest_checkpoint, open_weights, save_checkpoint
 from engine.config.schema import Optim
 from engine.training.differences import list_differences
 from engine.training.optim import check_optimizer
@@ -97,7 +97,7 @@ def outcome(job: Job, directory: Path, before: Job | None = None) -> dict[str, s
 
     The last update may have been made by the launch `before`, so that only the evaluation was left.
     """
-    _, last = find_checkpoint(directory, "last")
+    _, last = newest_checkpoint(directory)
     digests = {name: digest(value) for name, value in last.items() if name != "config"}
     digests["step"] = str(last["progress"]["step"])
     assert {"model", "model_ema", "optimizer", "scaler", "progress"} <= digests.keys()
@@ -389,9 +389,9 @@ def test_a_run_that_aligns_resumes(ranks: int, overrides, fork_server: ForkServe
     students = [f"init.weights={teacher}", "distill.teacher=init.weights", "distill.type=attention", LARA, *overrides]
     students = Runs(fork_server, tmp_path / "runs", students, ranks)
     assert -9 in students.survives(("train.nn.utils.clip_grad_norm_", 4, "SIGKILL"))
-    _, last = find_checkpoint(students.directory / "run1", "last")
+    _, last = newest_checkpoint(students.directory / "run1")
     assert any("ema_top1" in record for record in students.expected["records"])
-    _, before = find_checkpoint(teacher, "best", weights="ema")
+    _, before = open_weights(teacher, weights="ema")[:2]
     for weights in ("model", "model_ema"):
         is_kept = torch.equal(last[weights]["head.weight"], before["model_ema"]["head.weight"])
         assert is_kept == (overrides != MIXED)
@@ -444,7 +444,7 @@ def test_other_options_are_refused_until_allowed(runs: Runs, figure: Callable):
     assert {path.name: path.read_bytes() for path in output.iterdir() if path.name != "lock"} == before
     allowed = ["--allow-change", "optim.weight_decay", "optim.weight_decay=0.01", "train.log_every=3"]
     assert runs.launch(output=output, more=allowed)[0] == [0]
-    groups = find_checkpoint(output, "last")[1]["optimizer"]["param_groups"]
+    groups = newest_checkpoint(output)[1]["optimizer"]["param_groups"]
     assert {group["weight_decay"] for group in groups} == {0.0, 0.01}
     trace = {"kind": "change", "step": 4, "option": "optim.weight_decay", "before": 0.05, "now": 0.01}
     changes = [record for record in records(output) if record["kind"] == "change"]
@@ -459,7 +459,7 @@ def stop_with_config(runs: Runs, change: Callable[[dict], None]) -> Path:
     """Returns the directory of a stopped run with another configuration in its checkpoint."""
     statuses, _, output = runs.launch(("train.nn.utils.clip_grad_norm_", 3, "SIGTERM"))
     assert statuses == [75]
-    path, checkpoint = find_checkpoint(output, "last")
+    path, checkpoint = newest_checkpoint(output)
     change(checkpoint["config"])
     save_checkpoint(path, checkpoint)
     return output
@@ -506,7 +506,7 @@ def test_a_change_that_is_allowed_may_touch_every_state(runs: Runs):
     more = [word for key, value in changes.items() for word in ("--allow-change", key, f"{key}={value}")]
     statuses, job, _ = runs.launch(output=output, more=more)
     assert statuses == [0], job.text
-    assert find_checkpoint(output, "last")[1]["progress"]["step"] == 3 + (50 - 24) // 6 + 50 // 6
+    assert newest_checkpoint(output)[1]["progress"]["step"] == 3 + (50 - 24) // 6 + 50 // 6
 
 
 def test_a_finished_run_says_so(runs: Runs):
@@ -536,7 +536,7 @@ def test_a_stopped_run_loses_nothing(
         slowest = max(slowest, time.monotonic() - float(job.recorded("fault")[0][0]))
         assert statuses in ([75] * ranks, [0] * ranks), job.text
         done = int(job.recorded("random")[-1][0])
-        assert find_checkpoint(output, "last")[1]["progress"]["step"] == done
+        assert newest_checkpoint(output)[1]["progress"]["step"] == done
         statuses, again, _ = runs.launch(output=output)
         assert statuses == [0] * ranks
         assert outcome(again, output, job) == runs.expected

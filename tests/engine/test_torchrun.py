@@ -14,7 +14,7 @@ import yaml
 from PIL import Image
 
 import train
-from engine.checkpoints.files import find_checkpoint
+from engine.checkpoints.files import newest_checkpoint
 from tests.engine.test_train import RUN as DIGITS
 
 ROOT = Path(train.__file__).parent
@@ -43,7 +43,7 @@ def test_two_processes_train_as_one(tmp_path: Path):
     done = torchrun("train.py", str(config), "train.grad_accum_steps=5", "--output", str(tmp_path / "two"))
     assert done.returncode == 0, done.stderr
 
-    one, two = (find_checkpoint(tmp_path / run, "last")[1] for run in ("one", "two"))
+    one, two = (newest_checkpoint(tmp_path / run)[1] for run in ("one", "two"))
     assert one["progress"]["step"] == two["progress"]["step"] == 20
     for weights in ("model", "model_ema"):
         difference = sum((two[weights][name] - value).double().square().sum() for name, value in one[weights].items())

@@ -17,7 +17,7 @@ from torch._dynamo.utils import counters
 
 import train
 from attention import ATTENTION, kernels
-from engine.checkpoints.files import find_checkpoint, load_checkpoint
+from engine.checkpoints.files import load_checkpoint, newest_checkpoint
 from engine.checkpoints.progress import Progress
 from engine.config.schema import Data, Optim, Schedule, Train
 from engine.objectives.classification import Classification
@@ -48,7 +48,7 @@ def start(directory: Path, *overrides: str) -> dict:
     config = directory / "run.yaml"
     config.write_text(yaml.safe_dump(RUN))
     train.main([str(config), *overrides, "--output", str(directory / "run")])
-    return find_checkpoint(directory / "run", "last")[1]
+    return newest_checkpoint(directory / "run")[1]
 
 
 def relative_rms(state: dict, expected: dict) -> float:

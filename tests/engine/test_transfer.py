@@ -14,6 +14,7 @@ from timm.models._hub import save_for_hf
 
 import train
 import validate
+from engine.checkpoints import export
 from engine.run.load import load_run
 from tests.support.launcher import ROOT
 
@@ -77,7 +78,8 @@ def test_both_stages_run_and_their_result_is_validated_and_exported(recipe: str,
             name for name in same if not name.startswith(("blocks.1.attn.landmarks", "blocks.1.attn.position_bias"))
         ]
     assert not same
-    validate.main([str(tuned), "--export", f"{tmp_path}/export/"])
+    validate.main([str(tuned)])
+    export.main([str(tuned), f"{tmp_path}/export/"])
     assert re.search(r"^plain +6 ", capsys.readouterr().out, re.M)
     rebuilt = timm.create_model(f"local-dir:{tmp_path / 'export'}", pretrained=True)
     assert all(torch.equal(x, weights[1][name]) for name, x in rebuilt.state_dict().items())

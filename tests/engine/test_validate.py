@@ -13,8 +13,8 @@ import torch
 
 import train
 import validate
-from engine.checkpoints import convert
-from engine.checkpoints.files import find_checkpoint, load_checkpoint, prefer, save_checkpoint
+from engine.checkpoints.export import main as export_main
+from engine.checkpoints.files import load_checkpoint, newest_checkpoint, open_weights, prefer, save_checkpoint
 from engine.data.arrays import DigitsReader
 from engine.data.identity import identify_split
 from engine.data.idx import write_idx
@@ -96,7 +96,7 @@ def test_other_images_of_the_same_names_are_announced(run_directory, tmp_path, c
 
 @pytest.mark.parametrize("which", ["best", pytest.param("last", marks=pytest.mark.complete)])
 def test_metrics_are_those_of_training(run_directory, capsys, which):
-    path, recorded = find_checkpoint(run_directory, which)
+    path, recorded = open_weights(run_directory, which)[:2]
     report = read_report(capsys, run_directory, "--select", which)
     for kind in ("plain", "ema"):
         assert (report[kind]["checkpoint"], report[kind]["epoch"]) == (str(path), recorded["progress"]["epoch"])
@@ -126,23 +126,18 @@ def test_each_kind_of_weights_is_taken_where_it_was_best(apart, capsys):
 
 
 @pytest.mark.parametrize("kind", [None, "ema", "plain"])
-def test_an_export_names_the_weights_that_it_holds(apart, capsys, kind):
-    chosen = ["--weights", kind] if kind else []
-    report = read_report(capsys, apart, *chosen, "--export", apart / "x.safetensors")
+def test_an_export_is_evaluated_like_the_weights_that_it_holds(apart, capsys, kind):
+    export_main([str(apart), str(apart / "x.safetensors"), *(["--weights", kind] if kind else [])])
+    capsys.readouterr()
+    report = read_report(capsys, apart)
     kind = kind or prefer(report)[0]
     expected = report[kind] | {"checkpoint": str(apart / "x.safetensors")}
     assert expected["epoch"] == {"ema": 1, "plain": 2}[kind]
     assert read_report(capsys, apart / "x.safetensors") == {kind: expected}
 
 
-def test_every_export_that_is_asked_for_is_written(run_directory, tmp_path, capsys):
-    targets = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
-    read_report(capsys, run_directory, *(f"--export={target}" for target in targets))
-    assert targets[0].read_bytes() == targets[1].read_bytes()
-
-
 def test_other_class_names_are_warned_of(run_directory, tmp_path, capsys):
-    _, checkpoint = find_checkpoint(run_directory, "last")
+    _, checkpoint = newest_checkpoint(run_directory)
     save_checkpoint(tmp_path / "x.pt", checkpoint | {"classes": [*"012345678", "ten\x1b[0m"]})
     validate.main([str(tmp_path / "x.pt"), "--weights", "plain", "data.workers=0"])
     (line,) = capsys.readouterr().err.splitlines()
@@ -159,7 +154,7 @@ def test_batch_size_does_not_matter(run_directory, capsys):
 
 def test_the_checkpoint_is_enough(run_directory, tmp_path, capsys):
     copy = tmp_path / "any name"
-    copy.write_bytes(find_checkpoint(run_directory, "last")[0].read_bytes())
+    copy.write_bytes(newest_checkpoint(run_directory)[0].read_bytes())
     report = read_report(capsys, copy, "data.val_split=train")
     assert report["plain"]["images"] == report["ema"]["images"] == 1437
 
@@ -242,7 +237,7 @@ def test_files_of_single_images(run_directory, tmp_path, monkeypatch, capsys):
 @pytest.fixture
 def shuffled(run_directory, tmp_path) -> Path:
     """The run's checkpoint with its classes in another order."""
-    _, checkpoint = find_checkpoint(run_directory, "last")
+    _, checkpoint = newest_checkpoint(run_directory)
     order = [3, 1, 4, 5, 9, 2, 6, 8, 7, 0]
     for name in ("head.weight", "head.bias"):
         checkpoint["model"][name] = checkpoint["model"][name][order]
@@ -251,7 +246,7 @@ def shuffled(run_directory, tmp_path) -> Path:
 
 
 def test_classes_in_another_order_are_matched_by_name(run_directory, shuffled, capsys):
-    _, recorded = find_checkpoint(run_directory, "last")
+    _, recorded = newest_checkpoint(run_directory)
     validate.main([str(shuffled), "--weights", "plain", "data.workers=0", "--json"])
     output, expected = capsys.readouterr(), recorded["progress"]["metrics"]
     found = {name: value for name, value in json.loads(output.out)["plain"].items() if name in expected}
@@ -262,7 +257,7 @@ def test_classes_in_another_order_are_matched_by_name(run_directory, shuffled, c
 
 def write_checkpoint(path: Path, run_directory: Path, data: dict) -> Path:
     """Writes the run's checkpoint as of a training with these options of the data."""
-    _, checkpoint = find_checkpoint(run_directory, "last")
+    _, checkpoint = newest_checkpoint(run_directory)
     checkpoint["config"]["data"] |= data
     images = open_split(parse_run(checkpoint["config"], "x").data, "val_split")
     save_checkpoint(path, checkpoint | identify_split("val", images) | {"val_content": "a smaller copy"})
@@ -281,7 +276,7 @@ def write_checkpoint(path: Path, run_directory: Path, data: dict) -> Path:
 def test_images_that_may_have_been_trained_on_are_not_held_out(run_directory, tmp_path, capsys, trained, given):
     """The checkpoint is refused, and so is an export with these options."""
     path, export = write_checkpoint(tmp_path / "x.pt", run_directory, trained), tmp_path / "x.safetensors"
-    convert.main([str(path), str(export), *given])
+    export_main([str(path), str(export), *given])
     for arguments in ([str(path), *given], [str(export)]):
         output = refusal(validate.main, [*arguments, "data.workers=0", "--weights", "ema"], capsys)
         told, error = output.splitlines()
@@ -347,14 +342,14 @@ def test_images_of_another_size_are_said(run_directory, capsys):
     assert output.err == f"model.img_size = 12, trained at 8; {resampled}\n"
     model, _, _ = load(run_directory, weights="plain")
     model.set_input_size(12)
-    run = parse_run(find_checkpoint(run_directory, "best")[1]["config"], "x", ["model.img_size=12"])
+    run = parse_run(open_weights(run_directory).checkpoint["config"], "x", ["model.img_size=12"])
     loader = create_val_loader(run, World(torch.device("cpu")), img_size=12)
     expected = evaluate(model, loader, World(torch.device("cpu")), None)
     assert output.out.splitlines()[1].split()[2] == f"{expected['top1']:.3f}"
 
 
 def test_without_an_average_there_is_one_line(run_directory, tmp_path, capsys):
-    _, checkpoint = find_checkpoint(run_directory, "last")
+    _, checkpoint = newest_checkpoint(run_directory)
     del checkpoint["model_ema"]
     torch.save(checkpoint, tmp_path / "plain.pt")
     report = read_report(capsys, tmp_path / "plain.pt")
@@ -369,15 +364,13 @@ def test_without_an_average_there_is_one_line(run_directory, tmp_path, capsys):
         (["."], ".: no checkpoint there"),
         (["text.pt"], "text.pt: damaged, or no checkpoint that can be loaded safely"),
         (["x.onnx"], "x.onnx: an exported graph, which only other programs run (docs/validation.md, Export); name the"),
-        (["good.pt", "--export", "x.bin"], "x.bin: no kind of export; choose a directory DIR/ or a file"),
         (["half.pt"], "half.pt: damaged, or no checkpoint that can be loaded safely"),
         (["plain.pt", "--weights", "ema"], "plain.pt: holds no ema weights, only plain"),
         (["state.pt"], "state.pt: no checkpoint of train.py: it holds no configuration; it seems to be a state dict"),
-        (["timm.pth.tar"], "a checkpoint of timm's train.py, and `python -m engine.checkpoints.convert timm.pth.tar "),
+        (["timm.pth.tar"], "a checkpoint of timm's train.py, and `python -m engine.checkpoints.export timm.pth.tar "),
         (["other.pth"], "it seems to be a checkpoint of another training script"),
         (["old.pth"], "it seems to be a file of torch.save before torch 1.6"),
         (["plain.safetensors"], "it seems to be weights in the safetensors format"),
-        (["good.pt", "--export", "nowhere/x.safetensors"], "nowhere/x.safetensors: no directory 'nowhere'"),
         (["good.pt", "--per-class", "nowhere/x.csv"], "nowhere/x.csv: no directory 'nowhere'"),
         (["good.pt", "data.rot=/data"], "data.rot: unknown option; did you mean 'root'?"),
         (["good.pt", "data.dataset=folder"], "data.root: required for data.dataset=folder"),
@@ -392,7 +385,7 @@ def test_without_an_average_there_is_one_line(run_directory, tmp_path, capsys):
 def test_bad_input_is_one_line(run_directory, tmp_path, monkeypatch, capsys, arguments, problem):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    content = find_checkpoint(run_directory, "last")[0].read_bytes()
+    content = newest_checkpoint(run_directory)[0].read_bytes()
     Path("good.pt").write_bytes(content)
     Path("half.pt").write_bytes(content[: len(content) // 2])
     Path("text.pt").write_text("model: deit\n")
@@ -418,7 +411,7 @@ def test_bad_input_is_one_line(run_directory, tmp_path, monkeypatch, capsys, arg
 def test_a_file_does_not_decide_how_many_processes_start(run_directory, tmp_path, monkeypatch, option):
     runs = []
     monkeypatch.setattr(validate, "validate", lambda run, *args: runs.append(run) or {"plain": {}, "ema": {}})
-    _, checkpoint = find_checkpoint(run_directory, "last")
+    _, checkpoint = newest_checkpoint(run_directory)
     checkpoint["config"]["data"]["workers"] = 10**6
     torch.save(checkpoint, tmp_path / "x.pt")
     validate.main([str(tmp_path / "x.pt"), "--json", *option])
@@ -427,25 +420,15 @@ def test_a_file_does_not_decide_how_many_processes_start(run_directory, tmp_path
 
 @pytest.mark.parametrize(("img_size", "expected"), [(56, 128), ([512, 256], 64), (4096, 1)])
 def test_large_images_come_in_small_batches(run_directory, img_size, expected):
-    run = parse_run(find_checkpoint(run_directory, "last")[1]["config"], "x")
+    run = parse_run(newest_checkpoint(run_directory)[1]["config"], "x")
     loader = create_val_loader(run, World(torch.device("cpu")), img_size=img_size)
     assert loader.batch_size == expected
-
-
-def test_results_are_printed_before_an_export_that_fails(run_directory, tmp_path, capsys):
-    path = tmp_path / "x.safetensors"
-    path.mkdir()
-    with pytest.raises(SystemExit, match="2"):
-        validate.main([str(run_directory), "data.workers=0", "--export", str(path)])
-    out, err = capsys.readouterr()
-    assert "top-1" in out
-    assert err == f"error: {path}: cannot be written: Is a directory; what was there is unchanged\n"
 
 
 @pytest.fixture
 def overflowing(run_directory, tmp_path) -> Path:
     """The run's checkpoint with weights whose logits are finite in fp32 and not in fp16."""
-    _, checkpoint = find_checkpoint(run_directory, "last")
+    _, checkpoint = newest_checkpoint(run_directory)
     for weights in ("model", "model_ema"):
         checkpoint[weights]["head.weight"] = checkpoint[weights]["head.weight"] * 1e7
     checkpoint["config"]["train"]["amp"] = "fp16"
@@ -453,22 +436,15 @@ def overflowing(run_directory, tmp_path) -> Path:
     return tmp_path / "x.pt"
 
 
-def test_logits_that_overflow_are_said_and_not_exported(overflowing, tmp_path, capsys):
-    export = tmp_path / "x.safetensors"
+def test_logits_that_overflow_are_said(overflowing, capsys):
     arguments = [str(overflowing), "data.workers=0", "--weights", "plain"]
-    with pytest.raises(SystemExit) as caught:
-        validate.main([*arguments, "--export", str(export)])
-    assert caught.value.code == 2
-    out, err = capsys.readouterr()
-    assert "wrong: 360 of 360 images, as their logits are not finite" in out
-    assert "the logits of 360 images are not finite (train.amp = fp16): not exported; train.amp=null" in err
-    assert not export.exists()
+    validate.main(arguments)
+    assert "wrong: 360 of 360 images, as their logits are not finite" in capsys.readouterr().out
     validate.main([*arguments, "--json"])
     result = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["plain"]
     assert (result["top1"], result["loss"], result["not_finite"]) == (0, None, 360)
-    validate.main([*arguments, "--export", str(export), "train.amp=null", "--json"])
+    validate.main([*arguments, "train.amp=null", "--json"])
     assert "not_finite" not in json.loads(capsys.readouterr().out)["plain"]
-    assert export.exists()
 
 
 def test_values_that_are_not_finite_are_null_in_json():

@@ -81,9 +81,9 @@ def top1_of_timm(scripts, digits, checkpoint):
     return json.loads(result.split("--result")[-1])["top1"]
 
 
-def top1_of_ours(digits, checkpoint, *options):
+def top1_of_ours(digits, checkpoint):
     data = [f"data.root={digits}", "data.dataset=folder"]
-    results = json.loads(run_script(ROOT / "validate.py", checkpoint, *data, "--json", *options))
+    results = json.loads(run_script(ROOT / "validate.py", checkpoint, *data, "--json"))
     return results["plain"]["top1"]
 
 
@@ -97,8 +97,8 @@ def test_a_checkpoint_of_timm_has_the_same_top1_here(scripts, digits, trained, t
     for checkpoint in (output / "last.pth.tar", tmp_path / "clean.pth", tmp_path / "clean.safetensors"):
         assert top1_of_timm(scripts, digits, checkpoint) == pytest.approx(top1, abs=1e-4)
         export = tmp_path / "export.safetensors"
-        convert = [sys.executable, "-m", "engine.checkpoints.convert", checkpoint, export, "--config", CONFIG]
-        subprocess.run(convert, check=True, cwd=ROOT)
+        command = [sys.executable, "-m", "engine.checkpoints.export", checkpoint, export, "--config", CONFIG]
+        subprocess.run(command, check=True, cwd=ROOT)
         assert top1_of_ours(digits, export) == pytest.approx(top1, abs=1e-4)
 
 
@@ -108,7 +108,8 @@ def test_a_checkpoint_of_ours_has_the_same_top1_in_timm(scripts, digits, trained
     start = f"init.weights={trained[0] / 'last.pth.tar'}"
     run_script(ROOT / "train.py", CONFIG, *data, start, *recipe, "--output", tmp_path / "run")
     export = tmp_path / "run.safetensors"
-    top1 = top1_of_ours(digits, tmp_path / "run", "--export", export)
+    top1 = top1_of_ours(digits, tmp_path / "run")
+    subprocess.run([sys.executable, "-m", "engine.checkpoints.export", tmp_path / "run", export], check=True, cwd=ROOT)
     assert top1 > trained[1]  # the training went on
     (checkpoint,) = (tmp_path / "run").glob("step_*_epoch_1.pt")
     assert top1_of_timm(scripts, digits, checkpoint) == pytest.approx(top1, abs=1e-4)

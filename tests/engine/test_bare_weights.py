@@ -1,4 +1,4 @@
-"""`engine.checkpoints.convert` on weights of other programs; test_released.py has the released code's."""
+"""Exports of weights of other programs; test_released.py has the released code's."""
 
 import argparse
 import re
@@ -11,7 +11,7 @@ import torch
 import yaml
 from timm.utils import ParseKwargs
 
-from engine.checkpoints.convert import main as convert
+from engine.checkpoints.export import main as export
 from engine.checkpoints.weight_sources import read_weights
 from engine.evaluation.inference import load
 from tests.support.refusals import refusal
@@ -33,7 +33,7 @@ def stock(tmp_path):
 
 def test_weights_of_timm_become_an_export(stock, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    convert(["last.pth.tar", "out.safetensors", "--config", "config.yaml", "data.interpolation=bilinear"])
+    export(["last.pth.tar", "out.safetensors", "--config", "config.yaml", "data.interpolation=bilinear"])
     printed = capsys.readouterr().out
     assert f"loaded  {len(stock.state_dict()):>5}\n" in printed
     assert printed.endswith("out.safetensors: the plain weights of last.pth.tar, of the model deit_tiny_p16\n")
@@ -53,14 +53,14 @@ def test_weights_of_timm_become_an_export(stock, tmp_path, monkeypatch, capsys):
         ),
         (["--config", "config.yaml", "model.depth=2"], "weights of another architecture (12 missing: blocks.1"),
         (["--config", "config.yaml", "--weights", "ema"], "--weights chooses from a checkpoint that has its own conf"),
-        ([], "engine.checkpoints.convert last.pth.tar FILE.safetensors --config CONFIG.yaml` makes one of it, where"),
+        ([], "engine.checkpoints.export last.pth.tar FILE.safetensors --config CONFIG.yaml` makes one of it, where"),
     ],
 )
 def test_other_weights_than_those_of_the_configuration_are_refused(
     arguments, problem, stock, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
-    assert problem in refusal(convert, ["last.pth.tar", "out.safetensors", *arguments], capsys)
+    assert problem in refusal(export, ["last.pth.tar", "out.safetensors", *arguments], capsys)
     assert not (tmp_path / "out.safetensors").exists()
 
 
@@ -75,32 +75,32 @@ def test_other_options_than_those_of_timms_training_are_refused_with_the_overrid
     unset = argparse.Namespace(gp=None, img_size=None, model_kwargs={}, mean=None, crop_pct=None, interpolation="")
     other, out, config = (str(tmp_path / name) for name in ("unset.pth.tar", "unset.safetensors", "config.yaml"))
     torch.save({"arch": "vit_tiny_patch16_224", "args": unset, "state_dict": stock.state_dict()}, other)
-    convert([other, out, "--config", config])
+    export([other, out, "--config", config])
     command = [path, str(tmp_path / "out.safetensors"), "--config", str(tmp_path / "config.yaml")]
-    line = refusal(convert, command, capsys)
+    line = refusal(export, command, capsys)
     assert "timm's train.py had model.global_pool=avg (not token), model.num_heads=4 (not 2), data.mean=" in line
     added = shlex.split(line.partition("; add ")[2].removesuffix(" to the command\n"))
     assert [text.partition("=")[0] for text in added] == [
         *("model.global_pool", "model.num_heads", "data.mean", "data.std", "data.interpolation")
     ]
-    convert([*command, *added])
+    export([*command, *added])
     assert "heads" not in capsys.readouterr().out
     assert load(tmp_path / "out.safetensors").model.blocks[0].attn.num_heads == 4
 
 
 def test_a_configuration_for_weights_that_have_one_is_refused(stock, tmp_path, capsys):
     out, config = str(tmp_path / "out.safetensors"), str(tmp_path / "config.yaml")
-    convert([str(tmp_path / "last.pth.tar"), out, "--config", config])
-    error = refusal(convert, [out, tmp_path / "again.safetensors", "--config", config], capsys)
+    export([str(tmp_path / "last.pth.tar"), out, "--config", config])
+    error = refusal(export, [out, tmp_path / "again.safetensors", "--config", config], capsys)
     assert "has its own configuration; leave --config out; options are key.path=value\n" in error
 
 
 @pytest.fixture(scope="module")
 def by_timm(tmp_path_factory):
-    """A checkpoint as timm's train.py writes it for the command on the page, and the arguments to convert it."""
+    """A checkpoint as timm's train.py writes it for the command on the page, and the arguments to export it."""
     text = re.sub(r"\s*#.*", "", PAGE.read_text())
     (train,) = re.findall(r"^python -m models (timm/train.py .*) \.\.\.$", text, re.MULTILINE)
-    (command,) = re.findall(r"^python -m engine.checkpoints.convert \S+ \S+ (.*)$", text, re.MULTILINE)
+    (command,) = re.findall(r"^python -m engine.checkpoints.export \S+ \S+ (.*)$", text, re.MULTILINE)
     parser = argparse.ArgumentParser()
     parser.add_argument("--model")
     parser.add_argument("--model-kwargs", nargs="*", default={}, action=ParseKwargs)
@@ -114,7 +114,7 @@ def by_timm(tmp_path_factory):
 @pytest.mark.complete
 def test_the_commands_on_the_page_fit_each_other(by_timm, tmp_path):
     model, path, command = by_timm
-    convert([path, str(tmp_path / "eva.safetensors"), *command])
+    export([path, str(tmp_path / "eva.safetensors"), *command])
     images = torch.randn(1, 3, 224, 224)
     with torch.no_grad():
         assert torch.equal(load(tmp_path / "eva.safetensors").model(images), model(images))
@@ -124,7 +124,7 @@ def test_another_attention_than_that_of_timms_training_is_refused(by_timm, tmp_p
     """Weights fit other options too, such as another scale."""
     _, path, command = by_timm
     for options in ([], ["attention={name: eva, mu_scale: 0.5}"]):
-        line = refusal(convert, [path, tmp_path / "x.safetensors", *command[:2], *options], capsys)
+        line = refusal(export, [path, tmp_path / "x.safetensors", *command[:2], *options], capsys)
         assert f"{path}: timm's train.py had attention." in line
         assert "mu_scale=1.0 (not 0.5)" in line
         assert line.endswith("; add 'attention=\"eva\"' to the command\n")

@@ -1,18 +1,6 @@
-"""Exports weights of any program that this project can read.
-
-    python -m engine.checkpoints.convert released.pth eva.safetensors
-    python -m engine.checkpoints.convert released.pth eva.safetensors model.num_heads=3 attention.window_size=7
-    python -m engine.checkpoints.convert best.pth.tar eva.safetensors --config CONFIG.yaml attention=eva
-
-The export holds all options. Those that a checkpoint of the released code of EVA and LARA lacks are named, and given as
-key.path=value. Weights of other programs (timm, DeiT, PVT-v2) come without options: a configuration describes their
-model, and nothing is written unless all of them load unchanged. It must agree with what a file of timm's train.py
-states: options of the model and its images, and the attention where it has trained a model of this project.
-"""
+"""Weights alone, from files of other programs, with the configuration that describes their model."""
 
 import json
-import sys
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -20,49 +8,17 @@ from typing import Any
 import torch
 from timm.layers import to_2tuple
 
-from engine.checkpoints.export import check_target, export
-from engine.checkpoints.files import WEIGHTS, Weights, choose_weights
 from engine.checkpoints.identify import FOREIGN, Found, Kind, identify
 from engine.checkpoints.initial_weights import load_initial_weights
 from engine.checkpoints.local_dir import preprocessing_of
-from engine.checkpoints.origin import is_made_here
 from engine.checkpoints.progress import Progress
 from engine.checkpoints.weight_sources import read_timm_arguments
 from engine.config.schema import Init, Run
-from engine.run.described import parse_described
-from engine.run.load import dump_run, find_config, flatten, load_run, parse_run, plain
-from engine.runtime.arguments import ArgumentParser
+from engine.run.load import dump_run, flatten, parse_run, plain
 from engine.runtime.distributed import World
-from engine.runtime.errors import UserError, refuse_bad_input
+from engine.runtime.errors import UserError
 from engine.runtime.text import one_line
 from models import create_model
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    text = "Export the weights of a checkpoint.\n\n    eav convert released.pth eva.safetensors"
-    parser = ArgumentParser(prog="python -m engine.checkpoints.convert", description=text)
-    parser.add_argument("checkpoint", type=Path, help="file of weights, or directory or checkpoint of a run")
-    parser.add_argument("output", help="what to write: a file .safetensors, .onnx or .pt2, or DIR/ for timm")
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="options in place of the checkpoint's")
-    parser.add_argument("--config", type=find_config, help="YAML file as for train.py, for weights that have none")
-    parser.add_argument("--weights", choices=tuple(WEIGHTS), help="kind of weights (ema where kept and no worse)")
-    args = parser.parse_intermixed_args(arguments)
-    if args.config and args.weights:
-        parser.error("--weights chooses from a checkpoint that has its own configuration; leave it or --config out")
-    kind: Weights = "plain"
-    with refuse_bad_input():
-        check_target(args.output)
-        if args.config:
-            run = load_run(args.config, args.overrides)
-            checkpoint = read_with_config(run, args.checkpoint)
-        else:
-            path, checkpoint, kind, why = choose_weights(args.checkpoint, weights=args.weights)
-            is_own = is_made_here(args.checkpoint)
-            if why:
-                print(f"{path}: {why}", file=sys.stderr)
-            run = parse_described(checkpoint["config"], str(path), args.overrides, is_own=is_own)
-        note = export(args.output, run, checkpoint, kind)
-    print(f"{args.output}: the {kind} weights of {args.checkpoint}, of the model {run.model['name']}{note}")
 
 
 def read_with_config(run: Run, path: Path) -> dict[str, Any]:
@@ -110,7 +66,3 @@ def check_arguments(run: Run, global_pool: str, found: Found) -> None:
     if values:
         remedy = f"add {' '.join(remedies)} to the command"
         raise UserError(one_line(f"{found.path}: timm's train.py had {', '.join(values)}; {remedy}"))
-
-
-if __name__ == "__main__":
-    main()
