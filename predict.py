@@ -2,7 +2,7 @@
 
     python predict.py runs/eva photo.jpg other.png             # a run directory, or any checkpoint or exported file
     python predict.py eva.safetensors photos/ --top 1 --output predictions.csv
-    find photos -name '*.jpg' | python predict.py runs/eva - --output predictions.json
+    find photos -name '*.jpg' | python predict.py runs/eva - --output predictions.csv
 
 Images are prepared as in validation, and predictions keep their order. A folder stands for all images below it. A path
 that does not exist is refused; a file that cannot be read as an image is named, counted and left out.
@@ -11,7 +11,6 @@ Exit status: 0 all images have a prediction, 1 some have none: a file was not re
 input was refused.
 """
 
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -40,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("checkpoint", type=Path, help="directory of a run, or a checkpoint file")
     parser.add_argument("images", nargs="+", metavar="IMAGE", help="image, folder of images, or - for a list on stdin")
     parser.add_argument("--top", type=Count(), default=5, help="classes to name for each image (5)")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write FILE (.csv or .json) instead of printing")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write FILE (.csv) instead of printing")
     parser.add_argument("--weights", choices=tuple(WEIGHTS), help="kind of weights (ema if kept and no worse)")
     parser.add_argument("--select", choices=("best", "last"), default="best", help="checkpoint of a run (best)")
     parser.add_argument("--batch-size", type=Count(), help="images per step (128, fewer if they are large)")
@@ -51,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     with refuse_bad_input():
         if args.output:
-            check_output(args.output, "--output", WRITERS)
+            check_output(args.output, "--output", [".csv"])
         device = init_distributed(args.device).device
         files = list_files(args.images)
         trained = load(args.checkpoint, weights=args.weights, select=args.select)
@@ -71,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     if args.output:
         with refuse_bad_input():
-            write_file(args.output, WRITERS[args.output.suffix](predictions))
+            write_file(args.output, predictions_csv(predictions))
     if loader.broken:
         print(f"left out: {len(loader.broken):,} of {len(files):,} files are no readable images", file=sys.stderr)
     if not_finite:
@@ -95,13 +94,6 @@ def predictions_csv(predictions: Sequence[Prediction]) -> bytes:
     rows = ([row.file, *chain(*zip(*row[1:], strict=True))] for row in predictions)
     return to_csv(header, (row + [""] * (len(header) - len(row)) for row in rows))
 
-
-def predictions_json(predictions: Sequence[Prediction]) -> bytes:
-    """Returns a list with an object for each image: file, classes, probabilities."""
-    return json.dumps([prediction._asdict() for prediction in predictions], indent=1).encode()
-
-
-WRITERS = {".csv": predictions_csv, ".json": predictions_json}
 
 if __name__ == "__main__":
     main()

@@ -5,8 +5,9 @@
     torchrun --nproc_per_node=8 validate.py runs/eva data.root=/data/imagenet
 
 The model is rebuilt from the configuration in the checkpoint; another `model.img_size` resamples its embeddings. Plain
-and averaged (EMA) weights are reported apart, of a run directory each kind from the epoch that was best by it. The data
-may be other data: `engine.evaluation.label_matching.match_classes` says which of the model's classes theirs are.
+and averaged (EMA) weights are reported apart, of a run directory each kind from the epoch that was best by it. Files
+have the predictions of one kind, see `open_weights`. The data may be other data:
+`engine.evaluation.label_matching.match_classes` says which of the model's classes theirs are.
 """
 
 import json
@@ -31,10 +32,9 @@ from engine.evaluation.predictions import PredictionTable, gather_predictions
 from engine.objectives import choose_objective
 from engine.reporting.outputs import add_outputs, chosen_outputs, write_outputs
 from engine.run.described import parse_described
-from engine.run.load import is_overridden
 from engine.runtime.arguments import ArgumentParser, Count
 from engine.runtime.distributed import World, init_distributed
-from engine.runtime.errors import ConfigError, refuse_bad_input
+from engine.runtime.errors import refuse_bad_input
 from engine.runtime.signals import end_at_interrupt
 from engine.training.differences import list_data_differences
 
@@ -49,17 +49,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--select", choices=("best", "last"), default="best", help="which of a run directory (best)")
     parser.add_argument("--batch-size", type=Count(), help="images per process and step (128, fewer if they are large)")
     parser.add_argument("--flip", action="store_true", help="mean logits of each image and its mirror image")
-    parser.add_argument("--skip-broken", action="store_true", help="leave out and count images that cannot be read")
     parser.add_argument("--real-labels", metavar="FILE", help="ImageNet's ReaL labels too: real.json, or timm for its")
     add_outputs(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     args = parser.parse_intermixed_args(arguments)
     with refuse_bad_input():
         outputs = chosen_outputs(args)
-        if is_overridden("data.broken_val", args.overrides):
-            raise ConfigError("data.broken_val is for training; --skip-broken leaves broken images out here")
         found: dict[Path, tuple[dict[str, Any], list[Weights]]] = {}  # content of a checkpoint, kinds to take from it
-        for kind, (path, checkpoint) in open_weights(args.checkpoint, args.select, args.weights).kept.items():
+        opened = open_weights(args.checkpoint, args.select, args.weights)
+        for kind, (path, checkpoint) in opened.kept.items():
             found.setdefault(path, (checkpoint, []))[1].append(kind)
         overrides = [f"data.workers={Data.workers}", *args.overrides]
         is_own = is_made_here(args.checkpoint)
@@ -67,19 +65,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
             parse_described(checkpoint["config"], str(path), overrides, is_own=is_own, reads_images=True)
             for path, (checkpoint, _) in found.items()
         ]
-        world, results, records = init_distributed(runs[0].train.device), {}, {} if outputs else None
+        world, results = init_distributed(runs[0].train.device), {}
+        records: dict[Weights, PredictionTable] | None = {} if outputs else None
         with world.ending(), refuse_bad_input():  # refusals are reported before the process group ends, see train.py
             for run, (path, (checkpoint, kinds)) in zip(runs, found.items(), strict=True):
                 of_images = outputs or args.real_labels or args.flip
                 check_predicts_classes(run, str(path), of_metrics=not of_images)
-                options = args.batch_size, args.skip_broken, args.real_labels, records, args.flip
+                options = args.batch_size, args.real_labels, records, args.flip
                 metrics = validate(run, checkpoint, kinds, world, *options)
                 source = {"checkpoint": str(path), "epoch": checkpoint["progress"]["epoch"]}
                 results |= {kind: source | metrics[kind] for kind in kinds}
     if world.is_primary:
         print(to_json(results) if args.json else table(results))
         with refuse_bad_input():
-            write_outputs(outputs, records)
+            if records:
+                write_outputs(outputs, records[opened.weights], opened.weights)
 
 
 def validate(
@@ -88,24 +88,24 @@ def validate(
     kinds: Sequence[Weights],
     world: World,
     batch_size: int | None = None,
-    skip_broken: bool = False,
     real_labels: str | None = None,
     records: dict[Weights, PredictionTable] | None = None,
     flip: bool = False,
 ) -> dict[Weights, dict[str, Any]]:
     """Results for the `kinds` of weights in the checkpoint: metrics of `evaluate`, wall time (`seconds`) and
-    `images_per_second`, with `skip_broken` how many images were `broken`, with `real_labels` those of `real_accuracy`.
+    `images_per_second`, the number of `broken` images if any were left out, with `real_labels` those of
+    `real_accuracy`.
 
     Args:
         batch_size: images per process and step; None: see `create_val_loader`. real_labels: see `read_real_labels`.
         records: where given, what was found of single images is added, for each of `kinds`. flip: see `Flipped`.
     Raises:
-        BrokenImage: there is one, and `skip_broken` is not set.
+        BrokenImage: there is one, and `data.broken_val` refuses it.
         OptionError, UserError: data that cannot be used, or are not the same on all ranks; weights that do not fit; or
             held-out images that may have been trained on.
     """
     img_size, num_classes = run.model["img_size"], run.model["num_classes"]
-    loader = create_val_loader(run, world, img_size=img_size, batch_size=batch_size, skip_broken=skip_broken)
+    loader = create_val_loader(run, world, img_size=img_size, batch_size=batch_size)
     names, shown = classes_of(loader.dataset), show_images(loader.dataset, run)
     columns, note = match_classes(checkpoint.get("classes"), names, num_classes)
     real = read_real_labels(real_labels, shown, columns) if real_labels else None
@@ -131,8 +131,8 @@ def validate(
             results[kind] |= real_accuracy(found, real)
         if records is not None:
             records[kind] = found
-        if skip_broken:
-            results[kind]["broken"] = count_broken(loader, math.inf, world)
+        if broken := count_broken(loader, math.inf, world):
+            results[kind]["broken"] = broken
     return results
 
 
@@ -169,7 +169,7 @@ def table(results: dict[Weights, dict[str, Any]]) -> str:
             lines.append(line.format(kind, **result))
         if count := result.get("not_finite"):
             lines.append(f"wrong: {count:,} of {result['images']:,} images, as their logits are not finite")
-        if result.get("broken"):
+        if "broken" in result:
             lines.append(f"left out: {result['broken']} broken images")
     return "\n".join(lines)
 

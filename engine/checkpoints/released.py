@@ -4,7 +4,7 @@ The weights show sizes and layers, and the arguments in the file the rest (heads
 deviation of that code becomes our option for it. An option that neither gives is `MISSING` and must be given by the
 user: under wrong options weights load strictly and give wrong numbers. An argument for something that only that code
 can do is refused by name. Options of training stay at their defaults. Models with other attention are described by a
-configuration (`convert --config`).
+configuration (`eav export --config`).
 """
 
 import math

@@ -166,25 +166,20 @@ def create_loaders(run: Run, world: World, *, img_size: Size, num_classes: int) 
     if len(train) < run.train.total_batch_size:
         problem = f" = {run.train.total_batch_size} exceeds the {len(train)} training images; lower it"
         raise OptionError("train.total_batch_size", problem)
-    val_limit = math.inf if run.data.broken_val == "skip" else 0
     labels = None
     if run.train.balanced_sampling:
         count_classes(train, "train.balanced_sampling")
         labels = train.reader.labels
     sampler = EpochSampler(len(train), run.train.total_batch_size, world, run.train.seed, run.augment.repeats, labels)
     return (
-        _create_loader(train, sampler, batch_size, run, world, run.data.max_broken),
-        _create_loader(val, _share(val, world), batch_size, run, world, val_limit),
+        _create_loader(train, sampler, batch_size, run, world),
+        _create_loader(val, _share(val, world), batch_size, run, world),
         create_mixup(run.augment, num_classes) or (lambda images, targets: (images, targets)),
     )
 
 
-def create_val_loader(
-    run: Run, world: World, *, img_size: Size, batch_size: int | None = None, skip_broken: bool = False
-) -> Loader:
+def create_val_loader(run: Run, world: World, *, img_size: Size, batch_size: int | None = None) -> Loader:
     """Validation loader alone; over all ranks every image comes once.
-
-    An image that cannot be read ends the evaluation with `BrokenImage`, or is left out and counted (`skip_broken`).
 
     Args:
         batch_size: images per rank; None: `choose_batch_size`.
@@ -194,8 +189,7 @@ def create_val_loader(
     val = open_images(run, "val_split", img_size, _sends_bytes(run, world))
     if world.is_primary:
         report_split(run.data, "val_split", val, img_size)
-    limit = math.inf if skip_broken else 0
-    return _create_loader(val, _share(val, world), batch_size or choose_batch_size(img_size), run, world, limit)
+    return _create_loader(val, _share(val, world), batch_size or choose_batch_size(img_size), run, world)
 
 
 def choose_batch_size(img_size: Size) -> int:
@@ -219,9 +213,7 @@ def _sends_bytes(run: Run, world: World) -> bool:
     return world.on_cuda and choose_objective(run).inputs == "images"
 
 
-def _create_loader(
-    dataset: Images, sampler: EpochSampler | range, batch_size: int, run: Run, world: World, limit: float
-) -> Loader:
+def _create_loader(dataset: Images, sampler: EpochSampler | range, batch_size: int, run: Run, world: World) -> Loader:
     """timm's `create_loader`, but with a sampler of our own, which it does not accept.
 
     On CUDA, timm's prefetcher copies images as uint8 while the device computes, and normalises and erases them there,
@@ -231,10 +223,11 @@ def _create_loader(
     is_training = isinstance(sampler, EpochSampler)
     prefetch = _sends_bytes(run, world)
     if is_training:
+        limit: float = data.max_broken
         remedy = f"too many broken images (data.max_broken = {limit} of an epoch, or a whole batch); {VERIFY}"
     else:
-        skip = "a run leaves them out with data.broken_val=skip, validate.py with --skip-broken"
-        remedy = f"refused in validation; {VERIFY}; {skip}"
+        limit = math.inf if data.broken_val == "skip" else 0
+        remedy = f"refused in validation; {VERIFY}; data.broken_val=skip leaves them out"
     loader = ImageLoader(
         SeededDataset(dataset, run.train.seed) if is_training else dataset,
         batch_size,

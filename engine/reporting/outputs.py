@@ -20,9 +20,6 @@ from engine.runtime.errors import UserError
 from engine.runtime.files import check_output, to_csv, write_file
 from engine.runtime.text import one_line
 
-Predictions = Mapping[str, PredictionTable]
-"""Kind of weights -> table of predictions."""
-
 NUM_COUNTED = 20
 """Most classes for which the picture of a confusion matrix shows its numbers."""
 
@@ -33,85 +30,80 @@ NUM_BINS = 15
 """Bins of a calibration, as in the paper."""
 
 GRID = 5
-"""Most columns, and rows, of the mistakes of each kind of weights."""
+"""Most columns, and rows, of the mistakes."""
+
+Writer = Callable[[PredictionTable], bytes]
 
 
 def add_outputs(parser: argparse.ArgumentParser) -> None:
     """Adds an option for each of `OUTPUTS`."""
-    for name, (title, writers) in OUTPUTS.items():
-        suffixes = " or ".join(writers)
-        parser.add_argument(
-            f"--{name}", type=Path, action="append", metavar="FILE", help=f"write {title} ({suffixes}; repeatable)"
-        )
+    for name, (title, suffix, _) in OUTPUTS.items():
+        parser.add_argument(f"--{name}", type=Path, metavar="FILE", help=f"write {title} ({suffix})")
 
 
-def chosen_outputs(args: argparse.Namespace) -> dict[Path, Callable[[Predictions], bytes]]:
+def chosen_outputs(args: argparse.Namespace) -> dict[Path, Writer]:
     """Returns the files that the command line asks for -> functions that make their content.
 
     Raises:
         UserError: a file cannot be written, or is named twice.
     """
-    found = {}
-    for name, (_, writers) in OUTPUTS.items():
-        for path in getattr(args, name.replace("-", "_")) or []:
-            check_output(path, f"--{name}", writers)
+    found: dict[Path, Writer] = {}
+    for name, (_, suffix, write) in OUTPUTS.items():
+        if path := getattr(args, name.replace("-", "_")):
+            check_output(path, f"--{name}", [suffix])
             if path in found:
                 raise UserError(f"{path}: named twice; choose another --{name}")
-            found[path] = writers[path.suffix]
+            found[path] = write
     return found
 
 
-def write_outputs(outputs: Mapping[Path, Callable[[Predictions], bytes]], predictions: Predictions) -> None:
-    """Writes `chosen_outputs`, and names them on stderr.
+def write_outputs(outputs: Mapping[Path, Writer], found: PredictionTable, weights: str) -> None:
+    """Writes `chosen_outputs`, and names them on stderr, and the kind of weights whose predictions these are.
 
     Raises:
         UserError: a file cannot be written; what was there is unchanged.
     """
     for path, make in outputs.items():
-        write_file(path, make(predictions))
-        print(f"{path}: written", file=sys.stderr)
+        write_file(path, make(found))
+        print(f"{path}: written, of the {weights} weights", file=sys.stderr)
 
 
-def classes_csv(predictions: Predictions) -> bytes:
-    """Returns a row for each kind of weights and class: precision, recall, F1 and top-5 in percent, and the images.
+def classes_csv(found: PredictionTable) -> bytes:
+    """Returns a row for each class: precision, recall, F1 and top-5 in percent, and the number of its images.
 
     The recall of a class is its top-1. A ratio over no image is empty.
     """
+    hits = found.classes == found.label[:, None]
+    counted = (
+        found.label,
+        found.predicted[found.predicted >= 0],
+        found.label[hits[:, 0]],
+        found.label[hits.any(1)],
+    )
+    counts = zip(*(torch.bincount(x, minlength=len(found.names)).tolist() for x in counted), strict=True)
 
-    def rows(kind: str, found: PredictionTable) -> Iterable[list]:
-        hits = found.classes == found.label[:, None]
-        counted = (
-            found.label,
-            found.predicted[found.predicted >= 0],
-            found.label[hits[:, 0]],
-            found.label[hits.any(1)],
-        )
-        counts = zip(*(torch.bincount(x, minlength=len(found.names)).tolist() for x in counted), strict=True)
+    def rows() -> Iterable[list]:
         for name, (images, predicted, first, among) in zip(found.names, counts, strict=True):
             ratios = (first, predicted), (first, images), (2 * first, predicted + images), (among, images)
-            yield [kind, name, *(100 * n / whole if whole else None for n, whole in ratios), images]
+            yield [name, *(100 * n / whole if whole else None for n, whole in ratios), images]
 
-    header = ["weights", "class", "precision", "recall", "f1", "top5", "support"]
-    return to_csv(header, (row for kind, found in predictions.items() for row in rows(kind, found)))
+    return to_csv(["class", "precision", "recall", "f1", "top5", "support"], rows())
 
 
-def predictions_csv(predictions: Predictions) -> bytes:
-    """Returns a row for each kind of weights and image: file, class (`label`), 1 if the most probable class is right
-    (`correct`), probable classes as in predict.py.
+def predictions_csv(found: PredictionTable) -> bytes:
+    """Returns a row for each image: file, class (`label`), 1 if the most probable class is right (`correct`), probable
+    classes as in predict.py.
 
     Logits that are not finite have no class, and `nan` as probabilities.
     """
 
-    def rows(kind: str, found: PredictionTable) -> Iterable[list]:
+    def rows() -> Iterable[list]:
         columns = (found.indices, found.label, found.classes, found.probability)
         for index, label, *top in zip(*(column.tolist() for column in columns), strict=True):
             pairs = ((found.name(i), probability) for i, probability in zip(*top, strict=True))
-            correct = int(top[0][0] == label)
-            yield [kind, found.images.filename(index), found.names[label], correct, *chain(*pairs)]
+            yield [found.images.filename(index), found.names[label], int(top[0][0] == label), *chain(*pairs)]
 
-    k = next(iter(predictions.values())).classes.shape[1]
-    header = ["weights", "file", "label", "correct", *top_columns(k)]
-    return to_csv(header, (row for kind, found in predictions.items() for row in rows(kind, found)))
+    return to_csv(["file", "label", "correct", *top_columns(found.classes.shape[1])], rows())
 
 
 def confusion_matrix(found: PredictionTable) -> np.ndarray:
@@ -124,51 +116,31 @@ def confusion_matrix(found: PredictionTable) -> np.ndarray:
     return torch.bincount((n + 1) * found.label + predicted, minlength=n * (n + 1)).view(n, n + 1).numpy()
 
 
-def confusion_csv(predictions: Predictions) -> bytes:
-    """Returns a row for each kind of weights and true class (`true`), and a column for each predicted class.
-
-    Where there are images of no class, the last column, without a name, counts them.
-    """
-    names = next(iter(predictions.values())).names
-    matrices = {kind: confusion_matrix(found) for kind, found in predictions.items()}
-    columns = len(names) + any(matrix[:, -1].any() for matrix in matrices.values())
-    return to_csv(
-        ["weights", "true", *[*names, ""][:columns]],
-        (
-            [kind, name, *counts]
-            for kind, matrix in matrices.items()
-            for name, counts in zip(names, matrix[:, :columns].tolist(), strict=True)
-        ),
-    )
-
-
 @in_style
-def confusion_picture(predictions: Predictions) -> bytes:
-    """Draws the confusion matrix of each kind of weights, coloured by the share of the row's images.
+def confusion_picture(found: PredictionTable) -> bytes:
+    """Draws the confusion matrix, coloured by the share of the row's images.
 
     Up to `NUM_NAMED` classes have their names, and up to `NUM_COUNTED` their counts.
     """
-    names = next(iter(predictions.values())).names
+    names = found.names
     side = min(8, max(2.8, 0.3 * min(len(names), NUM_COUNTED), 0.12 * len(names)))  # inches
-    figure = new_figure("Which classes are taken for which?", len(predictions) * (side + 1.5) + 0.3, side + 2.2)
-    panels = figure.subplots(len(predictions), 1, squeeze=False)[:, 0]
-    for axes, (kind, found) in zip(panels, predictions.items(), strict=True):
-        matrix = confusion_matrix(found)
-        counts, unknown = matrix[:, :-1], matrix[:, -1]
-        share = counts / np.maximum(matrix.sum(1, keepdims=True), 1)
-        image = axes.imshow(share, cmap="Blues", norm=PowerNorm(0.5, 0, 1))  # the root shows few images among many
-        for (row, column), count in np.ndenumerate(counts) if len(names) <= NUM_COUNTED else ():
-            write_cell(image, column, row, share[row, column], f"{count}" if count else "")
-        labels = [one_line(name, 20) for name in names] if len(names) <= NUM_NAMED else []
-        axes.set_xticks(range(len(labels)), labels, rotation=90, parse_math=False)
-        axes.set_yticks(range(len(labels)), labels, parse_math=False)
-        axes.set(xlabel="predicted class", ylabel="true class")
-        axes.spines[:].set_visible(True)
-        title = f"{kind} weights: top-1 {100 * (found.predicted == found.label).double().mean():.2f} %"
-        if unknown.any():
-            title += f"\nwithout {unknown.sum():,} images of no class, as their logits are not finite"
-        axes.set_title(title)
-    figure.colorbar(axes.images[0], ax=panels, label="share of the class's images", shrink=0.8, aspect=40)
+    figure = new_figure("Which classes are taken for which?", side + 1.8, side + 2.2)
+    axes, matrix = figure.subplots(), confusion_matrix(found)
+    counts, unknown = matrix[:, :-1], matrix[:, -1]
+    share = counts / np.maximum(matrix.sum(1, keepdims=True), 1)
+    image = axes.imshow(share, cmap="Blues", norm=PowerNorm(0.5, 0, 1))  # the root shows few images among many
+    for (row, column), count in np.ndenumerate(counts) if len(names) <= NUM_COUNTED else ():
+        write_cell(image, column, row, share[row, column], f"{count}" if count else "")
+    labels = [one_line(name, 20) for name in names] if len(names) <= NUM_NAMED else []
+    axes.set_xticks(range(len(labels)), labels, rotation=90, parse_math=False)
+    axes.set_yticks(range(len(labels)), labels, parse_math=False)
+    axes.set(xlabel="predicted class", ylabel="true class")
+    axes.spines[:].set_visible(True)
+    title = f"top-1 {100 * (found.predicted == found.label).double().mean():.2f} %"
+    if unknown.any():
+        title += f"\nwithout {unknown.sum():,} images of no class, as their logits are not finite"
+    axes.set_title(title)
+    figure.colorbar(image, ax=axes, label="share of the class's images", shrink=0.8, aspect=40)
     return encode(figure)
 
 
@@ -198,60 +170,40 @@ def calibrate(found: PredictionTable) -> Calibration:
     return Calibration(counts, confident, right, float(np.abs(sums[0] - sums[1]).sum() / max(1, counts.sum())))
 
 
-def calibration_csv(predictions: Predictions) -> bytes:
-    """Returns a row for each kind of weights and bin that has images, see `Calibration`."""
-    found = {kind: calibrate(table) for kind, table in predictions.items()}
-    header = ["weights", "from", "to", "images", "confidence", "accuracy", "expected_calibration_error"]
-    return to_csv(
-        header,
-        (
-            [kind, m / NUM_BINS, (m + 1) / NUM_BINS, int(x.counts[m]), x.confidence[m], x.accuracy[m], x.error]
-            for kind, x in found.items()
-            for m in np.flatnonzero(x.counts).tolist()
-        ),
-    )
-
-
 @in_style
-def calibration_picture(predictions: Predictions) -> bytes:
+def calibration_picture(found: PredictionTable) -> bytes:
     """Draws a reliability diagram: accuracy against confidence in each bin, and the share of images in the bins."""
     figure = new_figure("Are predictions as often right as they are confident?", 3.9, PAGE / 2)
     axes, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     axes.plot((0, 1), (0, 1), color=GREY, linewidth=0.8)
-    for number, (kind, table) in enumerate(predictions.items()):
-        found, style = calibrate(table), dict[str, Any](line_style(number))
-        name = f"{kind} weights: calibration error {100 * found.error:.2f} %"
-        axes.plot(found.confidence, found.accuracy, label=name, **style)
-        edges = np.linspace(0, 1, NUM_BINS + 1)
-        below.stairs(found.counts / max(1, found.counts.sum()), edges, color=COLORS[number], linewidth=1)
+    bins, style = calibrate(found), dict[str, Any](line_style(0))
+    name = f"expected calibration error {100 * bins.error:.2f} %"
+    axes.plot(bins.confidence, bins.accuracy, label=name, **style)
     axes.set(ylabel="share that is right", ylim=(0, 1), xlim=(0, 1))
+    edges = np.linspace(0, 1, NUM_BINS + 1)
+    below.stairs(bins.counts / max(1, bins.counts.sum()), edges, color=COLORS[0], linewidth=1)
     figure.legend(loc="outside lower left")
     below.set(xlabel="probability of the predicted class", ylabel="share of images")
     return encode(figure)
 
 
 @in_style
-def mistakes_picture(predictions: Predictions) -> bytes:
-    """Draws the images that each kind of weights predicts wrongly, highest loss first.
+def mistakes_picture(found: PredictionTable) -> bytes:
+    """Draws the images that are predicted wrongly, highest loss first.
 
     The title of each has its file, its class, and the predicted class with its probability.
     """
-    wrong = {}
-    for kind, found in predictions.items():
-        order = found.loss.argsort(descending=True, stable=True)  # losses that are no numbers come first
-        wrong[kind] = order[(found.predicted != found.label)[order]].tolist()
-    most = min(GRID**2, max(1, *map(len, wrong.values())))
+    order = found.loss.argsort(descending=True, stable=True)  # losses that are no numbers come first
+    wrong = order[(found.predicted != found.label)[order]].tolist()
+    most = min(GRID**2, max(1, len(wrong)))
     height, columns = math.ceil(most / GRID), min(GRID, most)
-    size = 2.4 * height + 0.6, len(predictions) * max(3, 2 * columns)  # inches
-    figure = new_figure("Which images are taken for another class?", *size)
-    parts = figure.subfigures(1, len(predictions), squeeze=False)[0]
-    for part, (kind, rows) in zip(parts, wrong.items(), strict=True):
-        part.suptitle(f"{kind} weights: the worst {min(most, len(rows))} of {len(rows):,} mistakes")
-        tiles = part.subplots(height, columns, squeeze=False).ravel().tolist()
-        for axes, row in zip_longest(tiles, rows[: len(tiles)]):
-            axes.set_axis_off()
-            if row is not None:
-                _draw_image(axes, predictions[kind], row)
+    title = f"Which images are taken for another class? The worst {min(most, len(wrong))} of {len(wrong):,} mistakes"
+    figure = new_figure(title, 2.4 * height + 0.6, max(3, 2 * columns))  # inches
+    tiles = figure.subplots(height, columns, squeeze=False).ravel().tolist()
+    for axes, row in zip_longest(tiles, wrong[: len(tiles)]):
+        axes.set_axis_off()
+        if row is not None:
+            _draw_image(axes, found, row)
     return encode(figure)
 
 
@@ -267,14 +219,11 @@ def _draw_image(axes: Axes, found: PredictionTable, row: int) -> None:
     axes.set_title(title, parse_math=False)
 
 
-OUTPUTS: dict[str, tuple[str, Mapping[str, Callable[[Predictions], bytes]]]] = {
-    "per-class": ("precision, recall, F1 and support of every class", {".csv": classes_csv}),
-    "predictions": ("class and probable classes of every image", {".csv": predictions_csv}),
-    "confusion": ("the confusion matrix", {".csv": confusion_csv, ".png": confusion_picture}),
-    "calibration": (
-        "confidence beside accuracy",
-        {".csv": calibration_csv, ".png": calibration_picture},
-    ),
-    "mistakes": ("the worst mistakes as a grid of images", {".png": mistakes_picture}),
+OUTPUTS: dict[str, tuple[str, str, Writer]] = {
+    "per-class": ("precision, recall, F1 and support of every class", ".csv", classes_csv),
+    "predictions": ("class and probable classes of every image", ".csv", predictions_csv),
+    "confusion": ("the confusion matrix", ".png", confusion_picture),
+    "calibration": ("confidence beside accuracy", ".png", calibration_picture),
+    "mistakes": ("the worst mistakes as a grid of images", ".png", mistakes_picture),
 }
-"""Option -> title of a file for the help text, and suffix of its name -> function that makes its content."""
+"""Option -> title of a file for the help text, suffix of its name, and function that makes its content."""

@@ -67,7 +67,7 @@ def test_copies_of_training_images_are_counted(root, tmp_path, capsys):
 
 
 def make_run(dataset: str, root, **augment) -> Run:
-    data = Data(dataset=dataset, root=str(root), workers=0)
+    data = Data(dataset=dataset, root=str(root), workers=0, broken_val="skip")
     return Run(model={}, attention="softmax", data=data, augment=Augment(**augment), train=Train(total_batch_size=8))
 
 
@@ -80,7 +80,7 @@ def read_training(dataset: str, root) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def read_validation(dataset: str, root) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
-    loader = create_val_loader(make_run(dataset, root), CPU, img_size=14, batch_size=8, skip_broken=True)
+    loader = create_val_loader(make_run(dataset, root), CPU, img_size=14, batch_size=8)
     ((images, labels),) = loader
     assert count_broken(loader, 1, CPU) == 1
     return images, labels, loader.broken

@@ -234,7 +234,7 @@ def test_a_broken_validation_image_costs_no_epoch(runs: Runs):
     statuses, job, output = runs.launch(("engine.data.splits.decode", 50, "bad sector"), more=more)
     assert statuses == [1]
     assert job.text.splitlines()[-1].startswith("error: ")
-    assert "leaves them out with data.broken_val=skip, validate.py with --skip-broken" in job.text.splitlines()[-1]
+    assert "data.broken_val=skip leaves them out" in job.text.splitlines()[-1]
     assert [path.name for path in list_checkpoints(output)] == ["step_6.pt"]
     statuses, job, _ = runs.launch(
         ("engine.data.splits.decode", 2, "bad sector"), output=output, more=[*more, "data.broken_val=skip"]

@@ -149,7 +149,7 @@ def test_training_stops_at_a_batch_of_nothing(root):
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_validation_refuses(root, workers):
     loader = create_loaders(make_run(root, NUM, workers), CPU, img_size=16, num_classes=NUM)[1]
-    with pytest.raises(BrokenImage, match=r"^16_bit_clear\.png/.*: .*refused in validation.*--skip-broken"):
+    with pytest.raises(BrokenImage, match=r"^16_bit_clear\.png/.*: .*refused in validation.*data.broken_val=skip"):
         list(loader)
 
 
@@ -157,8 +157,8 @@ def test_validation_refuses(root, workers):
 def test_validation_leaves_out_on_demand(root, size, batch_size, figure):
     whole, broken = [], []
     for rank in range(size):
-        options = {"img_size": 16, "batch_size": batch_size, "skip_broken": True}
-        loader = create_val_loader(make_run(root, 0), World(CPU.device, rank, size), **options)
+        run = Run(model={}, attention="softmax", data=Data(root=str(root), workers=0, broken_val="skip"))
+        loader = create_val_loader(run, World(CPU.device, rank, size), img_size=16, batch_size=batch_size)
         for _ in range(2):  # plain weights and averaged ones
             names = names_of(loader.dataset, loader)
             assert len(names) + count_broken(loader, math.inf, CPU) == len(range(rank, NUM, size))

@@ -57,7 +57,7 @@ def make_records(run, seed: int, omitted: int = 5) -> tuple[PredictionTable, np.
 
 @pytest.fixture(scope="module")
 def records(run):
-    return {kind: make_records(run, seed) for seed, kind in enumerate(("plain", "ema"))}
+    return make_records(run, 1)
 
 
 def rows_of(content: bytes) -> list[dict[str, str]]:
@@ -65,57 +65,17 @@ def rows_of(content: bytes) -> list[dict[str, str]]:
 
 
 def test_predictions_name_every_image_once(records):
-    rows = rows_of(outputs.predictions_csv({kind: found for kind, (found, _) in records.items()}))
-    assert [row["weights"] for row in rows] == ["plain"] * 359 + ["ema"] * 359
-    for part, (_, logits) in zip((rows[:359], rows[359:]), records.values(), strict=True):
-        files = [f"{label}/{index}.pgm" for index, label in enumerate(DigitsReader("val").labels) if index != 5]
-        assert [row["file"] for row in part] == files
-        assert [row["label"] for row in part] == [NAMES[int(file[0])] for file in files]
-        probabilities = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
-        for i in range(1, 6):
-            place = [NAMES.index(row[f"class_{i}"]) for row in part]
-            np.testing.assert_array_equal(place, np.argsort(-logits, 1)[:, i - 1])
-            shown = [float(row[f"probability_{i}"]) for row in part]
-            np.testing.assert_allclose(shown, probabilities[np.arange(359), place], rtol=1e-12)
-
-
-def test_quality_of_classes(records):
-    """Precision, recall and F1 from the confusion matrix, and right predictions from the logits."""
-    (found, logits), kinds = records["plain"], {"plain": records["plain"][0]}
-    counts = confusion(found, logits)
-    right, labels, predicted = counts.diagonal(), counts.sum(1), counts.sum(0)
-    precision, recall = right / predicted, right / labels
-    expected = {"precision": precision, "recall": recall, "f1": 2 * precision * recall / (precision + recall)}
-    rows = rows_of(outputs.classes_csv(kinds))
-    for column, values in expected.items():
-        np.testing.assert_allclose([float(row[column]) for row in rows], 100 * values, rtol=1e-12)
-    assert [int(row["support"]) for row in rows] == labels.tolist()
-    correct = [int(row["correct"]) for row in rows_of(outputs.predictions_csv(kinds))]
-    assert correct == (logits.argmax(1) == found.label.numpy()).astype(int).tolist()
-
-
-def test_calibration(records):
-    """Bins, means and the expected calibration error, by loops; and both ends of their range."""
-    found, logits = records["plain"]
-    confidence, right = found.probability[:, 0].tolist(), (logits.argmax(1) == found.label.numpy()).tolist()
-    error, lines = 0.0, []
-    for m in range(15):
-        inside = [(c, r) for c, r in zip(confidence, right, strict=True) if m / 15 < c <= (m + 1) / 15]
-        if inside:
-            means = [sum(column) / len(inside) for column in zip(*inside, strict=True)]
-            error += len(inside) / 359 * abs(means[0] - means[1])
-            lines.append([m / 15, (m + 1) / 15, len(inside), *means])
-    rows = rows_of(outputs.calibration_csv({"plain": found}))
-    columns = ("from", "to", "images", "confidence", "accuracy")
-    np.testing.assert_allclose([[float(row[name]) for name in columns] for row in rows], lines, rtol=1e-12)
-    assert [float(row["expected_calibration_error"]) for row in rows] == pytest.approx([error] * len(rows), rel=1e-12)
-    sure = found._replace(probability=torch.ones_like(found.probability), classes=found.label[:, None])
-    assert outputs.calibrate(sure).error == 0
-    wrong = sure._replace(classes=(sure.classes + 1) % 10)
-    assert outputs.calibrate(wrong).error == 1
-    lost = sure._replace(classes=torch.full_like(sure.classes, -1), probability=sure.probability * torch.nan)
-    assert outputs.calibrate(lost).error == 0
-    assert outputs.calibration_picture({"plain": found, "ema": lost}).startswith(b"\x89PNG")
+    found, logits = records
+    rows = rows_of(outputs.predictions_csv(found))
+    files = [f"{label}/{index}.pgm" for index, label in enumerate(DigitsReader("val").labels) if index != 5]
+    assert [row["file"] for row in rows] == files
+    assert [row["label"] for row in rows] == [NAMES[int(file[0])] for file in files]
+    probabilities = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    for i in range(1, 6):
+        place = [NAMES.index(row[f"class_{i}"]) for row in rows]
+        np.testing.assert_array_equal(place, np.argsort(-logits, 1)[:, i - 1])
+        shown = [float(row[f"probability_{i}"]) for row in rows]
+        np.testing.assert_allclose(shown, probabilities[np.arange(359), place], rtol=1e-12)
 
 
 def confusion(found: PredictionTable, logits: np.ndarray) -> np.ndarray:
@@ -124,14 +84,41 @@ def confusion(found: PredictionTable, logits: np.ndarray) -> np.ndarray:
     return counts
 
 
-def test_the_confusion_matrix_is_complete(records):
-    rows = rows_of(outputs.confusion_csv({kind: found for kind, (found, _) in records.items()}))
-    assert [(row.pop("weights"), row.pop("true")) for row in rows] == [
-        (kind, name) for kind in records for name in NAMES
-    ]
-    assert all([*row] == NAMES for row in rows)
-    counts = np.array([[int(n) for n in row.values()] for row in rows])
-    np.testing.assert_array_equal(counts, np.concatenate([confusion(*pair) for pair in records.values()]))
+def test_quality_of_classes(records):
+    """Precision, recall and F1 from the confusion matrix, and right predictions from the logits."""
+    found, logits = records
+    counts = confusion(found, logits)
+    right, labels, predicted = counts.diagonal(), counts.sum(1), counts.sum(0)
+    precision, recall = right / predicted, right / labels
+    expected = {"precision": precision, "recall": recall, "f1": 2 * precision * recall / (precision + recall)}
+    rows = rows_of(outputs.classes_csv(found))
+    for column, values in expected.items():
+        np.testing.assert_allclose([float(row[column]) for row in rows], 100 * values, rtol=1e-12)
+    assert [int(row["support"]) for row in rows] == labels.tolist()
+    correct = [int(row["correct"]) for row in rows_of(outputs.predictions_csv(found))]
+    assert correct == (logits.argmax(1) == found.label.numpy()).astype(int).tolist()
+
+
+def test_calibration(records):
+    """Bins, means and the expected calibration error, by loops; and both ends of their range."""
+    found, logits = records
+    confidence, right = found.probability[:, 0].tolist(), (logits.argmax(1) == found.label.numpy()).tolist()
+    error, bins = 0.0, outputs.calibrate(found)
+    for m in range(15):
+        inside = [(c, r) for c, r in zip(confidence, right, strict=True) if m / 15 < c <= (m + 1) / 15]
+        assert bins.counts[m] == len(inside)
+        if inside:
+            means = [sum(column) / len(inside) for column in zip(*inside, strict=True)]
+            error += len(inside) / 359 * abs(means[0] - means[1])
+            assert (bins.confidence[m], bins.accuracy[m]) == pytest.approx(means, rel=1e-12)
+    assert bins.error == pytest.approx(error, rel=1e-12)
+    sure = found._replace(probability=torch.ones_like(found.probability), classes=found.label[:, None])
+    assert outputs.calibrate(sure).error == 0
+    wrong = sure._replace(classes=(sure.classes + 1) % 10)
+    assert outputs.calibrate(wrong).error == 1
+    lost = sure._replace(classes=torch.full_like(sure.classes, -1), probability=sure.probability * torch.nan)
+    assert outputs.calibrate(lost).error == 0
+    assert all(outputs.calibration_picture(x).startswith(b"\x89PNG") for x in (found, lost))
 
 
 @pytest.fixture
@@ -143,15 +130,12 @@ def as_figures(monkeypatch):
 
 @pytest.mark.usefixtures("as_figures")
 def test_the_picture_of_the_confusion_matrix(records):
-    figure = outputs.confusion_picture({kind: found for kind, (found, _) in records.items()})
-    for axes, (kind, (found, logits)) in zip(figure.axes, records.items(), strict=False):
-        counts = confusion(found, logits)
-        np.testing.assert_allclose(axes.images[0].get_array(), counts / counts.sum(1, keepdims=True))
-        assert [text.get_text() for text in axes.texts] == [str(n) if n else "" for n in counts.flat]
-        top1 = 100 * np.mean(found.label.numpy() == logits.argmax(1))
-        assert axes.get_title() == f"{kind} weights: top-1 {top1:.2f} %"
-        assert [tick.get_text() for tick in axes.get_yticklabels()] == [*NAMES[:8], "\\x1b[0m", "馬"]
-        assert not any(tick.get_parse_math() for tick in [*axes.get_xticklabels(), *axes.get_yticklabels()])
+    axes, counts = outputs.confusion_picture(records[0]).axes[0], confusion(*records)
+    np.testing.assert_allclose(axes.images[0].get_array(), counts / counts.sum(1, keepdims=True))
+    assert [text.get_text() for text in axes.texts] == [str(n) if n else "" for n in counts.flat]
+    assert axes.get_title() == f"top-1 {100 * np.trace(counts) / 359:.2f} %"
+    assert [tick.get_text() for tick in axes.get_yticklabels()] == [*NAMES[:8], "\\x1b[0m", "馬"]
+    assert not any(tick.get_parse_math() for tick in [*axes.get_xticklabels(), *axes.get_yticklabels()])
 
 
 @pytest.mark.parametrize("count", [50, 51])
@@ -161,7 +145,7 @@ def test_up_to_50_classes_have_their_names_which_do_not_overlap(count, as_figure
     found = PredictionTable(
         None, [f"n{i:08}" for i in classes], classes, classes, classes * 0.0, classes[:, None].flip(0), None
     )
-    figure = outputs.confusion_picture({"ema": found})
+    figure = outputs.confusion_picture(found)
     figure.draw_without_rendering()
     for ticks in (figure.axes[0].get_xticklabels(), figure.axes[0].get_yticklabels()):
         boxes = [tick.get_window_extent() for tick in ticks]
@@ -172,15 +156,15 @@ def test_up_to_50_classes_have_their_names_which_do_not_overlap(count, as_figure
 
 @pytest.mark.usefixtures("as_figures")
 def test_the_worst_mistakes_come_first(records, run):
-    found, logits = records["ema"]
+    found, logits = records
     label, predicted = found.label.numpy(), logits.argmax(1)
     wrong = [i for i in np.argsort(-found.loss.numpy()) if label[i] != predicted[i]]
-    (part,) = outputs.mistakes_picture({"ema": found}).subfigs
-    assert part.get_suptitle() == f"ema weights: the worst 9 of {len(wrong)} mistakes"
+    figure = outputs.mistakes_picture(found)
+    assert " ".join(figure.get_suptitle().split()).endswith(f"The worst 9 of {len(wrong)} mistakes")
     images = Images(DigitsReader("val"))
     images.mode, images.transform = "L", create_transform(run, 8, is_training=False, as_bytes=False)
     names = [*NAMES[:8], "\\x1b[0m", "馬"]
-    for axes, i in zip(part.axes, wrong[:9], strict=True):
+    for axes, i in zip(figure.axes, wrong[:9], strict=True):
         probability = np.exp(logits[i].max()) / np.exp(logits[i]).sum()
         file = f"{found.indices[i]}.pgm"
         assert axes.get_title() == f"{file}\n{names[label[i]]}\n→ {names[predicted[i]]} {probability:.3f}"
@@ -192,19 +176,19 @@ def test_an_image_that_broke_since_its_evaluation_is_named(run):
     found, _ = make_records(run, 0)
     found.images.reader.header = b"no image"
     with pytest.raises(BrokenImage, match=r"^\d/\d+\.pgm: "):
-        outputs.mistakes_picture({"plain": found})
+        outputs.mistakes_picture(found)
 
 
 @pytest.mark.usefixtures("as_figures")
 @pytest.mark.parametrize(("count", "tiles"), [(0, 1), (1, 1), (2, 2), (4, 6)])
 def test_few_mistakes_have_no_blank_columns(records, count, tiles):
-    found, _ = records["ema"]
+    found, _ = records
     right = found._replace(label=found.predicted.clone())
     right.label[:count] = (right.label[:count] + 1) % 10
-    (part,) = outputs.mistakes_picture({"ema": right}).subfigs
-    assert part.get_suptitle() == f"ema weights: the worst {count} of {count} mistakes"
-    assert [len(axes.images) for axes in part.axes] == [1] * count + [0] * (tiles - count)
-    assert not any(axes.axison for axes in part.axes)
+    figure = outputs.mistakes_picture(right)
+    assert " ".join(figure.get_suptitle().split()).endswith(f"The worst {count} of {count} mistakes")
+    assert [len(axes.images) for axes in figure.axes] == [1] * count + [0] * (tiles - count)
+    assert not any(axes.axison for axes in figure.axes)
 
 
 @pytest.mark.parametrize(
@@ -239,8 +223,8 @@ def test_what_can_be_written_is_unchanged_until_it_is(tmp_path, monkeypatch):
 
 def test_a_file_is_named_once(tmp_path):
     options = {name.replace("-", "_"): None for name in outputs.OUTPUTS}
-    twice = SimpleNamespace(**options | {"per_class": [tmp_path / "x.csv"], "confusion": [tmp_path / "x.csv"]})
-    with pytest.raises(UserError, match=r"x\.csv: named twice; choose another --confusion"):
+    twice = SimpleNamespace(**options | {"per_class": tmp_path / "x.csv", "predictions": tmp_path / "x.csv"})
+    with pytest.raises(UserError, match=r"x\.csv: named twice; choose another --predictions"):
         outputs.chosen_outputs(twice)
 
 
@@ -366,7 +350,7 @@ def test_wrong_real_labels_are_one_line(tmp_path, content, problem):
 def test_real_labels_are_for_files_named_as_imagenets(tmp_path, records):
     (tmp_path / "x.json").write_text(json.dumps([[0]] * 360))
     with pytest.raises(UserError, match=r"--real-labels: for files ILSVRC2012_val_\*\.JPEG, not for 0.pgm"):
-        read_real_labels(str(tmp_path / "x.json"), records["ema"][0].images, range(10))
+        read_real_labels(str(tmp_path / "x.json"), records[0].images, range(10))
 
 
 @pytest.mark.parametrize(

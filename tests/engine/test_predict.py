@@ -65,11 +65,12 @@ def in_place(place, monkeypatch):
 
 
 def ask(*arguments: str, status: int = 0) -> list[dict]:
-    """Returns the JSON that predict.py writes."""
+    """Returns the rows that predict.py writes."""
     with pytest.raises(SystemExit) if status else nullcontext() as caught:
-        predict.main([*arguments, "--output", "predictions.json", "--device", "cpu"])
+        predict.main([*arguments, "--output", "predictions.csv", "--device", "cpu"])
     assert (caught.value.code if status else 0) == status
-    return json.loads(Path("predictions.json").read_text())
+    _, *rows = csv.reader(Path("predictions.csv").read_text().splitlines())
+    return [{"file": file, "classes": top[::2], "probabilities": [*map(float, top[1::2])]} for file, *top in rows]
 
 
 def test_classes_are_those_of_validation(capsys):
@@ -208,7 +209,7 @@ def test_a_checkpoint_without_class_names_has_numbers(tmp_path, capsys):
         (["runs/eva", "nowhere.png"], "nowhere.png: No such file or directory"),
         (["runs/eva", "runs"], "runs: no images (files named *.jpg, "),
         (["runs/eva", "-"], "-: no file is named on standard input"),
-        (["runs/eva", "digits", "--output", "x.txt"], "x.txt: --output writes .csv or .json; name such a file"),
+        (["runs/eva", "digits", "--output", "x.txt"], "x.txt: --output writes .csv; name such a file"),
         (["runs/eva", "digits", "--output", "no/x.csv"], "no/x.csv: no directory 'no'"),
         (["runs/eva", "digits/0.png", "--output", "dir.csv"], "dir.csv: cannot be written: Is a directory"),
         (["runs/eva", "digits", "--device", "cuda"], "cuda is not available here; use auto or cpu"),
@@ -231,7 +232,7 @@ def test_logits_that_are_not_finite_predict_nothing(capsys):
     checkpoint["model_ema"]["head.weight"] = checkpoint["model_ema"]["head.weight"] * 1e7
     save_checkpoint(Path("large.pt"), checkpoint)
     problem = "no prediction: the logits of 2 images are not finite, in --amp fp16\n"
-    for output in ([], ["--output", "none.csv"], ["--output", "none.json"]):
+    for output in ([], ["--output", "none.csv"]):
         with pytest.raises(SystemExit) as caught:
             predict.main(["large.pt", "digits/0.png", "digits/1.png", "--device", "cpu", "--amp", "fp16", *output])
         out, err = capsys.readouterr()
@@ -239,4 +240,3 @@ def test_logits_that_are_not_finite_predict_nothing(capsys):
         lines = ["" if output else f"digits/{i}.png: no prediction, as the logits are not finite\n" for i in (0, 1)]
         assert out == "".join(lines)
     assert Path("none.csv").read_text().split() == ["file", "digits/0.png", "digits/1.png"]
-    assert [row["classes"] for row in json.loads(Path("none.json").read_text())] == [[], []]

@@ -28,7 +28,7 @@ from engine.runtime.distributed import World
 from tests.support.refusals import refusal
 
 ROOT = Path(__file__).parents[2]
-TABLES = ("per-class", "predictions", "confusion")
+TABLES = ("per-class", "predictions")
 TINY = [
     *("model.img_size=8", "model.patch_size=4", "model.stem=linear", "model.embed_dim=16", "model.depth=1"),
     *("model.num_heads=1", "attention=softmax", "data.workers=0", "schedule.epochs=2", "schedule.warmup_epochs=0"),
@@ -171,7 +171,7 @@ def test_two_processes_report_the_same(run_directory, fork_server, tmp_path):
     assert reports[1] == pytest.approx(reports[0], rel=1e-6)
     assert (tmp_path / "1.csv").read_text() == (tmp_path / "2.csv").read_text()
     one, two = ([*csv.reader((tmp_path / f"images_{n}.csv").read_text().splitlines())] for n in (1, 2))
-    assert len(one) == 1 + 2 * reports[0]["images"] > 40
+    assert len(one) == 1 + reports[0]["images"] > 20
     assert [row[:4] for row in one] == [row[:4] for row in two]
     assert [float(row[4]) for row in one[1:]] == pytest.approx([float(row[4]) for row in two[1:]], rel=1e-5)
 
@@ -190,19 +190,22 @@ def test_the_table_has_one_line_for_each_set_of_weights(run_directory, capsys):
         assert float(speed) > 0
 
 
-def test_the_quality_of_every_class(run_directory, tmp_path, capsys):
+@pytest.mark.parametrize("kind", ["plain", "ema"])
+def test_the_quality_of_every_class(run_directory, tmp_path, capsys, kind):
     """Recalls in the CSV, weighted by numbers of images, give the accuracy of all images; see also `outputs`."""
     path = tmp_path / "classes.csv"
-    report = read_report(capsys, run_directory, "--per-class", path)
+    validate.main([str(run_directory), "data.workers=0", "--json", "--weights", kind, "--per-class", str(path)])
+    out, err = capsys.readouterr()
+    result = json.loads(out)[kind]
+    assert err == f"{path}: written, of the {kind} weights\n"
     rows = list(csv.DictReader(path.read_text().splitlines()))
-    assert [(row["weights"], row["class"]) for row in rows] == [(kind, n) for kind in report for n in "0123456789"]
-    for kind, result in report.items():
-        images = np.array([int(row["support"]) for row in rows if row["weights"] == kind])
-        assert images.tolist() == np.bincount(DigitsReader("val").labels).tolist()
-        for column, metric in {"recall": "top1", "top5": "top5"}.items():
-            shares = np.array([float(row[column]) for row in rows if row["weights"] == kind])
-            assert len(set(shares)) > 3
-            assert sum(shares * images) / 360 == pytest.approx(result[metric])
+    assert [row["class"] for row in rows] == [*"0123456789"]
+    images = np.array([int(row["support"]) for row in rows])
+    assert images.tolist() == np.bincount(DigitsReader("val").labels).tolist()
+    for column, metric in {"recall": "top1", "top5": "top5"}.items():
+        shares = np.array([float(row[column]) for row in rows])
+        assert len(set(shares)) > 3
+        assert sum(shares * images) / 360 == pytest.approx(result[metric])
 
 
 def logits_of(path: Path, weights: str = "plain") -> tuple[np.ndarray, np.ndarray]:
@@ -217,7 +220,7 @@ def logits_of(path: Path, weights: str = "plain") -> tuple[np.ndarray, np.ndarra
 def test_files_of_single_images(run_directory, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("engine.reporting.outputs.GRID", 2)  # drawn in less time
-    files = "--predictions", "p.csv", "--confusion", "c.csv", "--mistakes", "m.png"
+    files = "--predictions", "p.csv", "--confusion", "c.png", "--mistakes", "m.png"
     report = read_report(capsys, run_directory, "--weights", "plain", *files)["plain"]
     logits, labels = logits_of(run_directory)
     rows = list(csv.DictReader(Path("p.csv").read_text().splitlines()))
@@ -226,12 +229,8 @@ def test_files_of_single_images(run_directory, tmp_path, monkeypatch, capsys):
     assert [int(row["class_5"]) for row in rows] == np.argsort(-logits, 1)[:, 4].tolist()
     probability = np.exp(logits).max(1) / np.exp(logits).sum(1)
     assert [float(row["probability_1"]) for row in rows] == pytest.approx(probability.tolist(), rel=1e-4)
-    counts = np.zeros((10, 10), int)
-    np.add.at(counts, (labels, logits.argmax(1)), 1)
-    (_, *table) = csv.reader(Path("c.csv").read_text().splitlines())
-    assert table == [["plain", str(i), *map(str, row)] for i, row in enumerate(counts)]
-    assert 100 * np.trace(counts) / 360 == pytest.approx(report["top1"])
-    assert Path("m.png").read_bytes().startswith(b"\x89PNG")
+    assert 100 * np.mean(labels == logits.argmax(1)) == pytest.approx(report["top1"])
+    assert all(Path(f"{name}.png").read_bytes().startswith(b"\x89PNG") for name in "cm")
 
 
 @pytest.fixture
@@ -377,7 +376,6 @@ def test_without_an_average_there_is_one_line(run_directory, tmp_path, capsys):
         (["good.pt", "model.num_classes=11"], "model.num_classes = 11, but the checkpoint names 10 classes"),
         (["good.pt", "model.depth=2"], "model: the checkpoint's weights do not fit: 12 missing: blocks.1."),
         (["good.pt", "train.device=cuda"], "train.device: cuda is not available here; use auto or cpu"),
-        (["good.pt", "data.broken_val=skip"], "data.broken_val is for training; --skip-broken leaves broken images"),
         *(([".", f"--{kind}", "x.csv"], "x.csv: cannot be written: Is a directory") for kind in TABLES),
         ([".", "--per-class", "x.png"], "x.png: --per-class writes .csv; name such a file"),
     ],
