@@ -39,7 +39,6 @@ from engine.training.device import check_device, chosen_kernels
 from engine.training.exchange import UpdateExchange
 from engine.training.failure import explain_failures
 from engine.training.graphs import graph_passes
-from engine.training.nonfinite import FiniteGuard
 from engine.training.objective import create_objective
 from engine.training.optim import create_average, create_optimizer, create_schedule, keep_finite
 from engine.training.plan import print_plan
@@ -133,8 +132,7 @@ class Trainer:
         compilation = self.cleanup.enter_context(compiled_blocks(models, run, self.world))
         network, cuda_graph = graph_passes(self.objective, self.model, run, self.world, self.layout)
         self.network = self.cleanup.enter_context(self.world.average_gradients(network))
-        self.guard = FiniteGuard(run.train, progress)
-        self.exchange = UpdateExchange(run, self.world, progress, self.guard.check)
+        self.exchange = UpdateExchange(run, self.world, progress)
         self.world.tell(describe_batch_norm(self.model, run, self.world.size))
         kind = Recorder if self.world.is_primary else SilentRecorder
         self.recorder = self.cleanup.enter_context(kind(self.output, run, progress, self.total_steps, self.world))
@@ -150,8 +148,7 @@ class Trainer:
         while progress.images < sampler.stop and not stopped:
             number = progress.images // options.total_batch_size
             self.schedule.step_update(progress.epoch * sampler.updates_per_epoch + number)
-            if not self.update(batches):
-                self.recorder.skip(progress.epoch + 1, progress.num_skipped)
+            self.update(batches)
             progress.step += 1
             progress.images += options.total_batch_size
             self.recorder.end_step()
@@ -182,10 +179,9 @@ class Trainer:
                 self.recorder.images(images)
             yield images, targets
 
-    def update(self, batches: Iterator[tuple[Tensor, Tensor]]) -> bool:
-        """One optimiser step, with its micro-batches and the weight average; returns false if it was skipped."""
+    def update(self, batches: Iterator[tuple[Tensor, Tensor]]) -> None:
+        """One optimiser step, with its micro-batches and the weight average."""
         num_micro, loss_sum, num_broken = self.options.grad_accum_steps, 0.0, 0
-        self.guard.begin_update(self.model)
         for micro in range(num_micro):
             images, targets = next(batches)
             # Gradients add up over the micro-batches; the ranks average them once, in the last backward pass.
@@ -199,16 +195,14 @@ class Trainer:
             num_broken += self.train_loader.batch_sampler.batch_size - len(images)
         self.scaler.unscale_(self.optimizer)  # clipping needs the gradients without the loss scale of fp16
         grad_norm = nn.utils.clip_grad_norm_(self.network.parameters(), self.run.optim.clip_grad or torch.inf)
-        accepted = self.exchange.accepts(loss_sum, grad_norm, stop, num_broken, self.checkpoints.is_overdue())
-        if accepted:
-            keep_finite(self.optimizer, grad_norm)
-            seed_everything(self.options.seed, self.progress.step)  # without the rank: some optimisers draw numbers
-            self.scaler.step(self.optimizer)
-            if self.ema:
-                self.ema.update(self.model, self.progress.step + 1)
+        self.exchange.send(loss_sum, grad_norm, stop, num_broken, self.checkpoints.is_overdue())
+        keep_finite(self.optimizer, grad_norm)
+        seed_everything(self.options.seed, self.progress.step)  # without the rank: some optimisers draw numbers
+        self.scaler.step(self.optimizer)
+        if self.ema:
+            self.ema.update(self.model, self.progress.step + 1)
         self.scaler.update()
         self.optimizer.zero_grad()
-        return accepted
 
     def evaluate_and_save(self) -> bool:
         """Evaluates the epoch if it is time to, and saves; returns whether a signal has stopped the run."""

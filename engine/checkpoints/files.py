@@ -188,6 +188,7 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
 def _load(found: Found) -> dict[str, Any]:
     try:
         checkpoint = _read(found)
+        dict.pop(checkpoint.get("progress", {}), "num_skipped", None)  # of earlier checkouts
         _check_values(checkpoint)
         if checkpoint.get("classes"):
             checkpoint["classes"] = names_to_nfc(checkpoint["classes"])  # as those of data

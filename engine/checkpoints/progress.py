@@ -18,7 +18,7 @@ class Progress:
     Attributes:
         epoch: finished epochs, evaluation included. step: finished updates, over all epochs.
         images: position in the order of the current epoch, over all ranks. broken: images left out before it.
-        loss_sum, num_summed: losses of the updates since the last log line. num_skipped: updates that were not finite.
+        loss_sum, num_summed: losses of the updates since the last log line.
         num_overflows: updates skipped by loss scaling (fp16) since the last that was not.
         stopped_early: whether the last evaluation ended the run, see `is_overdue`.
         metrics: metrics of the last evaluation. ranking, ema_ranking: [score, epoch] of the best epochs, best first,
@@ -33,7 +33,6 @@ class Progress:
     broken: int = 0
     loss_sum: float = 0.0
     num_summed: int = 0
-    num_skipped: int = 0
     num_overflows: int = 0
     stopped_early: bool = False
     metrics: dict[str, float] = field(default_factory=dict)

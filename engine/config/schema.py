@@ -276,19 +276,6 @@ class Train:
         15.0, "minutes after which a checkpoint is made within an epoch; null: none", above=0
     )
     checkpoint_steps: int = option(0, "optimiser steps between checkpoints within an epoch; 0: none", low=0)
-    max_skipped: int = option(
-        0,
-        "number of steps with a loss or gradient that is not finite to skip before the run stops; above 0, every step"
-        " synchronises with the device once more",
-        low=0,
-    )
-    max_overflows: int = option(
-        40,
-        "fp16: optimiser steps in a row that loss scaling may skip, for a gradient that is not finite, before the run"
-        " stops; it halves the loss scale, 65536 at first, at each",
-        low=1,
-        high=10_000,
-    )
     timeout_minutes: float = option(
         10.0, "minutes for which a rank waits for the others before it fails", above=0, high=10_080
     )

@@ -25,7 +25,6 @@ from models.hosted import HostConfig
 
 CHARTED = {
     "train": ("loss", "lr", "grad_norm", "images_per_second", "step_seconds", "data_wait", "broken"),
-    "skip": ("num_skipped",),
     "eval": tuple(
         f"{average}{name}"
         for average in ("", "ema_")

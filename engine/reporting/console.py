@@ -27,7 +27,6 @@ SHOWN = {
     "images_per_second": "{:.0f} images/s",
     "memory_mb": "{:.0f} MB",
     "data_wait": "{:.0f} % waiting for data",
-    "num_skipped": "not finite, skipped ({} of the run)",
 }
 """Format of each value that the console shows; it shows no other values."""
 

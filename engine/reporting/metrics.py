@@ -110,12 +110,9 @@ def _parse_record(line: bytes) -> dict[str, Any] | None:
 def is_until(progress: Progress, record: Mapping[str, Any]) -> bool:
     """Returns whether a run that goes on from `progress` keeps `record`.
 
-    It keeps records that were made no later, evaluations only of finished epochs. It drops the `final` record, the skip
-    of the update after the checkpoint, and changes that are not in the checkpoint: those that were made when a run went
-    on from it.
+    It keeps records that were made no later, evaluations only of finished epochs. It drops the `final` record, and
+    changes that are not in the checkpoint: those that were made when a run went on from it.
     """
-    if record["kind"] == "skip":
-        return record["step"] < progress.step  # its step is the number of updates before it
     if record["kind"] == "change":
         return (record["epoch"], record["step"]) < (progress.epoch, progress.step)
     is_evaluated = record["kind"] != "eval" or record["epoch"] <= progress.epoch

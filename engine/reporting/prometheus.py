@@ -23,7 +23,6 @@ GAUGES = {
     "images_per_second": "images trained in a second",
     "data_wait": "percentage of the time that the slowest rank waits for data",
     "broken": "broken training images of the epoch",
-    "num_skipped": "updates of the run that were skipped, as they were not finite",
     "top1": "percentage of right predictions in the last evaluation",
 }
 """Name of a gauge, without its prefix -> its help text."""

@@ -7,7 +7,6 @@ that the run has taken so far (`engine.reporting.metrics.TOTALS`), and values. d
 start   at every start and resumption
 change  for every option that --allow-change has changed, after the start
 train   every `log_every` updates: means over the updates since the last such record
-skip    when an update was skipped because it was not finite
 eval    at every evaluation
 final   at the end
 stop    a signal has stopped the run; fail: an error has ended it
@@ -95,9 +94,6 @@ class SilentRecorder:
     def train(self, epoch: int, **values: float) -> None:
         """Records `values` of the updates since the last such record, and their speed; `epoch` counts from 1."""
         self.speed.since_last()
-
-    def skip(self, epoch: int, num_skipped: int) -> None:
-        """Records that an update was skipped, the `num_skipped`-th of the run."""
 
     def eval(self, epoch: int, metrics: Mapping[str, float], pictures: Mapping[str, torch.Tensor] = {}) -> None:
         """Records an evaluation after `epoch` epochs, and shows its `pictures`: name -> (B, C, H, W), normalised."""
@@ -228,9 +224,6 @@ class Recorder(SilentRecorder):
                 f" (= {self.run.data.workers}) up to the cores there are, or prepare the images (engine.data.prepare)",
                 flush=True,
             )
-
-    def skip(self, epoch: int, num_skipped: int) -> None:
-        self._record("skip", epoch, {"num_skipped": num_skipped})
 
     def eval(self, epoch: int, metrics: Mapping[str, float], pictures: Mapping[str, torch.Tensor] = {}) -> None:
         self._record("eval", epoch, metrics)

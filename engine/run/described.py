@@ -46,7 +46,7 @@ COMMAND_LINE = {
     "report",
     *_options("data", "workers timeout_minutes max_broken broken_val"),
     *_options("train", "keep_checkpoints checkpoint_minutes checkpoint_steps"),
-    *_options("train", "max_skipped max_overflows timeout_minutes log_every"),
+    *_options("train", "timeout_minutes log_every"),
 }
 """Options and sections that no file brings: the command line does, or the default applies."""
 

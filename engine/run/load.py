@@ -108,6 +108,8 @@ REMOVED: dict[str, list[Any] | None] = {
     "data.cache_gb": None,
     "augment.batched": [False],
     "train.async_checkpoint": [False, True],
+    "train.max_skipped": None,
+    "train.max_overflows": None,
     "model.use_glu": [False],
     "model.reductions": [[8, 4, 2, 1]],
     "report.mlflow": None,

@@ -20,8 +20,6 @@ RESUMABLE_OPTIONS = {
     "train.checkpoint_steps",
     "train.checkpoint_minutes",
     "train.timeout_minutes",
-    "train.max_skipped",
-    "train.max_overflows",
     "report.wandb",
     "plugins",
 }

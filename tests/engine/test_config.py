@@ -443,7 +443,6 @@ WITHOUT_HIGH = {
     "train.keep_checkpoints": "above the epochs: all of them",
     "train.checkpoint_minutes": "above the run's time: none",
     "train.checkpoint_steps": "above the epoch's steps: none",
-    "train.max_skipped": "above the run's steps: all may be skipped",
     "train.log_every": "above the epoch's steps: one line at its end",
 }
 """Options without an upper bound, and the meaning of large values."""

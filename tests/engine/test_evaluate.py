@@ -173,12 +173,12 @@ def test_every_class_by_hand():
     targets, rows = torch.tensor([0, 4, 0, 7, 4]), []
     evaluate(nn.Identity(), [(logits[:3], targets[:3]), (logits[3:], targets[3:])], CPU, None, rows=rows)
     found = gather_predictions(rows, range(5), range(5), "abcdefgh", CPU)
-    header, *lines = classes_csv({"ema": found}).decode().splitlines()
-    assert header == "weights,class,precision,recall,f1,top5,support"
-    assert lines[0] == f"ema,a,40.0,100.0,{400 / 7},100.0,2"
-    assert lines[4] == "ema,e,,0.0,0.0,100.0,2"
-    assert lines[7] == "ema,h,,0.0,0.0,0.0,1"
-    assert [lines[i] for i in (1, 2, 3, 5, 6)] == [f"ema,{name},,,,,0" for name in "bcdfg"]
+    header, *lines = classes_csv(found).decode().splitlines()
+    assert header == "class,precision,recall,f1,top5,support"
+    assert lines[0] == f"a,40.0,100.0,{400 / 7},100.0,2"
+    assert lines[4] == "e,,0.0,0.0,100.0,2"
+    assert lines[7] == "h,,0.0,0.0,0.0,1"
+    assert [lines[i] for i in (1, 2, 3, 5, 6)] == [f"{name},,,,,0" for name in "bcdfg"]
 
 
 def test_nothing_is_kept_of_single_images_where_no_one_asks(monkeypatch):

@@ -28,12 +28,11 @@ from engine.checkpoints.files import list_checkpoints, load_checkpoint, newest_c
 from engine.checkpoints.progress import Progress
 from engine.config.schema import Data, Schedule, Train
 from engine.data.augment import PairMixup
+from engine.objectives.classification import Classification
 from engine.reporting.runs import summarise
 from engine.runtime.distributed import World
 from engine.runtime.signals import SIGNALS, SignalHandler
 from engine.training.exchange import UpdateExchange
-from engine.training.nonfinite import FiniteGuard
-from models import create_model
 from tests.engine.test_resume import RUN, Runs, light_and_full, outcome, records
 from tests.support.launcher import ROOT, Fault, ForkServer, Job, use_few_images
 from tests.support.partition import chosen
@@ -359,7 +358,7 @@ SPOILERS = {
     "loss": (torch.nn.CrossEntropyLoss, "forward", lambda value, args, loss: loss.data.fill_(value)),
     "gradient": (torch.amp.GradScaler, "unscale_", lambda value, args, _: gradient_of(args[1]).fill_(value)),
     "input": (PairMixup, "__call__", lambda value, args, result: result[0][0].fill_(value)),
-    "weight": (FiniteGuard, "begin_update", lambda value, args, _: args[1].head.bias.data.fill_(value)),
+    "weight": (Classification, "__call__", lambda value, args, _: args[1].head.bias.data.fill_(value)),
 }
 """Spoilt value -> owner and name of a function that every pass calls once, and the action after it."""
 
@@ -391,36 +390,28 @@ def plain_run(directory: Path) -> list[str]:
     return [str(directory / "run.yaml"), *plain]
 
 
-@pytest.mark.parametrize("policy", ["stop", "skip"])
 @pytest.mark.parametrize("value", [math.nan, pytest.param(math.inf, marks=pytest.mark.complete)])
 @pytest.mark.parametrize("place", chosen(["loss", "gradient", "input", "weight"], ("loss", "gradient").__contains__))
 def test_what_is_not_finite_reaches_no_checkpoint(
-    place: str, value: float, policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys, figure: Callable
+    place: str, value: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys, figure: Callable
 ):
-    """A bad weight stays bad: skipping updates ends with the next checkpoint."""
-    command = [*plain_run(tmp_path), *["train.max_skipped=2"] * (policy == "skip"), "--output", str(tmp_path / "run")]
+    """A weight that goes bad after a forward pass is found by the next checkpoint."""
+    command = [*plain_run(tmp_path), "--output", str(tmp_path / "run")]
     with monkeypatch.context() as patch:
         use_few_images(50, 24, patch.setattr)
         spoil(place, value, 4, patch)
-        if policy == "skip" and place != "weight":
+        with pytest.raises(SystemExit) as caught:
             train.main(command)
-        else:
-            with pytest.raises(SystemExit) as caught:
-                train.main(command)
-            assert caught.value.code == 1
+        assert caught.value.code == 1
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     saved = [load_checkpoint(path) for path in list_checkpoints(tmp_path / "run")]
-    if policy == "skip" and place != "weight":
-        assert not errors
-        assert saved[0]["progress"] | {"step": 6, "num_skipped": 1} == saved[0]["progress"]
-    else:
-        what = "step 3: the " if policy == "stop" else "step 4: model.head.bias is not finite"
-        assert [error.startswith(f"error: {what}") for error in errors] == [True]
-        assert saved[0]["progress"]["step"] == 2
+    what = "step 4: model.head.bias is not finite" if place == "weight" else "step 3: the "
+    assert [error.startswith(f"error: {what}") for error in errors] == [True]
+    assert saved[0]["progress"]["step"] == 2
     for checkpoint in saved:
         for name in ("model", "model_ema"):
             assert all(tensor.isfinite().all() for tensor in checkpoint[name].values())
-    figure("N1", f"{value} in {place}, {policy}: reported; {len(saved)} checkpoints are clean")
+    figure("N1", f"{value} in {place}: reported; {len(saved)} checkpoints are clean")
 
 
 class Two(World):
@@ -440,52 +431,45 @@ def two(second: list[float]) -> Two:
 @pytest.mark.parametrize(
     ("second", "expected"),
     [
-        ([1.0, 0.5, 0.0, 0.0, 0.0], ((3.0, 1.0), 0.5, False, 2, True)),
-        ([math.nan, 0.5, 1.0, 0.0, 1.0], ((3.0, pytest.approx(math.nan, nan_ok=True)), 0.5, True, 2, True)),
+        ([1.0, 0.5, 0.0, 0.0, 0.0], (2.0, 0.5, False, 2, True)),
+        ([5.0, 0.5, 1.0, 0.0, 1.0], (4.0, 0.5, True, 2, True)),
         # The norm is that of all ranks, and the clock that counts the first's: the first rank's are read.
-        ([1.0, math.inf, 0.0, 1.0, 0.0], ((3.0, 1.0), 0.5, False, 3, True)),
+        ([1.0, math.inf, 0.0, 1.0, 0.0], (2.0, 0.5, False, 3, True)),
     ],
 )
 def test_one_exchange_carries_losses_norm_flags_and_broken_images(second: list[float], expected: tuple):
-    world = two(second)
-    checked: list[tuple] = []
-    run = SimpleNamespace(train=Train(), data=Data())
-    exchange = UpdateExchange(run, world, Progress(), lambda losses, norm, ago: not checked.append((losses, norm, ago)))
-    assert exchange.accepts(torch.tensor(3.0), torch.tensor(0.5), False, 2, True)
-    losses, norm, *others = expected
-    assert checked == [(losses, norm, 0)]
-    found = [exchange.norm, exchange.stopped, exchange.progress.broken, exchange.overdue]
-    assert found == [norm, *others]
+    exchange = exchange_of(Train(), Progress(), two(second))
+    exchange.send(torch.tensor(3.0), torch.tensor(0.5), False, 2, True)
+    progress = exchange.progress
+    assert (progress.loss_sum, exchange.norm, exchange.stopped, progress.broken, exchange.overdue) == expected
 
 
 def exchange_of(options: Train, progress: Progress, world: World, late: bool = False) -> UpdateExchange:
-    """An exchange with a guard; on a GPU it reads `late`."""
-    guard = FiniteGuard(options, progress)
-    exchange = UpdateExchange(SimpleNamespace(train=options, data=Data()), world, progress, guard.check)
+    """An exchange; on a GPU it reads `late`."""
+    exchange = UpdateExchange(SimpleNamespace(train=options, data=Data()), world, progress)
     exchange.reads_late = late
     return exchange
 
 
 def update_twice(exchange: UpdateExchange, **values: float) -> None:
     """An update, and one after it, which reads it if it is read late."""
-    assert update(exchange, **values)
-    assert update(exchange)
+    update(exchange, **values)
+    update(exchange)
 
 
 def update(
     exchange: UpdateExchange, loss: float = 1.0, norm: float = 1.0, stop: bool = False, overdue: bool = False
-) -> bool:
+) -> None:
     """One update, as train.py makes it."""
-    accepted = exchange.accepts(torch.tensor(loss), torch.tensor(norm), stop, 0, overdue)
+    exchange.send(torch.tensor(loss), torch.tensor(norm), stop, 0, overdue)
     exchange.progress.step += 1
-    return accepted
 
 
 @pytest.mark.parametrize("late", [False, True])
 def test_the_rank_is_named(late: bool):
     world = two([1.0, 0.5, 0.0, 0.0, 0.0])
     exchange = exchange_of(Train(), Progress(), world, late)
-    assert update(exchange, 3.0)
+    update(exchange, 3.0)
     world.second[0] = math.nan
     end = "no checkpoint was made after it" if late else "stopped before the update"
     with pytest.raises(FloatingPointError, match=f"step 1: the loss is not finite on rank 1; {end}"):
@@ -496,8 +480,8 @@ def test_the_rank_is_named(late: bool):
 def test_what_is_read_late_is_read_before_the_next_update_and_before_a_checkpoint(loss: float, norm: float):
     for end in (update, UpdateExchange.settle):
         exchange = exchange_of(Train(), Progress(), World(torch.device("cpu")), late=True)
-        assert update(exchange)
-        assert update(exchange, loss, norm)
+        update(exchange)
+        update(exchange, loss, norm)
         assert exchange.progress.num_summed == 1
         with pytest.raises(FloatingPointError, match=r"step 1: .* no checkpoint was made after it"):
             end(exchange)
@@ -506,8 +490,8 @@ def test_what_is_read_late_is_read_before_the_next_update_and_before_a_checkpoin
 def test_what_is_read_late_is_not_lost():
     progress = Progress()
     exchange = exchange_of(Train(), progress, World(torch.device("cpu")), late=True)
-    assert update(exchange, 2.0, 3.0)
-    assert update(exchange, 4.0, 5.0, stop=True)
+    update(exchange, 2.0, 3.0)
+    update(exchange, 4.0, 5.0, stop=True)
     assert (progress.loss_sum, progress.num_summed, exchange.norm, exchange.stopped) == (2.0, 1, 3.0, False)
     for _ in range(2):
         exchange.settle()
@@ -525,7 +509,7 @@ def test_all_ranks_save_by_the_clock_of_the_first(first: int, late: int, saved: 
         options=Train(total_batch_size=1), progress=exchange.progress, exchange=exchange, model=nn.Identity()
     )
     trainer.sampler = SimpleNamespace(stop=4, updates_per_epoch=4)
-    trainer.update = lambda batches: exchange.accepts(torch.tensor(1.0), torch.tensor(1.0), False, 0, not first)
+    trainer.update = lambda batches: exchange.send(torch.tensor(1.0), torch.tensor(1.0), False, 0, not first)
     trainer.run = SimpleNamespace(train=Train(eval_every=9), schedule=Schedule())
     trainer.checkpoints.is_due = lambda number: False
     trainer.checkpoints.save = lambda progress, stateful: steps.append(progress.step)
@@ -535,37 +519,25 @@ def test_all_ranks_save_by_the_clock_of_the_first(first: int, late: int, saved: 
     assert steps == saved
 
 
-def test_only_a_gpu_is_read_late_and_only_where_no_update_is_skipped(tmp_path: Path):
-    for device, max_skipped, late in (("cuda", 0, True), ("cuda", 1, False), ("cpu", 0, False)):
-        run = SimpleNamespace(train=Train(max_skipped=max_skipped), data=Data())
-        assert UpdateExchange(run, World(torch.device(device)), Progress(), print).reads_late == late
-
-
-def test_a_skipped_update_restores_buffers_that_a_forward_pass_replaces():
-    sizes = {"img_size": 16, "patch_size": 4, "embed_dim": 12, "depth": 1, "num_heads": 2, "num_classes": 2}
-    model = create_model("deit", "softmax", stem="conv", **sizes).train()
-    guard = FiniteGuard(Train(max_skipped=1), Progress())
-    model(torch.randn(2, 3, 16, 16))
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    guard.begin_update(model)
-    model(torch.randn(2, 3, 16, 16))
-    assert not guard.check([math.nan], 1.0, 0)
-    assert any(name.endswith("num_batches_tracked") for name in before)
-    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_only_a_gpu_is_read_late(device: str):
+    run = SimpleNamespace(train=Train(), data=Data())
+    assert UpdateExchange(run, World(torch.device(device)), Progress()).reads_late == (device == "cuda")
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_with_loss_scaling_only_so_many_overflows_in_a_row_are_skipped(late: bool):
-    options, progress = Train(amp="fp16", max_overflows=3), Progress()
+def test_with_loss_scaling_only_so_many_overflows_in_a_row_are_skipped(late: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("engine.training.exchange.MAX_OVERFLOWS", 3)
+    options, progress = Train(amp="fp16"), Progress()
     exchange = exchange_of(options, progress, World(torch.device("cpu")), late)
     for norm in (math.inf, math.nan, math.inf, 1.0, math.inf, math.inf):
-        assert update(exchange, norm=norm)
+        update(exchange, norm=norm)
     exchange.settle()
     exchange.settle()
     assert progress.num_overflows == 2
     exchange = exchange_of(options, Progress(**vars(progress)), exchange.world, late)  # resumed
-    assert update(exchange, norm=math.inf)
-    message = r"^step 7: the gradient was not finite in 4 updates in a row.*train\.max_overflows = 3; lower optim\.lr"
+    update(exchange, norm=math.inf)
+    message = r"^step 7: the gradient was not finite in 4 updates in a row, at any loss scale; lower optim\.lr"
     with pytest.raises(FloatingPointError, match=message):
         update_twice(exchange, norm=math.inf)
 
@@ -577,8 +549,9 @@ def test_loss_scaling_does_not_skip_for_ever(tmp_path: Path, monkeypatch: pytest
     scale = torch.amp.GradScaler.scale
     monkeypatch.setattr(torch.amp.GradScaler, "scale", lambda self, loss: scale(self, loss) * math.inf)
     for limit, step in ((2, 2), (3, 3)):
+        monkeypatch.setattr("engine.training.exchange.MAX_OVERFLOWS", limit)
         with pytest.raises(SystemExit) as caught:
-            train.main([*command, f"train.max_overflows={limit}"])
+            train.main(command)
         assert caught.value.code == 1
         assert f"error: step {step}: the gradient was not finite in {limit + 1} " in capsys.readouterr().err
 

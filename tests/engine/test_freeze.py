@@ -145,7 +145,7 @@ def test_statistics_of_a_part_of_the_batch_are_said(options: dict, ranks: int, p
 def test_a_run_trains_the_rest(tmp_path: Path):
     """Weights and averaged weights, under every switch that looks at gradients or at layers."""
     frozen = "[patch_embed, blocks.0, pos_embed]"
-    switches = ("train.ema_decay=0.5", "train.grad_checkpointing=true", "optim.layer_decay=0.7", "train.max_skipped=1")
+    switches = ("train.ema_decay=0.5", "train.grad_checkpointing=true", "optim.layer_decay=0.7")
     last = start(tmp_path, "model.stem=conv", f"train.freeze={frozen}", *switches)
     seed_everything(0)
     run = load_run(tmp_path / "run.yaml", ["model.stem=conv"])
@@ -206,7 +206,7 @@ def test_the_optimizers_state_is_of_the_weights_it_was_made_for(tmp_path: Path, 
     [
         (1, ["train.freeze=backbone"]),
         (1, ["train.freeze=[patch_embed, blocks.0]", "optim.layer_decay=0.7", "train.grad_accum_steps=2"]),
-        (2, ["train.freeze=[patch_embed, blocks.0]", "train.amp=bf16", "train.max_skipped=2"]),
+        (2, ["train.freeze=[patch_embed, blocks.0]", "train.amp=bf16"]),
         (2, ["train.freeze=[blocks.1.attn, head]", "train.grad_checkpointing=true", "optim.opt=lamb"]),
         (3, ["train.freeze=[patch_embed]", "train.total_batch_size=24", "attention={name: softmax}"]),
     ],

@@ -186,7 +186,7 @@ def test_a_full_disk_does_not_hide_the_error(tmp_path: Path, monkeypatch: pytest
     recorder = launch(tmp_path, Progress())
     monkeypatch.setattr(os, "write", fill_disk)
     with pytest.raises(OSError, match="No space left"), recorder:
-        recorder.skip(1, 1)
+        recorder.eval(1, {"top1": 50.0})
     with pytest.raises(KeyError, match="first"), recorder:
         raise KeyError("first")
 

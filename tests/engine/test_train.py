@@ -25,7 +25,6 @@ from engine.run.load import parse_run
 from engine.runtime.distributed import World
 from engine.training.compilation import CompilationFailed, compiled_blocks, describe_compilation
 from engine.training.exchange import UpdateExchange
-from engine.training.nonfinite import FiniteGuard
 from engine.training.optim import create_average, create_optimizer, create_schedule
 from models import create_model
 from tests.support.launches import Launches
@@ -380,11 +379,10 @@ def meta_trainer(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     object.__setattr__(world, "rows", [[[1.0, 1.0, 0.0, 0.0, 0.0]], [[2.0, math.nan, 0.0, 0.0, 0.0]]])
     monkeypatch.setattr(train, "autocast", lambda amp, device: nullcontext())  # meta has none
     run = SimpleNamespace(train=Train(total_batch_size=4, grad_accum_steps=2), data=Data(), optim=Optim())
-    guard = FiniteGuard(run.train, progress)
-    exchange = UpdateExchange(run, world, progress, guard.check)
+    exchange = UpdateExchange(run, world, progress)
     exchange.reads_late = True
     return SimpleNamespace(
-        run=run, options=run.train, world=world, progress=progress, guard=guard, exchange=exchange,
+        run=run, options=run.train, world=world, progress=progress, exchange=exchange,
         model=model, network=model,
         objective=Classification(nn.CrossEntropyLoss()), scaler=torch.amp.GradScaler("cpu", enabled=False),
         optimizer=create_optimizer(model, run.optim, 4), ema=ema,
@@ -401,7 +399,7 @@ def test_an_update_waits_for_nothing_but_the_update_before(monkeypatch: pytest.M
     trainer.model(batch[0])  # brings the tables of groups there
     for number in range(2):
         with Launches("meta") as launches:
-            assert train.Trainer.update(trainer, batches)
+            train.Trainer.update(trainer, batches)
         assert launches.waits == []
         assert launches.operators.total() > 200
         assert len(trainer.world.rows) == 2 - number  # the losses of this update are not read
