@@ -18,8 +18,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from engine.checkpoints.adapt import build_models
-from engine.checkpoints.files import WEIGHTS, Weights, open_weights
+from engine.checkpoints.adapt import restore_model
+from engine.checkpoints.files import WEIGHTS, Opened, Weights, open_weights
 from engine.checkpoints.origin import is_made_here
 from engine.checkpoints.weights import check_predicts_classes
 from engine.config.schema import Data, Run
@@ -55,26 +55,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_intermixed_args(arguments)
     with refuse_bad_input():
         outputs = chosen_outputs(args)
-        found: dict[Path, tuple[dict[str, Any], list[Weights]]] = {}  # content of a checkpoint, kinds to take from it
         opened = open_weights(args.checkpoint, args.select, args.weights)
-        for kind, (path, checkpoint) in opened.kept.items():
-            found.setdefault(path, (checkpoint, []))[1].append(kind)
         overrides = [f"data.workers={Data.workers}", *args.overrides]
         is_own = is_made_here(args.checkpoint)
-        runs = [
-            parse_described(checkpoint["config"], str(path), overrides, is_own=is_own, reads_images=True)
-            for path, (checkpoint, _) in found.items()
-        ]
-        world, results = init_distributed(runs[0].train.device), {}
+        source = str(opened.path)
+        run = parse_described(opened.checkpoint["config"], source, overrides, is_own=is_own, reads_images=True)
+        world = init_distributed(run.train.device)
         records: dict[Weights, PredictionTable] | None = {} if outputs else None
         with world.ending(), refuse_bad_input():  # refusals are reported before the process group ends, see train.py
-            for run, (path, (checkpoint, kinds)) in zip(runs, found.items(), strict=True):
-                of_images = outputs or args.real_labels or args.flip
-                check_predicts_classes(run, str(path), of_metrics=not of_images)
-                options = args.batch_size, args.real_labels, records, args.flip
-                metrics = validate(run, checkpoint, kinds, world, *options)
-                source = {"checkpoint": str(path), "epoch": checkpoint["progress"]["epoch"]}
-                results |= {kind: source | metrics[kind] for kind in kinds}
+            check_predicts_classes(run, source, of_metrics=not (outputs or args.real_labels or args.flip))
+            results = validate(run, opened, world, args.batch_size, args.real_labels, records, args.flip)
     if world.is_primary:
         print(to_json(results) if args.json else table(results))
         with refuse_bad_input():
@@ -84,21 +74,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def validate(
     run: Run,
-    checkpoint: dict[str, Any],
-    kinds: Sequence[Weights],
+    opened: Opened,
     world: World,
     batch_size: int | None = None,
     real_labels: str | None = None,
     records: dict[Weights, PredictionTable] | None = None,
     flip: bool = False,
 ) -> dict[Weights, dict[str, Any]]:
-    """Results for the `kinds` of weights in the checkpoint: metrics of `evaluate`, wall time (`seconds`) and
-    `images_per_second`, the number of `broken` images if any were left out, with `real_labels` those of
-    `real_accuracy`.
+    """Results for each kind of weights that is kept: its checkpoint and epoch, metrics of `evaluate`, wall time
+    (`seconds`) and `images_per_second`, the number of `broken` images if any were left out, with `real_labels` those
+    of `real_accuracy`.
 
     Args:
         batch_size: images per process and step; None: see `create_val_loader`. real_labels: see `read_real_labels`.
-        records: where given, what was found of single images is added, for each of `kinds`. flip: see `Flipped`.
+        records: where given, what was found of single images is added, for each kind. flip: see `Flipped`.
     Raises:
         BrokenImage: there is one, and `data.broken_val` refuses it.
         OptionError, UserError: data that cannot be used, or are not the same on all ranks; weights that do not fit; or
@@ -107,25 +96,29 @@ def validate(
     img_size, num_classes = run.model["img_size"], run.model["num_classes"]
     loader = create_val_loader(run, world, img_size=img_size, batch_size=batch_size)
     names, shown = classes_of(loader.dataset), show_images(loader.dataset, run)
-    columns, note = match_classes(checkpoint.get("classes"), names, num_classes)
+    columns, note = match_classes(opened.checkpoint.get("classes"), names, num_classes)
     real = read_real_labels(real_labels, shown, columns) if real_labels else None
-    models, resampled = build_models(run, checkpoint, kinds)
+    models = {kind: restore_model(run, checkpoint, kind) for kind, (_, checkpoint) in opened.kept.items()}
     identity = identify_split("val", loader.dataset)
     world.check_same_files(identity)
-    warning = check_held_out(run.data, checkpoint, identity)
-    if not note and list_data_differences(checkpoint, identity):
+    warning = check_held_out(run.data, opened.checkpoint, identity)
+    if not note and list_data_differences(opened.checkpoint, identity):
         note = "data: other images than those of the validation in training"
-    for line in filter(None, [warning, note, resampled]) if world.is_primary else ():
+    resampled = dict.fromkeys(line for _, line in models.values())
+    for line in filter(None, [warning, note, *resampled]) if world.is_primary else ():
         print(line, file=sys.stderr)
     results = {}
-    for kind, model in models.items():
+    for kind, (model, _) in models.items():
+        path, checkpoint = opened.kept[kind]
         model = Flipped(model) if flip else model
         model = (model if columns == [*range(num_classes)] else ClassSubset(model, columns)).to(world.device)
         rows = None if records is None and real is None else []
         begin = time.perf_counter()
         metrics = evaluate(model, loader, world, run.train.amp, rows=rows, measure=choose_objective(run).measure)
         seconds = time.perf_counter() - begin
-        results[kind] = {**metrics, "seconds": seconds, "images_per_second": metrics["images"] / seconds}
+        source = {"checkpoint": str(path), "epoch": checkpoint["progress"]["epoch"]}
+        speed = {"seconds": seconds, "images_per_second": metrics["images"] / seconds}
+        results[kind] = {**source, **metrics, **speed}
         found = None if rows is None else gather_predictions(rows, indices_read(loader), shown, names, world)
         if real:
             results[kind] |= real_accuracy(found, real)

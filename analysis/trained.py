@@ -10,7 +10,7 @@ import torch
 from timm.layers import to_2tuple
 from torch import Tensor, nn
 
-from engine.checkpoints.adapt import build_models
+from engine.checkpoints.adapt import restore_model
 from engine.checkpoints.files import open_weights, trained_config
 from engine.checkpoints.origin import is_made_here
 from engine.checkpoints.weight_sources import Source, source_of
@@ -75,10 +75,10 @@ def load_trained(args: argparse.Namespace, reads_images: bool = True) -> Trained
         remedy = "add attention=softmax, which computes the same where a mechanism has a place"
         raise UserError(f"{found}: the model has its own attention (null), which is not seen from here; {remedy}")
     device = init_distributed(run.train.device).device
-    models, resampled = build_models(run, checkpoint, [kind])
+    model, resampled = restore_model(run, checkpoint, kind)
     if resampled:
         print(resampled, file=sys.stderr)
-    model = models[kind].to(device).eval()
+    model = model.to(device).eval()
     own = parse_described(trained_config(checkpoint), str(found), is_own=is_own)
     source, classes = source_of(run, model.state_dict()), checkpoint.get("classes")
     return Trained(found, run, source, model, classes, device, own.data.train_split)

@@ -56,33 +56,31 @@ Outcome = dict[str, list[Fitted]]
 """Each of `OUTCOMES` -> its weights, see `fit_weights`."""
 
 
-def build_models(run: Run, checkpoint: Mapping, kinds: Sequence[Weights]) -> tuple[dict[Weights, nn.Module], str]:
-    """Builds the models of `run` with `kinds` of weights of a checkpoint, resampled if its images had another size.
+def restore_model(run: Run, checkpoint: Mapping, weights: Weights) -> tuple[nn.Module, str]:
+    """Builds the model of `run` with one kind of weights of a checkpoint, resampled if its images had another size.
 
     Returns:
-        Kind -> model, and a line that names the resampled weights ("": the size is the same).
+        The model, and a line that names the resampled weights ("": the size is the same).
     Raises:
         UserError: weights that do not fit, or cannot be resampled, or of another number of attention heads.
     """
     stated = {key: x for key, x in checkpoint["config"]["model"].items() if key in run.model}  # without removed options
     there = parse_model(*split_name({key: run.model[key] if x == MISSING else x for key, x in stated.items()}))
+    place, state = WEIGHTS[weights], checkpoint[WEIGHTS[weights]]
     if to_2tuple(there.img_size) == to_2tuple(run.model["img_size"]):
-        models = {kind: build_model(run, checkpoint[WEIGHTS[kind]], WEIGHTS[kind]) for kind in kinds}
+        model = build_model(run, state, place)
         check_heads(there.num_heads, parse_model(*split_name(run.model)).num_heads, "the checkpoint")
-        return models, ""
+        return model, ""
     trained = parse_described(checkpoint["config"], "the checkpoint's configuration")
     former = one_line(str(trained_config(checkpoint)["model"].get("img_size", trained.model["img_size"])), 20)
-    title, models = f"model.img_size = {run.model['img_size']}, trained at {former}", {}
-    for kind in kinds:
-        place, state = WEIGHTS[kind], checkpoint[WEIGHTS[kind]]
-        check_state(trained, state, place)
-        models[kind] = create_model(attention=run.attention, **run.model)
-        source = source_of(trained, state)
-        taken, outcome = fit_weights(models[kind], source, place)
-        if rest := summarize(outcome | {"adapted": []}):
-            raise UserError(f"{place}: {title}: not all weights can be resampled: {rest}")
-        load_weights(models[kind], taken, place)
-    return models, f"{title}; resampled: {_join(outcome['adapted']) or 'nothing'}"
+    title = f"model.img_size = {run.model['img_size']}, trained at {former}"
+    check_state(trained, state, place)
+    model = create_model(attention=run.attention, **run.model)
+    taken, outcome = fit_weights(model, source_of(trained, state), place)
+    if rest := summarize(outcome | {"adapted": []}):
+        raise UserError(f"{place}: {title}: not all weights can be resampled: {rest}")
+    load_weights(model, taken, place)
+    return model, f"{title}; resampled: {_join(outcome['adapted']) or 'nothing'}"
 
 
 def fit_weights(

@@ -31,7 +31,7 @@ import torch
 from timm.layers import to_2tuple
 from torch import Tensor, nn
 
-from engine.checkpoints.adapt import build_models
+from engine.checkpoints.adapt import restore_model
 from engine.checkpoints.bare_weights import read_with_config
 from engine.checkpoints.files import IDENTITY, METADATA, TRAINED, WEIGHTS, Weights, open_weights, trained_config
 from engine.checkpoints.identify import CONFIG, WEIGHTS_FILES
@@ -122,7 +122,7 @@ def export(target: str, run: Run, checkpoint: Mapping[str, Any], weights: Weight
     if kind == "/" and is_host(run.model["name"]):
         problem = f"timm's layout cannot describe {run.model['name']} with its attention"
         raise UserError(f"{target}: {problem}; choose a file .safetensors, .onnx or .pt2")
-    model = build_models(run, checkpoint, [weights])[0][weights].eval()
+    model = restore_model(run, checkpoint, weights)[0].eval()
     card = write_card(model, run, checkpoint, weights) if kind == "/" else ""
     own = {TRAINED: trained_config(checkpoint), "config": dump_run(run), state: model.state_dict()}
     checkpoint = {**checkpoint, **own}

@@ -199,11 +199,6 @@ class Train:
     total_batch_size: int = option(
         1024, "images per optimiser step, over all ranks and accumulation steps", low=1, high=2**20
     )
-    balanced_sampling: bool = option(
-        False,
-        "every epoch has the same number of images of each class; rare ones are repeated, some of the frequent ones"
-        " left out",
-    )
     class_weights: Literal["balanced"] | tuple[float, ...] | None = option(
         None,
         "weights of the classes, in their order: the whole cross-entropy of an image with its label counts by the"

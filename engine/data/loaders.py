@@ -21,7 +21,7 @@ from engine.config.schema import Run, num_channels, per_channel
 from engine.data.augment import BatchAugment, Size, create_mixup, create_transform
 from engine.data.images import BrokenImage
 from engine.data.sampler import EpochSampler, SeededDataset
-from engine.data.splits import Images, classes_of, count_classes, open_images, report_split
+from engine.data.splits import Images, classes_of, open_images, report_split
 from engine.data.workers import WorkerLoader, workers_of_rank
 from engine.objectives import choose_objective
 from engine.runtime.distributed import World, seed_everything
@@ -166,11 +166,7 @@ def create_loaders(run: Run, world: World, *, img_size: Size, num_classes: int) 
     if len(train) < run.train.total_batch_size:
         problem = f" = {run.train.total_batch_size} exceeds the {len(train)} training images; lower it"
         raise OptionError("train.total_batch_size", problem)
-    labels = None
-    if run.train.balanced_sampling:
-        count_classes(train, "train.balanced_sampling")
-        labels = train.reader.labels
-    sampler = EpochSampler(len(train), run.train.total_batch_size, world, run.train.seed, run.augment.repeats, labels)
+    sampler = EpochSampler(len(train), run.train.total_batch_size, world, run.train.seed, run.augment.repeats)
     return (
         _create_loader(train, sampler, batch_size, run, world),
         _create_loader(val, _share(val, world), batch_size, run, world),

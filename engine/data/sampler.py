@@ -5,11 +5,9 @@ the epoch). A batch that is erased ahead, on a GPU, uses the numbers of its firs
 of an optimiser step, in the main process, depend on (seed, step, micro-batch, rank).
 """
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
@@ -32,23 +30,11 @@ class EpochSampler(Sampler[Place]):
     image comes that many times in a row, and so on different ranks, in an epoch of the same length (repeated
     augmentation, Hoffer et al. 2020). The order is that of DeiT's and timm's samplers, which round down to
     256 images instead.
-
-    Args:
-        labels: class index of every image, (num_images,): an epoch, as long as before, has equally many images of every
-            class, see `draw_balanced`. None: it has every image once.
     """
 
-    def __init__(
-        self,
-        num_images: int,
-        total_batch_size: int,
-        world: World,
-        seed: int,
-        repeats: int = 0,
-        labels: np.ndarray | None = None,
-    ):
+    def __init__(self, num_images: int, total_batch_size: int, world: World, seed: int, repeats: int = 0):
         self.num_images, self.total_batch_size = num_images, total_batch_size
-        self.repeats, self.world, self.seed, self.labels = max(1, repeats), world, seed, labels
+        self.repeats, self.world, self.seed = max(1, repeats), world, seed
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int, start: int = 0) -> None:
@@ -66,10 +52,7 @@ class EpochSampler(Sampler[Place]):
         positions = range(self.num_images) if positions is None else positions
         places = torch.arange(positions.start, positions.stop, positions.step) // self.repeats
         generator = torch.Generator().manual_seed(self.order_seed)
-        if self.labels is None:
-            return torch.randperm(self.num_images, generator=generator)[places]
-        distinct = math.ceil(self.num_images / self.repeats)
-        return draw_balanced(torch.as_tensor(self.labels), distinct, generator)[places]
+        return torch.randperm(self.num_images, generator=generator)[places]
 
     def __len__(self) -> int:
         return (self.stop - self.start) // self.world.size
@@ -81,26 +64,6 @@ class EpochSampler(Sampler[Place]):
             part = slice(begin, begin + CHUNK)
             pairs = zip(indices[part].tolist(), positions[part], strict=True)
             yield from ((index, epoch, position) for index, position in pairs)
-
-
-def draw_balanced(labels: Tensor, number: int, generator: torch.Generator) -> Tensor:
-    """Draws `number` image indices in random order, (number,) int64, of every class in `labels` (n,) equally many.
-
-    The numbers of two classes differ by one at most, and so do those of two images of a class: images of a class recur
-    only when all of them have been drawn. Which class or image has one more is random.
-    """
-
-    def shuffle(values: Tensor) -> Tensor:
-        return values[torch.randperm(len(values), generator=generator)]
-
-    by_class = labels.argsort(stable=True).split(labels.bincount().tolist())
-    classes = [shuffle(images) for images in by_class if len(images)]
-    each, rest = divmod(number, len(classes))
-    more = shuffle(torch.arange(len(classes)) < rest).tolist()
-    drawn = []
-    for images, count in zip(classes, (each + extra for extra in more), strict=True):
-        drawn.append(images.repeat(math.ceil(count / len(images)))[:count])
-    return shuffle(torch.cat(drawn))
 
 
 class SeededDataset(Dataset):

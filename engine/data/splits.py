@@ -214,17 +214,17 @@ def count_data_classes(data: Data) -> int:
     return len(names)
 
 
-def count_classes(dataset: Images, option: str) -> np.ndarray:
+def count_classes(dataset: Images) -> np.ndarray:
     """Returns the number of images of every class, (classes,) int64.
 
     Raises:
-        OptionError: a class has no image, so that what `option` asks for is impossible.
+        OptionError: a class has no image, so that no weight balances it.
     """
     names = classes_of(dataset)
     counts = np.bincount(dataset.reader.labels, minlength=len(names))
     if empty := [name for name, count in zip(names, counts, strict=True) if not count]:
         problem = f"the class {one_line(empty[0], 100)!r} has no training image to balance; leave it out (data.classes)"
-        raise OptionError(option, problem)
+        raise OptionError("train.class_weights", problem)
     return counts
 
 

@@ -3,7 +3,6 @@
 python -m engine.reporting.speed_tables  # draws docs/figures/speed.png and high_resolution.png
 """
 
-import textwrap
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -50,33 +49,21 @@ OURS |= {"Performer (64)": "performer:num_samples=64"}
 """Title -> network in `TRAINING`."""
 
 
-def ratios(file: str, value: str = "speedup", **where: str) -> Column:
-    """Returns ratios of a file; a tilde marks those that are too noisy to quote."""
+def ratios(file: str, value: str = "speedup", power: int = 1, **where: str) -> Column:
+    """Returns ratios of a file, or their inverses; a tilde marks those that are too noisy to quote."""
     rows = [row for row in read(file, **where) if row[value]]
-    return {row["name"]: "~" * (row.get(f"{value}_noisy") == "True") + f"{float(row[value]):.2f}" for row in rows}
-
-
-def relative_times(file: str, **where: str) -> Column:
-    """Returns times relative to softmax attention of the mechanisms of the first page, noisy ones with a tilde."""
-    rows = {row["name"]: row for row in read(file, **where) if row["speedup"]}
-    found = {name: rows.get(name) for name in TEN}
-    noisy = {"True": "~", "False": ""}
-    return {name: f"{noisy[row['speedup_noisy']]}{1 / float(row['speedup']):.2f}" for name, row in found.items() if row}
-
-
-def relative_updates(model: str) -> Column:
-    """Returns times of updates relative to those with softmax attention of the mechanisms of the first page."""
-    rows = {row["name"]: row for row in read(TRAINING, model=model) if row["name"] != "timm"}
-    return {name: over(rows, "softmax", name) for name in TEN if name in rows}
+    marks = {row["name"]: "~" * (row.get(f"{value}_noisy") == "True") for row in rows}
+    return {row["name"]: f"{marks[row['name']]}{float(row[value]) ** power:.2f}" for row in rows}
 
 
 def ten_mechanisms() -> str:
     """Cost of a layer at 784 tokens, relative times with the backward pass, and top-1 in the papers."""
     top1 = {paper.config: paper.top1 for paper in reversed(read_papers()) if paper.top1 and not paper.overrides}
+    updates = trained("tiny8")
     columns = {
         "MACs (M)": {name: describe(name)["MACs (M)"] for name in TEN},
-        "training, H100": relative_updates("tiny8"),
-        "time, CPU core": relative_times("efficiency.csv", size="784", **ON_CPU),
+        "training, H100": {name: over(updates, "softmax", name) for name in TEN},
+        "time, CPU core": ratios("efficiency.csv", power=-1, size="784", **ON_CPU),
         "ImageNet top-1 (%), printed": {
             name: f"{top1[config]:.2f}" for name in TEN if (config := f"{MODEL}/{name}.yaml") in top1
         },
@@ -137,22 +124,6 @@ def training_on_gpu() -> str:
         [title, rows["best"]["tokens"], *(cell(rows, x) for x in columns.values())] for title, rows in models.items()
     ]
     return markdown_table(["model", "tokens", *columns], lines)
-
-
-def gpu_in_short() -> str:
-    """Sentences on the training of DeiT-Tiny/8 on a GPU."""
-    rows = trained("tiny8")
-
-    def ratios(other: str) -> str:
-        found = {title: over(rows, name, other) for title, name in OURS.items() if name != other}
-        return ", ".join(f"{title} {ratio}" for title, ratio in found.items() if ratio)
-
-    texts = {
-        "**Training of DeiT-Tiny/8 on an H100**, times the speed of timm's model compiled and in a CUDA graph": "best",
-        "**Attention's share** of that, over softmax attention in our model, compiled and in a graph too": "softmax",
-    }
-    lines = [f"- {text}: {ratios(other)}." for text, other in texts.items()]
-    return "\n".join(textwrap.fill(line, 120, subsequent_indent="  ") for line in lines)
 
 
 @in_style
@@ -245,7 +216,6 @@ OF_HOSTS: dict[str, Callable[[], str]] = {
 SPEED_TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"ten mechanisms": ten_mechanisms},
     "docs/speed.md": {
-        "GPU in short": gpu_in_short,
         "training on a GPU": training_on_gpu,
         "every mechanism": every_mechanism,
     },

@@ -152,7 +152,7 @@ def why_eager(run: Run, on_cuda: bool) -> str:
 
 
 def check_class_weights(run: Run) -> None:
-    """Refuses `train.class_weights` of another number of classes, without an effect, or beside a second correction.
+    """Refuses `train.class_weights` of another number of classes, or without an effect.
 
     Raises:
         OptionError: the first of them.
@@ -160,11 +160,7 @@ def check_class_weights(run: Run) -> None:
     key, weights, num_classes = "train.class_weights", run.train.class_weights, run.model["num_classes"]
     if not choose_objective(run).learns_labels(run):
         raise OptionError(key, " is given, but no labels have a part in the loss of this run; set it to null")
-    if weights == "balanced":
-        if run.train.balanced_sampling:
-            problem = " = balanced, and train.balanced_sampling = true: rare classes would count twice"
-            raise OptionError(key, f"{problem}; leave one of them out")
-    elif weights is not None and len(weights) != num_classes:
+    if isinstance(weights, tuple) and len(weights) != num_classes:
         problem = f" has {len(weights)} factors, but model.num_classes = {num_classes}; give one for each class"
         raise OptionError(key, problem)
 

@@ -108,6 +108,7 @@ REMOVED: dict[str, list[Any] | None] = {
     "data.cache_gb": None,
     "augment.batched": [False],
     "train.async_checkpoint": [False, True],
+    "train.balanced_sampling": [False],
     "train.max_skipped": None,
     "train.max_overflows": None,
     "model.use_glu": [False],

@@ -68,10 +68,7 @@ def _lock(directory: Path, names: Collection[str]) -> tuple[TextIO | None, str]:
             print(f"{directory}: locks do not work here; see that no second run uses it", flush=True)
         if not LOCK.match(former := file.read(MAX_LOCK)):
             return file, f"{directory / 'lock'}: a file of another program; move it away, or choose another directory"
-        is_former = (
-            bool(former) and "unfinished" not in former
-        )  # the lock of a version that kept no record of its files
-        claim(directory, names, are_known=is_former)
+        claim(directory, names)
         if is_held and (token := re.search(r"^unfinished (\S+)\n", former, re.MULTILINE)):
             remove_unfinished(directory, token[1])
         file.seek(0)

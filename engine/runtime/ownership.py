@@ -26,21 +26,18 @@ MAX_MARKER = 2**26
 """Bytes of a marker file."""
 
 
-def claim(directory: Path, names: Iterable[str], are_known: bool = False) -> None:
+def claim(directory: Path, names: Iterable[str]) -> None:
     """Makes the directory, whose files of these names may be replaced or removed later.
 
     The names of earlier claims stay valid. The directory may hold files of others, too.
 
-    Args:
-        are_known: files of these names that are there were made by this program, in a version that kept no record.
     Raises:
         UserError: a file of such a name is there already, and no earlier claim has it. OSError: it cannot be made or
             written.
     """
     directory.mkdir(parents=True, exist_ok=True)
     names = {*names}
-    if not are_known:
-        check_claim(directory, names)
+    check_claim(directory, names)
     if new := names - _names(directory):
         content = json.dumps({"kind": "results", "names": sorted(new)})
         append_whole(directory / MARKER, f"\n{content}\n".encode(), sync=True)  # a cut line does not spoil the next

@@ -51,7 +51,7 @@ def weigh_classes(run: Run, images: Images, world: World) -> Run:
     """
     if run.train.class_weights != "balanced":
         return run
-    counts, names = count_classes(images, "train.class_weights"), classes_of(images)
+    counts, names = count_classes(images), classes_of(images)
     weights = counts.sum() / (len(counts) * counts)
     if world.is_primary:
         ends = (f"{weights[i]:.3g} ({one_line(names[i], 50)!r})" for i in (weights.argmin(), weights.argmax()))

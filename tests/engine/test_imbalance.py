@@ -102,7 +102,6 @@ def test_balanced_class_weights_are_scikit_learns():
     [
         (["train.class_weights=[1, 2]"], "train.class_weights has 2 factors, but model.num_classes = 10; give one for"),
         (["train.class_weights=even"], "train.class_weights: "),
-        (["train.class_weights=balanced", "train.balanced_sampling=true"], "= balanced, and train.balanced_sampling ="),
         (
             ["train.class_weights=balanced", "distill.teacher=x", "distill.type=attention", "init.weights=x"],
             "train.class_weights is given, but no labels have a part in the loss of this run",

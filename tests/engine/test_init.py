@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attention import ATTENTION
-from engine.checkpoints.adapt import build_models, fit_weights, list_other_options, table
+from engine.checkpoints.adapt import fit_weights, list_other_options, restore_model, table
 from engine.checkpoints.export import export_checkpoint
 from engine.checkpoints.files import load_checkpoint
 from engine.checkpoints.initial_weights import create_initial_model
@@ -296,9 +296,9 @@ def test_another_number_of_heads_than_a_checkpoint_states_is_refused_at_any_size
     for size in (32, 64):
         says = r"a model with num_heads=2, but model\.num_heads=4: .*; set model\.num_heads=2"
         with pytest.raises(UserError, match=says):
-            build_models(run_of("model.num_heads=4", f"model.img_size={size}"), checkpoint, ["plain"])
+            restore_model(run_of("model.num_heads=4", f"model.img_size={size}"), checkpoint, "plain")
     checkpoint["config"]["model"] |= {"num_heads": MISSING, "img_size": MISSING}  # as of the released code
-    assert build_models(run_of("model.num_heads=4"), checkpoint, ["plain"])[1] == ""
+    assert restore_model(run_of("model.num_heads=4"), checkpoint, "plain")[1] == ""
 
 
 @pytest.mark.parametrize("classes", [5, 3])

@@ -8,7 +8,7 @@ import timm
 from huggingface_hub import ModelCard
 
 from engine.checkpoints import export as export_module
-from engine.checkpoints.adapt import build_models
+from engine.checkpoints.adapt import restore_model
 from engine.checkpoints.export import export
 from engine.checkpoints.files import load_checkpoint, open_weights
 from engine.checkpoints.progress import Progress
@@ -113,7 +113,7 @@ def test_an_export_of_an_export_tells_of_the_training(tmp_path, capsys):
     assert "Optimiser: `sgd`" in detail(card, "Training")
     for export_again in (first, tmp_path / "second"):
         found = open_weights(export_again).checkpoint
-        _, line = build_models(parse_run(found["config"], "x", ["model.img_size=[40, 24]"]), found, ["plain"])
+        _, line = restore_model(parse_run(found["config"], "x", ["model.img_size=[40, 24]"]), found, "plain")
         assert line.startswith("model.img_size = [40, 24], trained at [24, 16]; resampled: ")
     assert load_checkpoint(first)["config"]["optim"]["opt"] == "adamw"
 

@@ -15,7 +15,7 @@ from timm.data import RealLabelsImagenet
 from torch import nn
 
 from attention import OptionError
-from engine.checkpoints.adapt import build_models
+from engine.checkpoints.adapt import restore_model
 from engine.data.arrays import DigitsReader
 from engine.data.augment import create_transform
 from engine.data.images import BrokenImage
@@ -369,15 +369,15 @@ def test_images_of_another_size(attention, img_size):
     expected = create_model(attention=small.attention, **small.model).eval()
     state = {f"module.{name}": x.clone() for name, x in expected.state_dict().items()}
     checkpoint = {"config": dump_run(small), "model": state}
-    models, line = build_models(large, checkpoint, ["plain"])
+    model, line = restore_model(large, checkpoint, "plain")
     expected.set_input_size(large.model["img_size"])
     images = torch.randn(2, 1, *expected.patch_embed.img_size)
     with torch.no_grad():
-        torch.testing.assert_close(models["plain"].eval()(images), expected(images), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(model.eval()(images), expected(images), rtol=1e-5, atol=1e-6)
     tokens = expected.pos_embed.shape[1]
     resampled = f"pos_embed (1, 16, 24) -> (1, {tokens}, 24)"
     assert line == f"model.img_size = {large.model['img_size']}, trained at 8; resampled: {resampled}"
-    assert build_models(small, checkpoint, ["plain"])[1] == ""
+    assert restore_model(small, checkpoint, "plain")[1] == ""
 
 
 def test_weights_that_cannot_be_resampled_are_refused():
@@ -388,4 +388,4 @@ def test_weights_that_cannot_be_resampled_are_refused():
     checkpoint = {"config": dump_run(small), "model": model.state_dict()}
     problem = "^model: model.img_size = 16, trained at 8: not all weights can be resampled: 1 fresh .blocks.0.attn.proj"
     with pytest.raises(UserError, match=problem):
-        build_models(large, checkpoint, ["plain"])
+        restore_model(large, checkpoint, "plain")

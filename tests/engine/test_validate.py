@@ -408,7 +408,7 @@ def test_bad_input_is_one_line(run_directory, tmp_path, monkeypatch, capsys, arg
 @pytest.mark.parametrize("option", [[], ["data.workers=3"]])
 def test_a_file_does_not_decide_how_many_processes_start(run_directory, tmp_path, monkeypatch, option):
     runs = []
-    monkeypatch.setattr(validate, "validate", lambda run, *args: runs.append(run) or {"plain": {}, "ema": {}})
+    monkeypatch.setattr(validate, "validate", lambda run, *args: runs.append(run) or {})
     _, checkpoint = newest_checkpoint(run_directory)
     checkpoint["config"]["data"]["workers"] = 10**6
     torch.save(checkpoint, tmp_path / "x.pt")
