@@ -210,14 +210,13 @@ class Trainer:
         if is_evaluated := progress.ends_in_evaluation(self.run):
             self.world.barrier()  # no rank begins an evaluation, which might fail, while the checkpoint is written
             models = {"": self.model} | ({"ema_": self.ema.module} if self.ema else {})
-            rows: dict | None = None if self.objective.measure.by_class else {}  # of pictures
-            how = self.options.amp, self.signals.stop_requested
-            metrics = evaluate_all(models, self.val_loader, self.world, *how, rows, self.objective.measure)
+            how = self.options.amp, self.signals.stop_requested, self.objective.measure
+            metrics = evaluate_all(models, self.val_loader, self.world, *how)
             if metrics is None:
                 return True
             progress.metrics = metrics
             progress.rank(epoch, self.options.keep_checkpoints, self.options.best_by)
-            self.recorder.eval(epoch, metrics, self.objective.pictures(rows or {}))
+            self.recorder.eval(epoch, metrics)
         progress.epoch, progress.images, progress.broken = epoch, 0, 0
         progress.stopped_early = is_evaluated and progress.is_overdue(self.run)
         if progress.is_finished(self.run):

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -223,19 +222,6 @@ def test_the_lock_of_an_earlier_process_is_taken_over(text: str, tmp_path: Path)
     (tmp_path / "lock").write_text(text)
     with lock_directory(tmp_path, World(torch.device("cpu"))):
         assert (tmp_path / "lock").read_text().count("process ") == 1
-
-
-def test_the_files_of_a_run_of_an_earlier_version_are_its_own(tmp_path: Path):
-    """Its lock proves it, as it kept no record of its files; the lock of nobody does not."""
-    (tmp_path / "config.yaml").write_text("earlier")
-    (tmp_path / "lock").touch()
-    run = partial(lock_directory, tmp_path, World(torch.device("cpu")), RUN_FILES)
-    with pytest.raises(UserError, match=r"config\.yaml: is there already"), run():
-        raise AssertionError
-    (tmp_path / "lock").write_text("process 12 on host since Monday\n")
-    for _ in range(2):
-        with run():
-            assert [path.name for path in owned_files(tmp_path)] == ["config.yaml"]
 
 
 def test_files_have_the_permissions_that_the_umask_leaves(tmp_path: Path):

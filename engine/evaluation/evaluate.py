@@ -28,19 +28,17 @@ def evaluate_all(
     loader: Loader,
     world: World,
     amp: Amp,
-    stop_requested: Callable[[], bool] = lambda: False,
-    rows: dict[str, list[torch.Tensor]] | None = None,
-    measure: Measure = CLASSES,
+    stop_requested: Callable[[], bool],
+    measure: Measure,
 ) -> dict[str, float] | None:
     """Evaluates every model and prefixes its metrics with the model's key; None if the evaluation was stopped.
 
-    If broken images were left out, `broken` is their number. If `rows` is given, the rows of every model are added.
+    If broken images were left out, `broken` is their number.
     """
     metrics: dict[str, float] = {}
     for prefix, model in models.items():
         world.copy_buffers(model)  # BatchNorm's averages and random features differ between ranks
-        own = None if rows is None else rows.setdefault(prefix, [])
-        found = evaluate(model, loader, world, amp, stop_requested, own, measure)
+        found = evaluate(model, loader, world, amp, stop_requested, measure=measure)
         if found is None:
             return None
         metrics |= {f"{prefix}{name}": value for name, value in found.items()}

@@ -1,7 +1,7 @@
-"""Pre-training on masked images, SimMIM (Xie et al., 2022, arXiv:2111.09886): its loss and its pictures."""
+"""Pre-training on masked images, SimMIM (Xie et al., 2022, arXiv:2111.09886)."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -15,9 +15,6 @@ from engine.config.objective_options import Simmim
 from engine.config.schema import Run
 from engine.objectives.objective import Measure, Objective
 from engine.objectives.sequences import refuse_options
-
-NUM_SHOWN = 8
-"""Number of images whose reconstruction TensorBoard shows."""
 
 
 @dataclass(frozen=True)
@@ -44,16 +41,8 @@ class MaskGenerator:
 
 
 def rate_masked(model: nn.Module, images: Tensor, masks: Tensor, rows: list[Tensor] | None) -> list[Tensor]:
-    """Computes the `masked_l1` of every image of a batch. The first batch of an evaluation adds a picture to `rows`.
-
-    The picture, (n, C, 3 x height, width), shows each image three times from top to bottom: as it is, with masked
-    pixels at the mean, and with masked pixels reconstructed.
-    """
-    pixels = model(images, masks)
-    if rows is not None and not rows:
-        shown, hidden = images[:NUM_SHOWN], to_pixels(masks, images)[:NUM_SHOWN]
-        rows.append(torch.cat([shown, shown * ~hidden, torch.where(hidden, pixels[:NUM_SHOWN], shown)], 2))
-    return [masked_l1(pixels, images, masks).double()]
+    """Computes the `masked_l1` of every image of a batch."""
+    return [masked_l1(model(images, masks), images, masks).double()]
 
 
 def masked_l1(pixels: Tensor, images: Tensor, masks: Tensor) -> Tensor:
@@ -134,7 +123,3 @@ class MaskedImages(Objective):
     def __call__(self, network: Callable[[Tensor, Tensor], Tensor], images: Tensor, masks: Tensor, /) -> Tensor:
         """Computes the loss of a batch, a scalar."""
         return masked_l1(network(images, masks), images, masks).mean()
-
-    def pictures(self, rows: Mapping[str, list[Tensor]]) -> dict[str, Tensor]:
-        """Returns the strip that `rate_masked` draws of the first images, for each model."""
-        return {f"{prefix}reconstruction": strips[0] for prefix, strips in rows.items() if strips}

@@ -108,7 +108,3 @@ class Objective:
     def __call__(self, network: Callable[..., Any], images: Tensor, targets: Tensor, /) -> Tensor:
         """Computes the loss of a batch, a scalar; `network` is the result of `wrap`, wrapped for training."""
         raise NotImplementedError("an objective defines its loss")
-
-    def pictures(self, rows: Mapping[str, list[Tensor]]) -> dict[str, Tensor]:
-        """Returns the pictures of an evaluation by their names; `rows` holds the rows of each model by its prefix."""
-        return {}

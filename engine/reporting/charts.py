@@ -59,11 +59,11 @@ class Charts:
         """Shows a configuration in YAML."""
         self.events.add(summary=text("config", f"```yaml\n{config}```"), step=step)
 
-    def show_images(self, tag: str, images: torch.Tensor, data: Data, step: int) -> None:
-        """Shows up to 64 images (B, C, H, W), eight in a row, with the normalisation by `data` undone."""
+    def show_images(self, images: torch.Tensor, data: Data, step: int) -> None:
+        """Shows up to 64 training images (B, C, H, W), eight in a row, with the normalisation by `data` undone."""
         mean, std = (torch.tensor(per_channel(x, images.shape[1]))[:, None, None] for x in (data.mean, data.std))
         images = images[:64].float().cpu() * std + mean
-        self.events.add(summary=image(tag, make_grid(images.clamp(0, 1)), dataformats="CHW"), step=step)
+        self.events.add(summary=image("train/images", make_grid(images.clamp(0, 1)), dataformats="CHW"), step=step)
 
     def show_result(self, run: Run, values: Mapping[str, float], step: int) -> None:
         """Shows `chosen_options`, and costs and best scores among `values`, as hyper-parameters."""

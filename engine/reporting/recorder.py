@@ -95,8 +95,8 @@ class SilentRecorder:
         """Records `values` of the updates since the last such record, and their speed; `epoch` counts from 1."""
         self.speed.since_last()
 
-    def eval(self, epoch: int, metrics: Mapping[str, float], pictures: Mapping[str, torch.Tensor] = {}) -> None:
-        """Records an evaluation after `epoch` epochs, and shows its `pictures`: name -> (B, C, H, W), normalised."""
+    def eval(self, epoch: int, metrics: Mapping[str, float]) -> None:
+        """Records an evaluation after `epoch` epochs."""
 
     def final(self, **values: float) -> None:
         """Records the end of the run and its median speed since it was started or resumed."""
@@ -197,7 +197,7 @@ class Recorder(SilentRecorder):
 
     def images(self, images: torch.Tensor) -> None:
         if images.is_floating_point():
-            self.charts.show_images("train/images", images, self.run.data, self.step)
+            self.charts.show_images(images, self.run.data, self.step)
 
     def begin_epoch(self, epoch: int) -> None:
         self._tabulate(epoch)
@@ -225,13 +225,11 @@ class Recorder(SilentRecorder):
                 flush=True,
             )
 
-    def eval(self, epoch: int, metrics: Mapping[str, float], pictures: Mapping[str, torch.Tensor] = {}) -> None:
+    def eval(self, epoch: int, metrics: Mapping[str, float]) -> None:
         self._record("eval", epoch, metrics)
         for name, value in self.progress.unranked().items():
             problem = f"{name} = {value:g} of epoch {epoch} is no score: by it, the epoch is not among the best"
             print(f"warning: {problem}", file=sys.stderr, flush=True)
-        for name, images in pictures.items():
-            self.charts.show_images(f"eval/{name}", images, self.run.data, self.step)
 
     def final(self, **values: float) -> None:
         values |= self.speed.median()

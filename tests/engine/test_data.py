@@ -187,34 +187,6 @@ def test_ranks_share_the_batches_of_one_process(size, num_images, repeats):
         assert len(set(alone)) == len(alone)
 
 
-@pytest.mark.parametrize("repeats", [0, 3])
-@pytest.mark.parametrize("size", [1, 4])
-@pytest.mark.parametrize("counts", [(60, 7, 1), (5, 0, 40, 3), (20, 30)])
-def test_balanced_epochs_have_equally_many_images_of_every_class(counts, size, repeats):
-    """All classes come equally often, and so do the images of a class; some come once more than others."""
-    labels, total = np.repeat(range(len(counts)), counts), 4
-    samplers = [EpochSampler(len(labels), total, World(CPU.device, r, size), 5, repeats, labels) for r in range(size)]
-    orders = []
-    for epoch in range(150):
-        for sampler in samplers:
-            sampler.set_epoch(epoch)
-        order = samplers[0].order()
-        assert len(order) == len(labels)
-        shares = [read_order(sampler) for sampler in samplers]
-        assert [index for step in zip(*shares, strict=True) for index in step] == order[: samplers[0].stop].tolist()
-        drawn = order[:: max(1, repeats)]  # each comes so many times in a row
-        orders.append(drawn)
-        frequencies = np.bincount(labels[drawn], minlength=len(counts))[np.array(counts) > 0]
-        assert np.ptp(frequencies) <= 1
-        for label, count in enumerate(counts):
-            assert not count or np.ptp(np.bincount(drawn, minlength=len(labels))[labels == label]) <= 1
-        samplers[0].set_epoch(epoch, start=total)  # as a run that resumes
-        assert torch.equal(samplers[0].order(), order)
-    assert len({tuple(order.tolist()) for order in orders}) == 150
-    chosen = torch.cat(orders).bincount(minlength=len(labels))
-    assert chosen.min() > 0  # no image is left out of all epochs
-
-
 def test_order_depends_on_seed_and_epoch_only():
     def order(seed, epoch):
         sampler = EpochSampler(100, 10, CPU, seed)

@@ -70,7 +70,7 @@ def test_fewer_and_more_ranks_go_on_by_themselves(fork_server: ForkServer, tmp_p
     config, output, log = tmp_path / "run.yaml", tmp_path / "run", tmp_path / "log"
     config.write_text(yaml.safe_dump(RUN))
     command = [str(config), *ELASTIC, "--output", str(output)]
-    kill = ("engine.training.exchange.UpdateExchange.accepts", 6, "SIGKILL")
+    kill = ("engine.training.exchange.UpdateExchange.send", 6, "SIGKILL")
     launches = [(2, [kill], None), (1, [("train.nn.utils.clip_grad_norm_", 1, "SIGTERM")], [75]), (3, [], [0] * 3)]
     for number, (ranks, faults, expected) in enumerate(launches):
         own = tmp_path / f"log{number}"

@@ -191,7 +191,7 @@ def test_signals_through_torchrun(name: str, flags: list[str], tmp_path: Path, f
 @pytest.mark.parametrize("action", ["SIGKILL", "raise", "SIGSTOP"])
 def test_a_lost_rank_ends_the_job(action: str, pairs: Runs, fork_server: ForkServer, tmp_path: Path):
     command = [*pairs.command, "--output", str(tmp_path / "run")]
-    fault = {1: [("engine.training.exchange.UpdateExchange.accepts", 4, action)]}
+    fault = {1: [("engine.training.exchange.UpdateExchange.send", 4, action)]}
     job = fork_server.start([*command, "train.timeout_minutes=0.05"], tmp_path / "log", fault, 2)
     assert fork_server.ask(wait=job.pids[0], timeout=60) == 1
     assert "error: rank 0: no answer from another rank " in job.text
@@ -206,7 +206,7 @@ def test_a_lost_rank_ends_the_job(action: str, pairs: Runs, fork_server: ForkSer
 @pytest.mark.stress
 @pytest.mark.parametrize("action", ["SIGKILL", "raise", "SIGSTOP"])
 def test_torchrun_restarts_a_lost_rank(action: str, pairs: Runs, tmp_path: Path, figure: Callable):
-    fault = {1: [("engine.training.exchange.UpdateExchange.accepts", 4, action)]}
+    fault = {1: [("engine.training.exchange.UpdateExchange.send", 4, action)]}
     with torchrun(tmp_path, fault, "--max-restarts=1", options=["train.timeout_minutes=0.2"]) as (process, job):
         assert process.wait(240) == 0, job.text
     assert outcome(job, tmp_path / "run") == pairs.expected

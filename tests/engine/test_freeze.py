@@ -222,7 +222,7 @@ def test_a_run_of_frozen_weights_resumes_to_the_same_bits(
         assert torch.equal(value, torch.zeros_like(value) if name.endswith("mean") else torch.ones_like(value)), name
     for target, call in [
         ("train.seed_everything", 4),
-        ("engine.training.exchange.UpdateExchange.accepts", 2),
+        ("engine.training.exchange.UpdateExchange.send", 2),
         ("os.replace", 5),
     ]:
         assert -9 in runs.survives((target, call, "SIGKILL"))

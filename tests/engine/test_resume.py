@@ -45,7 +45,7 @@ STEPS = 12
 WITHIN_STEP = [
     "train.seed_everything",
     "train.nn.utils.clip_grad_norm_",
-    "engine.training.exchange.UpdateExchange.accepts",
+    "engine.training.exchange.UpdateExchange.send",
     "engine.training.optim.ModelEmaV3.update",
     "engine.reporting.recorder.SilentRecorder.end_step",
 ]
@@ -201,7 +201,7 @@ def test_an_evaluation_may_be_all_that_is_left(runs: Runs):
 def test_log_steps_increase_through_many_kills(amount: int, runs: Runs, figure: Callable):
     rng, output, more = random.Random(2), None, [f"schedule.epochs={amount}"]
     for _ in range(amount):
-        fault = ("engine.training.exchange.UpdateExchange.accepts", rng.randint(2, 5), "SIGKILL")
+        fault = ("engine.training.exchange.UpdateExchange.send", rng.randint(2, 5), "SIGKILL")
         statuses, _, output = runs.launch(fault, output=output, more=more)
         assert statuses == [-9]
     assert runs.launch(output=output, more=more)[0] == [0]
