@@ -46,7 +46,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: cuda if there is a GPU"
     )
-    parser.add_argument("--amp", choices=("bf16", "fp16"), help="automatic mixed precision (off)")
     args = parser.parse_args(arguments)
     with refuse_bad_input():
         if args.output:
@@ -58,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     loader, predictions, not_finite = create_loader(trained, files, args.batch_size), [], 0
     try:
         with progress_bar("prediction", len(files)) as bar:
-            for prediction in predict(trained, loader, args.top, args.amp):
+            for prediction in predict(trained, loader, args.top):
                 if args.output:
                     predictions.append(prediction)
                 else:
@@ -74,8 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if loader.broken:
         print(f"left out: {len(loader.broken):,} of {len(files):,} files are no readable images", file=sys.stderr)
     if not_finite:
-        precision = f", in --amp {args.amp}" if args.amp else ""
-        print(f"no prediction: the logits of {not_finite:,} images are not finite{precision}", file=sys.stderr)
+        print(f"no prediction: the logits of {not_finite:,} images are not finite", file=sys.stderr)
     if loader.broken or not_finite:
         sys.exit(1)
 

@@ -31,6 +31,7 @@ from engine.evaluation.label_matching import ClassSubset, Flipped, match_classes
 from engine.evaluation.predictions import PredictionTable, gather_predictions
 from engine.objectives import choose_objective
 from engine.reporting.outputs import add_outputs, chosen_outputs, write_outputs
+from engine.reporting.tables import align
 from engine.run.described import parse_described
 from engine.runtime.arguments import ArgumentParser, Count
 from engine.runtime.distributed import World, init_distributed
@@ -139,32 +140,33 @@ def to_json(results: Mapping[Weights, dict[str, Any]]) -> str:
 
 
 COLUMNS = {
-    "images": ("images", 8, ""),
-    "top1": ("top-1 %", 10, ".3f"),
-    "top5": ("top-5 %", 10, ".3f"),
-    "balanced_accuracy": ("balanced %", 12, ".3f"),
-    "loss": ("loss", 10, ".4f"),
-    "images_per_second": ("images/s", 10, ".1f"),
-    "epoch": ("epoch", 7, ""),
+    "images": ("images", ""),
+    "top1": ("top-1 %", ".3f"),
+    "top5": ("top-5 %", ".3f"),
+    "balanced_accuracy": ("balanced %", ".3f"),
+    "loss": ("loss", ".4f"),
+    "real_images": ("ReaL images", ""),
+    "real_top1": ("ReaL top-1 %", ".3f"),
+    "real_top5": ("ReaL top-5 %", ".3f"),
+    "images_per_second": ("images/s", ".1f"),
+    "epoch": ("epoch", ""),
+    "checkpoint": ("checkpoint", ""),
 }
-"""Column of the table -> title, width and format; it is shown if it was measured."""
+"""Column of the table -> title and format; it is shown if it was measured."""
 
 
 def table(results: dict[Weights, dict[str, Any]]) -> str:
-    """One line per kind of weights."""
+    """One line per kind of weights, and notes."""
     shown = {name: column for name, column in COLUMNS.items() if all(name in result for result in results.values())}
-    lines = ["weights " + "".join(f"{title:>{width}}" for title, width, _ in shown.values()) + "  checkpoint"]
+    lines = [["weights", *(title for title, _ in shown.values())]]
+    notes = []
     for kind, result in results.items():
-        numbers = (f"{result[name]:{width}{form}}" for name, (_, width, form) in shown.items())
-        lines.append(f"{kind:<8}{''.join(numbers)}  {result['checkpoint']}")
-        if "real_top1" in result:
-            line = "{:<8}{real_images:>8}{real_top1:>10.3f}{real_top5:>10.3f}  by their ReaL labels"
-            lines.append(line.format(kind, **result))
+        lines.append([kind, *(f"{result[name]:{form}}" for name, (_, form) in shown.items())])
         if count := result.get("not_finite"):
-            lines.append(f"wrong: {count:,} of {result['images']:,} images, as their logits are not finite")
+            notes.append(f"{kind}, wrong: {count:,} of {result['images']:,} images, as their logits are not finite")
         if "broken" in result:
-            lines.append(f"left out: {result['broken']} broken images")
-    return "\n".join(lines)
+            notes.append(f"{kind}, left out: {result['broken']} broken images")
+    return "\n".join([align(lines), *notes])
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Fits the weights of another model to a model: resamples some, leaves out some, and reports the outcome of each."""
 
+import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -258,14 +259,18 @@ WEIGHTLESS: dict[str, Callable[[nn.Module], Any]] = {
 their value from a model, ours or timm's."""
 
 
-def list_other_options(source: nn.Module, model: nn.Module, has_head: bool) -> dict[str, tuple[Any, Any]]:
-    """Returns the `WEIGHTLESS` options that differ between two models: option -> its values in `source` and `model`.
+def list_other_options(source: nn.Module, model: nn.Module, has_head: bool) -> list[str]:
+    """Returns a line for each of the `WEIGHTLESS` options that differs between two models, with the remedy.
 
     The pooling counts only with a classifier of the source (`has_head`): a new one learns from any pooling.
     """
-    compared = {option: read for option, read in WEIGHTLESS.items() if has_head or option != "global_pool"}
-    pairs = {option: (read(source), read(model)) for option, read in compared.items()}
-    return {option: pair for option, pair in pairs.items() if pair[0] != pair[1]}
+    lines = []
+    for option, read in WEIGHTLESS.items():
+        there, here = json.dumps(read(source)), json.dumps(read(model))
+        if there != here and (has_head or option != "global_pool"):
+            hint = f"is {here}, that of these weights was {there}: 'model.{option}={there}' keeps it"
+            lines.append(f"model.{option} {hint}")
+    return lines
 
 
 def table(outcome: Outcome) -> list[str]:

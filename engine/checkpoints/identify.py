@@ -43,13 +43,10 @@ class Kind(Enum):
     EXPORT = "an exported checkpoint"
     RELEASED = "weights of the released code of EVA and LARA"
     TIMM = "a checkpoint of timm's train.py"
-    SCRIPT = "a checkpoint of another training script"
-    STATE_DICT = "a state dict, weights alone"
-    SAFETENSORS = "weights in the safetensors format"
-    LEGACY = "a file of torch.save before torch 1.6"
+    WEIGHTS = "weights of another program"
 
 
-FOREIGN = {Kind.TIMM, Kind.SCRIPT, Kind.STATE_DICT, Kind.SAFETENSORS, Kind.LEGACY}
+FOREIGN = {Kind.TIMM, Kind.WEIGHTS}
 """Kinds of files that do not describe their model."""
 
 
@@ -69,7 +66,7 @@ class Found(NamedTuple):
         """Returns the mapping in a file of another program, or in a checkpoint. UserError: older than torch 1.6."""
         if self.content is None:
             remedy = "save its weights alone, with torch.save(model.state_dict(), FILE)"
-            raise UserError(f"{self.path}: cannot be loaded safely ({self.kind.value}); {remedy}")
+            raise UserError(f"{self.path}: cannot be loaded safely (a file of torch.save before torch 1.6); {remedy}")
         return self.content.values
 
 
@@ -118,7 +115,7 @@ def identify_file(path: Path, follow_links: bool = False) -> Found:
     except FileNotFoundError:
         raise UserError(f"{path}: no checkpoint there") from None
     if content.startswith(LEGACY):
-        return Found(Kind.LEGACY, path)
+        return Found(Kind.WEIGHTS, path)
     try:
         found = read_safetensors(content) if content[8:9] == b"{" else read_archive(content)
         return Found(_kind_of(found), path, found)
@@ -136,15 +133,11 @@ def _kind_of(content: Content) -> Kind:
         return Kind.CHECKPOINT
     if is_released(map(str, {*names, *nested})):
         return Kind.RELEASED
-    if content.metadata is not None:
-        return Kind.SAFETENSORS
-    if {"arch", "state_dict"} <= names:
+    if content.metadata is None and {"arch", "state_dict"} <= names:
         return Kind.TIMM
-    if names & {"state_dict", "model", "student", "teacher"}:  # the last two: DINO
-        return Kind.SCRIPT
-    if any(str(name).endswith(("weight", "bias")) for name in names):
-        return Kind.STATE_DICT
-    return Kind.CHECKPOINT
+    is_nested = names & {"state_dict", "model", "student", "teacher"}  # the last two: DINO
+    is_flat = content.metadata is not None or any(str(name).endswith(("weight", "bias")) for name in names)
+    return Kind.WEIGHTS if is_nested or is_flat else Kind.CHECKPOINT
 
 
 def damaged(path: Path, error: Exception) -> UserError:

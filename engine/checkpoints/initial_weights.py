@@ -1,6 +1,5 @@
 """Initial weights of a run: those weights of another model that fit, and a table of the outcome."""
 
-import json
 import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -66,7 +65,7 @@ def load_initial_weights(model: nn.Module, run: Run, world: World, classes: Sequ
     if run.init.strict and (rest := summarize(outcome)):
         raise UserError(f"{place}: init.strict=true, but not all is loaded as it is: {rest}")
     head = state.keys() & head_names(model)
-    others = [] if source.model is None else describe_other_options(source.model, model, bool(head))
+    others = [] if source.model is None else list_other_options(source.model, model, bool(head))
     if run.init.strict and others:
         raise UserError(f"{place}: init.strict=true, but {'; '.join(others)}")
     model.load_state_dict(state, strict=False)
@@ -83,16 +82,6 @@ def load_initial_weights(model: nn.Module, run: Run, world: World, classes: Sequ
                 hint = f"is {list(getattr(run.data, key))}, that of these weights was {list(value)}"
                 print(f"warning: data.{key} {hint}: data.{key}={list(value)} keeps it", file=sys.stderr, flush=True)
     return [entry.name for entry in outcome["fresh"] + outcome["re-made"]]
-
-
-def describe_other_options(source: nn.Module, model: nn.Module, has_head: bool) -> list[str]:
-    """Returns a line per option of `adapt.list_other_options`, with the remedy."""
-    lines = []
-    for option, values in list_other_options(source, model, has_head).items():
-        there, here = map(json.dumps, values)
-        hint = f"is {here}, that of these weights was {there}: 'model.{option}={there}' keeps it"
-        lines.append(f"model.{option} {hint}")
-    return lines
 
 
 def describe_classes(head: Collection[str], there: Sequence[str] | None, here: Sequence[str]) -> str:

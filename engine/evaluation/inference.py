@@ -3,7 +3,7 @@
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import default_collate
+from torchvision.transforms import Compose
 
 from engine.checkpoints.files import WEIGHTS, Weights, open_weights
 from engine.checkpoints.weights import build_model, check_predicts_classes
@@ -23,23 +24,7 @@ from engine.data.splits import Images
 from engine.data.workers import workers_of_rank
 from engine.objectives.classification import probabilities_of, rank_classes
 from engine.run.described import parse_described
-from engine.runtime.distributed import Amp, autocast
 from engine.runtime.errors import UserError
-
-
-@dataclass(frozen=True)
-class Preparation:
-    """Function of a PIL image of any size and mode that returns the input of a model, (C, H, W) fp32, normalised.
-
-    Args:
-        mode: see `convert`. transform: function of an 8-bit image of this mode.
-    """
-
-    mode: Literal["RGB", "L"]
-    transform: Callable[[Image.Image], Tensor]
-
-    def __call__(self, image: Image.Image) -> Tensor:
-        return self.transform(convert(image, self.mode))
 
 
 class Trained(NamedTuple):
@@ -52,7 +37,7 @@ class Trained(NamedTuple):
     """
 
     model: nn.Module
-    transform: Preparation
+    transform: Callable[[Image.Image], Tensor]
     classes: list[str]
 
 
@@ -80,9 +65,9 @@ def load(path: str | Path, *, weights: Weights | None = None, select: Literal["b
         classes = [str(index) for index in range(num_classes)]
     if len(classes) != num_classes or not classes:
         raise UserError(f"{found}: holds {len(classes)} class names, but model.num_classes = {num_classes}")
-    mode: Literal["RGB", "L"] = "L" if num_channels(run) == 1 else "RGB"
     transform = create_transform(run, run.model["img_size"], is_training=False, as_bytes=False)
-    return Trained(model, Preparation(mode, transform), classes)
+    to_mode = partial(convert, mode="L" if num_channels(run) == 1 else "RGB")
+    return Trained(model, Compose([to_mode, transform]), classes)
 
 
 class Prediction(NamedTuple):
@@ -109,16 +94,12 @@ def create_loader(trained: Trained, files: Sequence[str], batch_size: int | None
 
 
 @torch.no_grad()
-def predict(trained: Trained, loader: ImageLoader, top: int, amp: Amp = None) -> Iterator[Prediction]:
-    """Yields the `top` classes (all, if there are fewer) for every image of a `loader` of `create_loader`, in order.
-
-    The forward pass has the precision `amp`; None: fp32.
-    """
+def predict(trained: Trained, loader: ImageLoader, top: int) -> Iterator[Prediction]:
+    """Yields the `top` classes (all, if there are fewer) for every image of a `loader` of `create_loader`, in order."""
     model, _, classes = trained
     device = next(model.parameters()).device
     for images, positions in loader:
-        with autocast(amp, device):
-            logits = model(images.to(device))
+        logits = model(images.to(device))
         ranked = rank_classes(logits, top)
         found = positions.tolist(), ranked.tolist(), probabilities_of(logits, ranked).tolist()
         for position, indices, values in zip(*found, strict=True):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.summary.writer.record_writer import RecordWriter
-from torch.utils.tensorboard.summary import hparams, image, scalar, text
+from torch.utils.tensorboard.summary import hparams, image, scalar
 from torchvision.utils import make_grid
 
 from attention import ATTENTION
@@ -54,10 +54,6 @@ class Charts:
         for name in (*CHARTED.get(kind, ()), *(others if kind in CHARTED else ())):
             if name in values and (values[name] or name != "broken"):
                 self.events.add(summary=scalar(f"{kind}/{name}", values[name]), step=step)
-
-    def show_config(self, config: str, step: int) -> None:
-        """Shows a configuration in YAML."""
-        self.events.add(summary=text("config", f"```yaml\n{config}```"), step=step)
 
     def show_images(self, images: torch.Tensor, data: Data, step: int) -> None:
         """Shows up to 64 training images (B, C, H, W), eight in a row, with the normalisation by `data` undone."""

@@ -171,11 +171,9 @@ class Recorder(SilentRecorder):
             print_fields(f"logs of {self.directory}:  {files}  tensorboard --logdir {self.directory}")
 
     def start(self, epoch: int, processes: int, resumption: Resumption = NOTHING, **values: Any) -> None:
-        config = dump_yaml(dump_run(self.run))
         if resumption.checkpoint is None:
             mark_origin(self.directory)
-        write_atomically(self.directory / CONFIG, config.encode())
-        self.charts.show_config(config, self.step)
+        write_atomically(self.directory / CONFIG, dump_yaml(dump_run(self.run)).encode())
         self.tracker = Tracker(self.run, self.directory, self.run_id)
         values |= (origin := provenance(self.device))
         if resumption.checkpoint is not None:

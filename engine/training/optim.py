@@ -48,11 +48,6 @@ def create_optimizer(model: nn.Module, optim: Optim, total_batch_size: int) -> O
     )
 
 
-def takes(opt: str, name: str) -> bool:
-    """Whether timm's optimiser `opt` takes its option `name`, ``"betas"`` or ``"eps"``."""
-    return getattr(get_optimizer_info(opt), f"has_{name}")
-
-
 def keep_finite(optimizer: Optimizer, norm: Tensor) -> None:
     """Makes the next step of a fused optimiser change nothing if the gradient norm is not finite.
 
@@ -98,10 +93,11 @@ def check_optimizer(optim: Optim, device: torch.device) -> None:
     Raises:
         OptionError: the trial failed, or the optimiser does not take `betas` or `eps` as they are given.
     """
+    info = get_optimizer_info(optim.opt)
     for name in ("betas", "eps"):
-        if (value := getattr(optim, name)) is not None and not takes(optim.opt, name):
+        if (value := getattr(optim, name)) is not None and not getattr(info, f"has_{name}"):
             raise OptionError(f"optim.{name}", f" = {value}, but {optim.opt} takes none; set it to null")
-    if optim.betas and len(optim.betas) != (number := get_optimizer_info(optim.opt).num_betas):
+    if optim.betas and len(optim.betas) != (number := info.num_betas):
         raise OptionError("optim.betas", f" = {list(optim.betas)}, but {optim.opt} takes {number}")
 
     def train(model: nn.Module, optimizer: Optimizer) -> None:

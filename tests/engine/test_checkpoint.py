@@ -926,14 +926,14 @@ def test_every_source_has_one_kind(whole, tmp_path: Path):
         **{"run": Kind.RUN, "ours": Kind.EXPORT, "timms": Kind.LOCAL_DIR, "nothing": Kind.RUN, "x.onnx": Kind.GRAPH},
         **{"checkpoint": Kind.CHECKPOINT, "export": Kind.EXPORT, "nothing known": Kind.CHECKPOINT},
         **dict.fromkeys(("released", "released alone", "released safetensors"), Kind.RELEASED),
-        **{"timm": Kind.TIMM, "script": Kind.SCRIPT, "weights": Kind.STATE_DICT, "legacy": Kind.LEGACY},
-        "safetensors": Kind.SAFETENSORS,
+        "timm": Kind.TIMM,
+        **dict.fromkeys(("script", "weights", "legacy", "safetensors"), Kind.WEIGHTS),
     }
     assert {name: identify(tmp_path / name).kind for name in kinds} == kinds
     assert identify("timm:vit_tiny_patch16_224").kind is Kind.HUB
     assert identify(layouts["ours"]).path == layouts["ours"] / "model.safetensors"
     torch.save({"student": model, "teacher": model}, tmp_path / "dino")
-    assert identify(tmp_path / "dino").kind is Kind.SCRIPT
+    assert identify(tmp_path / "dino").kind is Kind.WEIGHTS
 
 
 def test_exported_weights_are_a_checkpoint_and_timms(whole, run, tmp_path: Path):

@@ -320,7 +320,8 @@ def test_options_that_no_weight_shows_are_warned_of_or_refused(classes, tmp_path
 
 def test_the_relu_of_pvt_v2_li_is_compared_with_that_of_timm():
     source = timm.create_model("pvt_v2_b0", **PYRAMID, linear=True)
-    for relu, others in ((False, {"mlp_relu": (True, False)}), (True, {})):
+    line = "model.mlp_relu is false, that of these weights was true: 'model.mlp_relu=true' keeps it"
+    for relu, others in ((False, [line]), (True, [])):
         model = create_model("pvtv2_b0", mlp_relu=relu, attention=["linear_sra"] * 4, **PYRAMID)
         assert list_other_options(source, model, True) == others
 
@@ -543,7 +544,7 @@ def test_an_own_run_its_checkpoint_and_its_export_start_another(tmp_path, capsys
     assert capsys.readouterr() == ("", "")
 
 
-SCRIPT, TIMM = "a checkpoint of another training script", "a checkpoint of timm's train.py"
+OTHER, TIMM = "weights of another program", "a checkpoint of timm's train.py"
 ARGS = Namespace(lr=0.1, opt="adamw")
 
 
@@ -554,10 +555,10 @@ def with_prefix(prefix: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("name", "wrap", "origin"),
     [
-        ("x.pth", lambda state, other: state, "a state dict, weights alone"),
-        ("x.safetensors", lambda state, other: state, "weights in the safetensors format"),
-        ("x.pth", lambda state, other: {"model": state, "epoch": 3}, f"{SCRIPT}: its model"),
-        ("x.pth", lambda state, other: {"model": other, "model_ema": state}, f"{SCRIPT}: its model_ema, not its model"),
+        ("x.pth", lambda state, other: state, OTHER),
+        ("x.safetensors", lambda state, other: state, OTHER),
+        ("x.pth", lambda state, other: {"model": state, "epoch": 3}, f"{OTHER}: its model"),
+        ("x.pth", lambda state, other: {"model": other, "model_ema": state}, f"{OTHER}: its model_ema, not its model"),
         (
             "x.pth.tar",
             lambda state, other: {"arch": "vit", "args": ARGS, "state_dict": other, "state_dict_ema": state},
@@ -566,22 +567,22 @@ def with_prefix(prefix: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
         (
             "x.pth",
             lambda state, other: {"state_dict": with_prefix("module.", state)},
-            f"{SCRIPT}: its state_dict; names without module.",
+            f"{OTHER}: its state_dict; names without module.",
         ),
         (
             "x.pth",
             lambda state, other: with_prefix("_orig_mod.module.", state),
-            "a state dict, weights alone; names without _orig_mod.module.",
+            f"{OTHER}; names without _orig_mod.module.",
         ),
         (
             "x.pth",
             lambda state, other: {"model": with_prefix("_orig_mod.", state)},
-            f"{SCRIPT}: its model; names without _orig_mod.",
+            f"{OTHER}: its model; names without _orig_mod.",
         ),
         (
             "x.ckpt",
             lambda state, other: {"state_dict": with_prefix("model.", state)},
-            f"{SCRIPT}: its state_dict; names without model.",
+            f"{OTHER}: its state_dict; names without model.",
         ),
     ],
 )

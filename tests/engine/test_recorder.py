@@ -273,7 +273,6 @@ def test_tensorboard(tmp_path: Path):
     assert {"train/lr", "train/grad_norm", "train/images_per_second", "train/data_wait"} <= scalars.keys()
     constant = {"broken", "memory_mb", "images", "parameters", "macs", "processes"}
     assert not constant.intersection(tag.partition("/")[2] for tag in scalars)
-    assert b"total_batch_size: 8" in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0]
     assert not any(tag.startswith("final") for tag in scalars)  # charts of a single dot
     assert [path for path in tmp_path.iterdir() if path.is_dir()] == []  # hyper-parameters are no run of their own
     content = events.summary_metadata["_hparams_/session_start_info"].plugin_data.content

@@ -330,8 +330,7 @@ def test_some_of_the_classes(run_directory, tmp_path, capsys):
     assert (found["real_top1"], found["real_images"]) == (pytest.approx(100 * is_real.mean()), len(chosen))
     assert found["real_top1"] > found["top1"]
     validate.main([str(run_directory), *data, "--weights", "plain"])
-    line = capsys.readouterr().out.splitlines()[2]
-    assert line.split()[:3] == ["plain", str(len(chosen)), f"{found['real_top1']:.3f}"]
+    assert f" {found['real_top1']:.3f} " in capsys.readouterr().out.splitlines()[1]
 
 
 def test_images_of_another_size_are_said(run_directory, capsys):
@@ -365,11 +364,11 @@ def test_without_an_average_there_is_one_line(run_directory, tmp_path, capsys):
         (["x.onnx"], "x.onnx: an exported graph, which only other programs run (docs/validation.md, Export); name the"),
         (["half.pt"], "half.pt: damaged, or no checkpoint that can be loaded safely"),
         (["plain.pt", "--weights", "ema"], "plain.pt: holds no ema weights, only plain"),
-        (["state.pt"], "state.pt: no checkpoint of train.py: it holds no configuration; it seems to be a state dict"),
+        (["state.pt"], "state.pt: no checkpoint of train.py: it holds no configuration; it seems to be weights of an"),
         (["timm.pth.tar"], "a checkpoint of timm's train.py, and `python -m engine.checkpoints.export timm.pth.tar "),
-        (["other.pth"], "it seems to be a checkpoint of another training script"),
-        (["old.pth"], "it seems to be a file of torch.save before torch 1.6"),
-        (["plain.safetensors"], "it seems to be weights in the safetensors format"),
+        (["other.pth"], "it seems to be weights of another program"),
+        (["old.pth"], "it seems to be weights of another program"),
+        (["plain.safetensors"], "it seems to be weights of another program"),
         (["good.pt", "--per-class", "nowhere/x.csv"], "nowhere/x.csv: no directory 'nowhere'"),
         (["good.pt", "data.rot=/data"], "data.rot: unknown option; did you mean 'root'?"),
         (["good.pt", "data.dataset=folder"], "data.root: required for data.dataset=folder"),
@@ -437,7 +436,7 @@ def overflowing(run_directory, tmp_path) -> Path:
 def test_logits_that_overflow_are_said(overflowing, capsys):
     arguments = [str(overflowing), "data.workers=0", "--weights", "plain"]
     validate.main(arguments)
-    assert "wrong: 360 of 360 images, as their logits are not finite" in capsys.readouterr().out
+    assert "plain, wrong: 360 of 360 images, as their logits are not finite" in capsys.readouterr().out
     validate.main([*arguments, "--json"])
     result = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["plain"]
     assert (result["top1"], result["loss"], result["not_finite"]) == (0, None, 360)
