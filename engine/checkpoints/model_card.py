@@ -29,7 +29,7 @@ CARD = "README.md"
 
 PROJECT = "efficient-attention-vision"
 
-NOT_SHOWN = {"root", "classes", "workers", "timeout_minutes", *PREPROCESSING}
+NOT_SHOWN = {"root", "classes", "workers", *PREPROCESSING}
 """Options of `Data` that a card shows elsewhere, or that do not choose images; `root` and `classes` are paths."""
 
 USE = """\

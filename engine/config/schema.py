@@ -79,9 +79,6 @@ class Data:
         (20_000, 1_000), "copy: sequences that are drawn to train and to validate", low=1, high=10**6
     )
     workers: int = option(8, "loader processes per rank, at most its share of the cores", low=0, high=256)
-    timeout_minutes: float = option(
-        5.0, "minutes for which a rank waits for a batch of its loader processes before it fails", above=0, high=10_080
-    )
     max_broken: int = option(10, "broken training images that an epoch may leave out, over all ranks", low=0)
     broken_val: Literal["refuse", "skip"] = option(
         "refuse", "broken validation images: end the evaluation, or be left out, named and counted in its metrics"
@@ -272,7 +269,10 @@ class Train:
     )
     checkpoint_steps: int = option(0, "optimiser steps between checkpoints within an epoch; 0: none", low=0)
     timeout_minutes: float = option(
-        10.0, "minutes for which a rank waits for the others before it fails", above=0, high=10_080
+        10.0,
+        "minutes for which a rank waits for the others before it fails, and half of which for a batch of its loaders",
+        above=0,
+        high=10_080,
     )
     log_every: int = option(50, "optimiser steps between log lines", low=1)
 

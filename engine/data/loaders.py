@@ -233,7 +233,7 @@ def _create_loader(dataset: Images, sampler: EpochSampler | range, batch_size: i
         sampler=sampler,
         num_workers=workers_of_rank(data.workers),
         pin_memory=world.on_cuda,
-        patience=60 * data.timeout_minutes,
+        patience=30 * run.train.timeout_minutes,  # before the other ranks give up
     )
     if not prefetch:
         return loader

@@ -13,7 +13,7 @@ from engine.runtime.errors import UserError
 from engine.runtime.signals import SIGNALS
 from engine.runtime.text import describe_error
 
-REMEDY = "lower data.workers if memory ran out, or check the storage of data.root and data.timeout_minutes"
+REMEDY = "lower data.workers if memory ran out, or check the storage of data.root and train.timeout_minutes"
 """Remedy of workers that were killed or are stuck."""
 
 

@@ -2,14 +2,7 @@
 rank only.
 
 `metrics.jsonl` holds one JSON object per line: its kind, the epoch and step at which it was made, the time and images
-that the run has taken so far (`engine.reporting.metrics.TOTALS`), and values. docs/logs.md explains each field.
-
-start   at every start and resumption
-change  for every option that --allow-change has changed, after the start
-train   every `log_every` updates: means over the updates since the last such record
-eval    at every evaluation
-final   at the end
-stop    a signal has stopped the run; fail: an error has ended it
+that the run has taken so far (`engine.reporting.metrics.TOTALS`), and values. docs/logs.md explains them.
 """
 
 import json
@@ -48,11 +41,6 @@ from engine.runtime.text import one_line
 
 RUN_FILES = (CONFIG, METRICS, EPOCHS, HEARTBEAT, CONSOLE, ORIGIN)
 """Files that every run writes into its directory."""
-
-INPUT_BOUND = 20
-"""Percentage of time spent waiting for data above which a run is reported as input-bound, once. The first record of an
-epoch does not count, because the loader's workers start in it."""
-
 
 NOTHING = Resumption()
 """A new run resumes from nothing."""
@@ -127,7 +115,6 @@ class Recorder(SilentRecorder):
         self.former: dict[str, Any] = {}  # the last start
         self.spent = {"elapsed_seconds": 0.0, "gpu_hours": 0.0}
         self.tracker: Tracker | None = None
-        self.warned_input_bound = False
         self.metrics = directory / METRICS
         self.charts, self.heartbeat = Charts(directory, self.step), Heartbeat(directory)
         self._go_on()
@@ -200,7 +187,6 @@ class Recorder(SilentRecorder):
     def begin_epoch(self, epoch: int) -> None:
         self._tabulate(epoch)
         self.speed.begin_step()
-        self.workers_start = True
         self.bar.unpause()
         self.bar.set_description(self._title(epoch))
 
@@ -210,18 +196,7 @@ class Recorder(SilentRecorder):
         self.bar.update(self.run.train.total_batch_size)
 
     def train(self, epoch: int, **values: float) -> None:
-        speed = self.speed.since_last()
-        self._record("train", epoch, {**values, **speed})
-        data_wait = speed["data_wait"]
-        is_input_bound = data_wait > INPUT_BOUND and not self.workers_start
-        self.workers_start = False
-        if is_input_bound and not self.warned_input_bound:
-            self.warned_input_bound = True
-            print(
-                f"input-bound: {data_wait:.0f} % of the time goes into waiting for data; raise data.workers"
-                f" (= {self.run.data.workers}) up to the cores there are, or prepare the images (engine.data.prepare)",
-                flush=True,
-            )
+        self._record("train", epoch, {**values, **self.speed.since_last()})
 
     def eval(self, epoch: int, metrics: Mapping[str, float]) -> None:
         self._record("eval", epoch, metrics)

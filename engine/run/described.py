@@ -44,7 +44,7 @@ PLACE = _options("train", "device compile cuda_graph kernels grad_checkpointing 
 
 COMMAND_LINE = {
     "report",
-    *_options("data", "workers timeout_minutes max_broken broken_val"),
+    *_options("data", "workers max_broken broken_val"),
     *_options("train", "keep_checkpoints checkpoint_minutes checkpoint_steps"),
     *_options("train", "timeout_minutes log_every"),
 }

@@ -103,6 +103,7 @@ REMOVED: dict[str, list[Any] | None] = {
     "distill.beside": ["labels"],
     "data.order": ["list"],
     "data.levels": [None],
+    "data.timeout_minutes": None,
     "data.shuffle_shards": None,
     "data.cache_dir": None,
     "data.cache_gb": None,

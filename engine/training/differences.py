@@ -11,7 +11,6 @@ RESUMABLE_OPTIONS = {
     "data.root",
     "data.classes",
     "data.workers",
-    "data.timeout_minutes",
     "data.max_broken",
     "data.broken_val",
     "train.log_every",

@@ -43,8 +43,8 @@ def make_loaders(run: Run, world: World = CPU, num_classes: int = 10, img_size: 
 
 
 def test_the_limits_of_waiting_are_those_of_the_run(tmp_path, monkeypatch, capsys):
-    training, validation, _ = make_loaders(make_run(timeout_minutes=0.5, workers=1))
-    assert (training.timeout, validation.timeout) == (30, 30)
+    training, validation, _ = make_loaders(make_run(workers=1))
+    assert (training.timeout, validation.timeout) == (300, 300)
 
     def leave(*limits) -> None:
         raise UserError(f"limits: {limits}")

@@ -30,7 +30,7 @@ HANDS = {
     "data": {
         **{"dataset": "hfds", "root": "http://127.0.0.1:9/x y", "train_split": "t", "val_split": "../v"},
         "classes": "/c",
-        **{"workers": 200, "timeout_minutes": 9.0},
+        "workers": 200,
     },
     "train": {"device": "cuda", "compile": True, "timeout_minutes": 9.0},
     "report": {"wandb": "theirs"},

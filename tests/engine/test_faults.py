@@ -330,13 +330,13 @@ def test_a_disk_that_fails(case: str, runs: Runs, fork_server: ForkServer, tmp_p
 )
 def test_loader_workers_that_are_killed_or_hang(fault: Fault, reason: str, runs: Runs, figure: Callable):
     """The run ends with one line within a limit, and resumes from its last checkpoint."""
-    status, job, output = runs.launch(fault, more=["data.workers=1", "data.timeout_minutes=0.02"])
+    status, job, output = runs.launch(fault, more=["data.workers=1", "train.timeout_minutes=0.04"])
     assert status == [1], job.text
     assert "Traceback" not in job.text
     error = job.text.splitlines()[-1]
     assert error.startswith("error: ")
     assert reason in error
-    assert error.endswith("or check the storage of data.root and data.timeout_minutes")
+    assert error.endswith("or check the storage of data.root and train.timeout_minutes")
     status, job, _ = runs.launch(output=output)
     assert status == [0]
     assert outcome(job, output) == runs.expected

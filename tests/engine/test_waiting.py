@@ -49,7 +49,7 @@ def test_only_the_wait_counts(clock):
 
 
 @pytest.mark.parametrize("share", [5, 40])
-def test_the_log_shows_the_share_and_says_once_when_a_run_is_input_bound(clock, tmp_path, capsys, share):
+def test_the_log_shows_the_share(clock, tmp_path, capsys, share):
     run = Run(model={"name": "deit_tiny_p16"}, attention="softmax", data=Data(dataset="digits", workers=3))
     recorder = Recorder(tmp_path, run, Progress(), 6, World(CPU))
     recorder.begin_epoch(1)
@@ -64,8 +64,6 @@ def test_the_log_shows_the_share_and_says_once_when_a_run_is_input_bound(clock, 
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [record["data_wait"] for record in records] == pytest.approx([share] * 3)
     assert all(f"{share} % waiting for data" in text for text in printed)
-    remedy = "input-bound: 40 % of the time goes into waiting for data; raise data.workers (= 3)"
-    assert [remedy in text for text in printed] == [False, share == 40, False]  # the workers start in the first
 
 
 @pytest.mark.gpu
