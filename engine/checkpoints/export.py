@@ -11,9 +11,8 @@ Graphs compute in fp32, are compared with the model before they are written, and
 an export cannot be written completely or computes something else, existing files stay unchanged.
 
 An export has all options. Those that a checkpoint of the released code of EVA and LARA lacks are named, and given as
-key.path=value. Weights of other programs (timm, DeiT, PVT-v2) come without options: a configuration describes their
-model, and nothing is written unless all of them load unchanged. What a file of timm's train.py states counts: options
-of the model and its images, and the attention where it has trained a model of this project.
+key.path=value. Weights of other programs come without options: a configuration describes their model, and nothing is
+written unless all of them load unchanged.
 """
 
 import importlib

@@ -24,9 +24,6 @@ import torch
 MAX_PICKLE = 2**23
 """Bytes of the pickle, without the tensors' data; 5,000 tensors take 0.6 MB, and 200,000 numbers of classes 3 MB."""
 
-MAX_CLASS_NAMES = MAX_PICKLE // 2
-"""Bytes of the class names in the pickle of a run's checkpoint."""
-
 MAX_MEMBERS = 30_000
 """Files in the archive, one for each tensor."""
 

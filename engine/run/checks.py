@@ -110,8 +110,13 @@ def _check_augmentation(augment: Augment) -> None:
 def _check_training(run: Run) -> None:
     """Refuses options of the section `train` without an effect or beside others."""
     train = run.train
-    if train.class_weights is not None:
-        check_class_weights(run)
+    if (weights := train.class_weights) is not None:
+        key, num_classes = "train.class_weights", run.model["num_classes"]
+        if not choose_objective(run).learns_labels(run):
+            raise OptionError(key, " is given, but no labels have a part in the loss of this run; set it to null")
+        if weights != "balanced" and len(weights) != num_classes:
+            problem = f" has {len(weights)} factors, but model.num_classes = {num_classes}; give one for each class"
+            raise OptionError(key, problem)
     if train.best_by and train.best_by not in (measured := choose_objective(run).measure.ranks_by):
         problem = f" = {train.best_by}, which the evaluations of this run do not measure; known: {', '.join(measured)}"
         raise OptionError("train.best_by", problem)
@@ -149,20 +154,6 @@ def why_eager(run: Run, on_cuda: bool) -> str:
     }
     refusals = (reason for reason, applies in reasons.items() if applies)
     return next(refusals, "") or choose_objective(run).graph_refusal
-
-
-def check_class_weights(run: Run) -> None:
-    """Refuses `train.class_weights` of another number of classes, or without an effect.
-
-    Raises:
-        OptionError: the first of them.
-    """
-    key, weights, num_classes = "train.class_weights", run.train.class_weights, run.model["num_classes"]
-    if not choose_objective(run).learns_labels(run):
-        raise OptionError(key, " is given, but no labels have a part in the loss of this run; set it to null")
-    if isinstance(weights, tuple) and len(weights) != num_classes:
-        problem = f" has {len(weights)} factors, but model.num_classes = {num_classes}; give one for each class"
-        raise OptionError(key, problem)
 
 
 POLICY = re.compile(

@@ -1,6 +1,5 @@
 """Checkpoints of a run: those that are kept in its directory, and the one that it resumes from."""
 
-import pickle
 import sys
 import time
 from collections.abc import Collection, Mapping
@@ -14,7 +13,6 @@ from torch.optim import Optimizer
 
 from attention.options import nearest, parse_options
 from engine.checkpoints.files import IDENTITY, load_checkpoint, newest_checkpoint, save_checkpoint
-from engine.checkpoints.format import MAX_CLASS_NAMES
 from engine.checkpoints.identify import CHECKPOINT_NAME, list_checkpoints
 from engine.checkpoints.progress import Progress, Resumption
 from engine.checkpoints.weights import list_not_finite, load_weights
@@ -45,8 +43,6 @@ class Checkpoints:
         identity: metadata of the data, see `identify_data`, and of a teacher, see `Distillation.identity`.
     Attributes:
         resumed_from: checkpoint that the run resumes from, see `Resumed`.
-    Raises:
-        UserError: the class names are too long for a checkpoint.
     """
 
     def __init__(self, directory: Path, run: Run, world: World, num_images: int, identity: Mapping[str, Any] = {}):
@@ -54,10 +50,6 @@ class Checkpoints:
         self.metadata = {"config": dump_run(run), "processes": world.size, "images": num_images, **identity}
         self.saved_at = time.monotonic()
         self.resumed_from: Path | None = None
-        classes = identity.get("classes", [])
-        if (size := len(pickle.dumps(classes, protocol=2))) > MAX_CLASS_NAMES:  # torch's protocol
-            problem = f"the names of {len(classes):,} classes take {size:,} bytes, and a checkpoint has room for"
-            raise UserError(f"{problem} {MAX_CLASS_NAMES:,}; shorten them, or number the classes")
 
     def is_due(self, step: int) -> bool:
         """Returns whether a checkpoint is due after update `step` of the run."""

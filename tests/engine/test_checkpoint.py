@@ -361,13 +361,6 @@ def test_many_classes_can_be_kept(classes: list[str], run, tmp_path: Path):
     assert newest_checkpoint(tmp_path)[1]["classes"] == classes
 
 
-def test_classes_that_no_checkpoint_can_keep_are_refused_at_once(run, tmp_path: Path):
-    classes = [f"{i:0500}" for i in range(10_000)]
-    problem = r"^the names of 10,000 classes take 5,\d{3},\d{3} bytes, .* room for 4,194,304; shorten them, or number"
-    with pytest.raises(UserError, match=problem):
-        Checkpoints(tmp_path, run, ALONE, 100, IDENTITY | {"classes": classes})
-
-
 def names(directory: Path) -> list[str]:
     return [path.name for path in list_checkpoints(directory)]
 

@@ -67,7 +67,6 @@ def test_every_field_and_kind_is_documented_and_there(
         recorder.begin_epoch(1)
         recorder.end_step()
         recorder.train(1, loss=1.0, error_N=0.5)
-        recorder.skip(1, 1)
         recorder.eval(1, {"broken": 1, "not_finite": 1, "ema_not_finite": 1})
         metrics = ("loss", "balanced_accuracy")
         best = {f"best_{kind}{name}": 0.5 for kind in ("", "ema_") for name in metrics}

@@ -269,7 +269,7 @@ def test_two_ranks_learn_from_masked_images_what_one_learns(fork_server: ForkSer
 
 
 BALANCED = [
-    *("train.class_weights=[1, 2, 3, 4, 5, 6, 7, 8, 9, 10]"),
+    "train.class_weights=[1, 2, 3, 4, 5, 6, 7, 8, 9, 10]",
     *("data.folds=2", "data.fold=1", "data.subset_seed=3", "train.best_by=balanced_accuracy"),
     "train.total_batch_size=8",
 ]
