@@ -162,7 +162,7 @@ def _read_state(found: Found) -> Source:
     content = found.values()
     kept = [key for key in NESTED if isinstance(content.get(key), Mapping)]
     state = content[kept[0]] if kept else content
-    if not _are_weights(state):
+    if not state or not all(isinstance(k, str) and k.isprintable() and torch.is_tensor(x) for k, x in state.items()):
         names = one_line(", ".join(map(repr, content)), 100)
         raise UserError(f"{found.path}: holds no weights, but {names}; {EXPECTED}")
     clean = clean_state_dict(dict(state))
@@ -174,11 +174,6 @@ def _read_state(found: Found) -> Source:
     options, images = read_timm_arguments(found)
     given: dict[str, Sequence[float]] = {key: x for key, x in images.items() if key in ("mean", "std")}
     return Source(clean, None, given, origin=origin, num_heads=options.get("num_heads"))
-
-
-def _are_weights(state: Mapping[Any, Any]) -> bool:
-    """Returns whether a mapping of a file is a state dict."""
-    return bool(state) and all(isinstance(k, str) and k.isprintable() and torch.is_tensor(x) for k, x in state.items())
 
 
 def read_timm_arguments(found: Found) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -6,11 +6,6 @@ from engine.config.schema import Run
 from models.freeze import trained_batch_norms
 
 
-def pairs_images(run: Run) -> bool:
-    """Returns whether the augmentation of `run` mixes pairs of images; a micro-batch then needs an even number."""
-    return bool(run.augment.mixup or run.augment.cutmix)
-
-
 def micro_batch_size(run: Run, ranks: int) -> int:
     """Returns the number of images of a micro-batch: a rank's share of the total batch in one backward pass."""
     return run.train.total_batch_size // (ranks * run.train.grad_accum_steps)

@@ -16,8 +16,6 @@ from engine.runtime.errors import UserError
 from engine.runtime.reading import MAX_TEXT, parsing, read_bounded
 from engine.runtime.text import describe_difference, one_line
 
-PLACES = ("the checkpoint", "the data")
-
 
 def match_classes(known: Sequence[str] | None, here: Sequence[str], num_classes: int) -> tuple[list[int], str]:
     """Returns the model's output for each class of the data, and a note for the user ("" if as in training).
@@ -42,7 +40,7 @@ def match_classes(known: Sequence[str] | None, here: Sequence[str], num_classes:
         some = f"the data has {len(here):,} of the checkpoint's {num_classes:,}; the logits of the others are left out"
         every = "those of the checkpoint in another order, matched by name"
         return [position[name] for name in here], f"classes: {some if len(here) < num_classes else every}"
-    names = describe_difference(known, here, PLACES) if known else ""
+    names = describe_difference(known, here, ("the checkpoint", "the data")) if known else ""
     if len(here) != num_classes:
         reason = names or "the checkpoint has no names of them, by which to match some"
         raise OptionError("model.num_classes", f" = {num_classes}, but the images have {len(here)} classes; {reason}")

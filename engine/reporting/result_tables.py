@@ -73,7 +73,8 @@ def difference(values: Series, others: Series, step: float = 0.0) -> Spread | No
 
 def less(found: Mapping[str, Series], others: Mapping[str, Series], step: float = 0.0) -> Column:
     """Returns the differences to the row of the same name, each with its verdict."""
-    return {name: _signed(difference(found[name], others[name], step)) for name in found if name in others}
+    spreads = {name: difference(found[name], others[name], step) for name in found if name in others}
+    return {name: plus_minus(each, "+.2f") + verdict(each) for name, each in spreads.items()}
 
 
 def less_one(found: Mapping[str, Series], baseline: str, step: float = 0.0) -> Column:
@@ -246,7 +247,3 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     },
 }
 """Page -> its tables: name -> function that returns the text."""
-
-
-def _signed(spread: Spread | None) -> str:
-    return plus_minus(spread, "+.2f") + verdict(spread)

@@ -23,7 +23,7 @@ TEN = ["softmax", "eva", "lara", "performer", "ra", "local", "nystrom", "combine
 MODEL = "deit_tiny_p8"
 """Model of the top-1 on the first page."""
 
-ON_CPU = {"dtype": "fp32"}
+ON_CPU: dict[str, Any] = {"dtype": "fp32"}
 
 TRAINING = "gpu_training.csv"
 """File of `python -m bench.gpu_run`. Rows with a note are of another run, and count as noisy."""

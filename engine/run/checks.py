@@ -7,7 +7,6 @@ from functools import partial
 from timm.optim import list_optimizers
 
 from attention.options import OptionError, nearest
-from engine.config.micro_batches import pairs_images
 from engine.config.schema import Augment, Data, Run
 from engine.objectives import OBJECTIVES, choose_objective
 from engine.runtime.errors import OptionErrors
@@ -59,7 +58,7 @@ def _check_batch(run: Run, world_size: int) -> None:
         problem = f"is not divisible by {world_size} ranks x {train.grad_accum_steps} accumulation steps"
         nearest_size = max(1, round(train.total_batch_size / share)) * share
         raise OptionError("train.total_batch_size", f"{total} {problem}; nearest: {nearest_size}")
-    if pairs_images(run) and batch_size % 2:
+    if (run.augment.mixup or run.augment.cutmix) and batch_size % 2:
         problem = f"leaves {batch_size} images per rank and step, but mixup and cutmix pair images: make it even"
         raise OptionError("train.total_batch_size", f"{total} {problem}")
 

@@ -1,11 +1,4 @@
-"""Stop signals: a run that receives one finishes its step, saves a checkpoint and ends with status `STOPPED`.
-
-SIGTERM   a scheduler ends or preempts the job; torchrun ends its ranks
-SIGINT    Ctrl-C; a second one ends the process at once
-SIGUSR1   a scheduler's warning before the time limit (SLURM: ``--signal=USR1@120``)
-SIGHUP    the terminal, or the connection to it, is gone; under nohup it stays ignored
-SIGQUIT   Ctrl-\\
-"""
+"""Stop signals, see docs/training.md: a run finishes its step, saves a checkpoint and ends with status `STOPPED`."""
 
 import os
 import signal

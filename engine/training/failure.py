@@ -1,11 +1,4 @@
-"""Failures of a run that the user can act on: one line on stderr, and an exit status.
-
-0   finished
-1   failed: a loss that is not finite, a broken image, too little memory or disk, a rank that does not answer, loader
-    workers that are killed or hang, blocks that cannot be compiled or captured
-2   refused before it began: configuration, data, a directory in use
-75  stopped by a signal and saved; the same command resumes it (`engine.runtime.signals`)
-"""
+"""Failures of a run that the user can act on: one line on stderr, and an exit status, see docs/training.md."""
 
 import signal
 import sys
