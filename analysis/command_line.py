@@ -5,8 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from attention import AttentionFactory
 from engine.checkpoints.files import WEIGHTS
 from engine.config.yaml_files import Tree, override, read_yaml
@@ -68,8 +66,3 @@ def read_mechanisms(texts: Sequence[str] | None) -> dict[str, dict[str, Any]]:
         AttentionFactory.from_options(options, "--attention")
         found[text] = known.get(options, {"name": options}) if isinstance(options, str) else options
     return found
-
-
-def progress(title: str, total: int, unit: str) -> tqdm:
-    """Returns a progress bar that disappears at the end."""
-    return tqdm(desc=title, total=total, unit=f" {unit}", leave=False, dynamic_ncols=True, disable=None)

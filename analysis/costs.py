@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from analysis.command_line import progress
 from analysis.hybrids import OWN, Choices, Hybrids
 from attention.ops import kernels
 from bench.timing import Quartiles, Times, cpu_clock, time_rounds
@@ -17,6 +16,7 @@ from bench.workload import WARM_UP
 from engine.runtime.distributed import autocast
 from engine.runtime.memory import peak_bytes
 from engine.runtime.provenance import device_name
+from engine.runtime.terminal import progress
 from models.base import attention_layers
 
 ROUNDS = 10

@@ -30,6 +30,7 @@ from engine.runtime.errors import UserError
 from engine.runtime.files import dicts_to_csv, write_file
 from engine.runtime.memory import limit_memory
 from engine.runtime.ownership import make_output
+from engine.runtime.terminal import progress
 from models.assignment import mechanisms_of
 
 NUM_IMAGES = 16
@@ -87,7 +88,7 @@ def main(args: argparse.Namespace) -> None:
     fit = None if args.align is None else aligner(trained, sample, args.align)
     inputs, rows = layer_inputs(trained, sample.images), []
     total = len(temperatures) * len(mechanisms)
-    with limit_memory(trained.device), command_line.progress("error", total, "mechanisms") as bar:
+    with limit_memory(trained.device), progress("error", total, "mechanisms") as bar:
         for temperature in temperatures:
             softmax = attend_by_softmax(trained, inputs, temperature, attended if fit is None else outputs)
             for name, attention in mechanisms.items():
@@ -123,7 +124,7 @@ def aligner(trained: Trained, sample: Sample, steps: int) -> Callable[[nn.Module
 
 def readable(row: Row) -> dict[str, str]:
     """Returns title of a column -> its text."""
-    layers = {f"layer {i + 1}": plus_minus(row.spread(i), ".3g") for i in range(len(row.entropies))}
+    layers = {f"layer {i}": plus_minus(row.spread(i), ".3g") for i in range(len(row.entropies))}
     return {
         "attention": row.name,
         "options": row.options,
@@ -142,12 +143,12 @@ def readable(row: Row) -> dict[str, str]:
 
 
 def values(row: Row, tokens: Sequence[int], images: int, draws: int) -> Iterator[dict[str, Any]]:
-    """Yields the rows of the CSV file, column -> value: one for each layer, counted from 1, which has `tokens`."""
+    """Yields the rows of the CSV file, column -> value: one for each layer, counted from 0, which has `tokens`."""
     for layer, nats in enumerate(row.entropies):
         error, std = mean_and_std(row.spread(layer))
         line = {"attention": row.name, "options": row.options, "mode": row.mode, "aligned_steps": row.steps}
         line |= {"images": images, "draws": draws, "budget": row.budget, "temperature": row.temperature}
-        line |= {"layer": layer + 1, "tokens": tokens[layer], "entropy": nats}
+        line |= {"layer": layer, "tokens": tokens[layer], "entropy": nats}
         bias = (row.spread_of_squared_bias(layer) or [None])[0]
         line |= {"error": error, "error_std": std, "squared_bias": bias, "untrained_parameters": row.untrained}
         yield line | {"macs": row.macs or None, "problem": row.problem}

@@ -91,5 +91,5 @@ def layers_csv(rows: Sequence[Row]) -> bytes:
         for head in range(len(found.entropy)):
             values = (getattr(found, field) for field in fields)
             numbers = (value[head].item() if isinstance(value, Tensor) else value for value in values)
-            lines.append([attention, file, layer, head + 1, *numbers, None])
+            lines.append([attention, file, layer, head, *numbers, None])
     return to_csv(["attention", "file", "layer", "head", *fields, "problem"], lines)

@@ -32,6 +32,7 @@ from engine.reporting.plots import encode, in_style, new_figure
 from engine.runtime.errors import UserError
 from engine.runtime.files import write_file
 from engine.runtime.ownership import make_output
+from engine.runtime.terminal import progress
 from engine.runtime.text import one_line
 from models.base import attention_layers
 
@@ -51,14 +52,14 @@ def main(args: argparse.Namespace) -> None:
     images, _ = read_images(Images(FileReader(files)), range(len(files)), trained.run)
     make_output(args.output, ["maps.csv"])
     rows = []
-    with command_line.progress("maps", len(files) * len(mechanisms), "images") as bar:
+    with progress("maps", len(files) * len(mechanisms), "images") as bar:
         for text, options in mechanisms.items():
             name = text or ", ".join(dict.fromkeys(layer.core.name() for layer in attention_layers(trained.model)))
             bar.set_postfix_str(name)
             try:
                 model = drop_in(trained, options, 0)[0] if text else trained.model
             except OptionError as error:
-                layers = range(1, 1 + len(attention_layers(trained.model)))
+                layers = range(len(attention_layers(trained.model)))
                 rows += [Row(name, file, layer, NoMatrix(str(error))) for file in files for layer in layers]
                 bar.update(len(files))
                 continue
@@ -70,7 +71,7 @@ def main(args: argparse.Namespace) -> None:
                 path = directory / f"{number}_{Path(file).stem}.png"
                 make_output(directory, [path.name])
                 names = [text or layer.core.name() for layer in attention_layers(model)]  # which may differ
-                pairs = enumerate(zip(names, layers, strict=True), start=1)
+                pairs = enumerate(zip(names, layers, strict=True))
                 rows += [Row(own, file, index, found) for index, (own, found) in pairs]
                 write_file(path, encode(figure))
                 bar.update()
@@ -104,7 +105,7 @@ def draw(layers: Sequence[LayerMaps | NoMatrix], title: str) -> Figure:
     height = 1.0 + (1.45 if found else 0.6) * len(layers)
     figure = new_figure(title, height, max(4.5, 1.4 + 1.3 * num_heads))
     panels = figure.subplots(len(layers), num_heads, squeeze=False)
-    for number, (row, layer) in enumerate(zip(panels, layers, strict=True), start=1):
+    for number, (row, layer) in enumerate(zip(panels, layers, strict=True)):
         for axes in row:
             axes.set_axis_off()
         if isinstance(layer, NoMatrix):
@@ -112,7 +113,7 @@ def draw(layers: Sequence[LayerMaps | NoMatrix], title: str) -> Figure:
             row[0].text(0, 0.5, f"layer {number}: {text}", transform=row[0].transAxes, va="center")
             continue
         P = layer.num_prefix_tokens
-        for head, (axes, weights) in enumerate(zip(row, layer.of_query, strict=False), start=1):
+        for head, (axes, weights) in enumerate(zip(row, layer.of_query, strict=False)):
             text = f"head {head}: {100 * weights[P:].max():.2g} %"
             if P:
                 text += f"\nprefix {100 * weights[:P].sum():.2g} %"

@@ -32,6 +32,7 @@ from engine.runtime.arguments import SEED, Count
 from engine.runtime.errors import UserError
 from engine.runtime.files import to_csv, write_file
 from engine.runtime.ownership import make_output
+from engine.runtime.terminal import progress
 
 SHARES = 1 / 4, 1 / 2, 3 / 4
 """Shares of the budget for low rank, for methods with both parts."""
@@ -90,7 +91,7 @@ def main(args: argparse.Namespace) -> None:
     budgets, rows = sorted(set(args.budgets)), []
     layers = compressible(layers, budgets)
     total = sum(layer.q.shape[0] * layer.q.shape[1] for layer in layers)
-    with command_line.progress("oracle", total, "matrices") as bar:
+    with progress("oracle", total, "matrices") as bar:
         for layer in layers:
             for found in compare(layer, budgets, args.draws):
                 rows += found

@@ -29,6 +29,7 @@ from engine.runtime.arguments import PROCESSES, Count
 from engine.runtime.errors import UserError
 from engine.runtime.files import dicts_to_csv, write_file
 from engine.runtime.ownership import make_output
+from engine.runtime.terminal import progress
 from models import depths_of
 from models.assignment import assign, mechanisms_of, single_layers
 from models.assignment import replace as replace_entry
@@ -68,7 +69,7 @@ def main(args: argparse.Namespace) -> None:
     assignments = {name: assignment(trained, place, mechanism) for name, mechanism in mechanisms.items()}
     laboratory = Laboratory(trained, sample, args.output, args.align)
     rows = []
-    with command_line.progress("replace", len(mechanisms) * args.draws, "draws") as bar:
+    with progress("replace", len(mechanisms) * args.draws, "draws") as bar:
         for name, mechanism in mechanisms.items():
             bar.set_postfix_str(name)
             rows.append(measure(laboratory, args.draws, name, options_text(mechanism), *assignments[name], bar.update))

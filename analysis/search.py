@@ -44,6 +44,7 @@ from engine.runtime.ownership import (
     owned_files,
     remove_owned,
 )
+from engine.runtime.terminal import progress
 
 NUM_IMAGES = 1000
 """Default number of classified images."""
@@ -165,7 +166,7 @@ def measure(
         raise UserError(
             f"--strategy {args.strategy}: {count:,} assignments are more than {assignments.MOST_CANDIDATES:,}"
         )
-    with command_line.progress("search", limit, "assignments") as bar:
+    with progress("search", limit, "assignments") as bar:
 
         def evaluate(choices: Choices) -> tuple[Score, float]:
             score, found = hybrids.score(choices), cost.measure(choices)

@@ -218,7 +218,7 @@ def bias(file: str) -> str:
         shares = [f"{max(0, 100 * part / whole):.0f}" for whole, part in pairs]
         label = f"`{name.split(',')[0].split(': ')[-1]}`" + ", aligned" * (steps != "0")
         lines.append([label, options, f"{error:.4f}", f"{abs(squared):.4f}", *shares])
-    titles = [f"bias, layer {layer} (%)" for layer in (1, 2, 3)]
+    titles = [f"bias, layer {layer} (%)" for layer in range(3)]
     return markdown_table(["mechanism", "options", "error", "squared bias", *titles], lines)
 
 

@@ -1,6 +1,7 @@
 """The terminal: the progress bar, and the console log in a run directory."""
 
 import functools
+import math
 import os
 import stat
 import sys
@@ -23,6 +24,9 @@ tqdm.set_lock(threading.RLock())
 
 CONSOLE = "console.log"
 """File of a run directory."""
+
+LINE_SECONDS = 30.0
+"""Time (s) between two lines of progress where no bar can be redrawn."""
 
 INDENT = " " * 7
 """Beginning of every line but the first of a line that a terminal has no room for."""
@@ -157,6 +161,35 @@ def progress_bar(title: str, total: int | None, *, initial: int = 0, hidden: boo
         unit_scale=True,
         bar_format="{l_bar}{bar}| ETA {remaining}, {rate_noinv_fmt}{postfix}",
     )
+
+
+def progress(title: str, total: int, unit: str) -> tqdm:
+    """Returns a bar that disappears at the end; for a pipe or a log, lines of progress."""
+    options: dict[str, Any] = {"desc": title, "total": total, "unit": f" {unit}", "leave": False}
+    if _is_pipe(sys.stdout) or not sys.stderr.isatty():
+        return ProgressLines(**options)
+    return tqdm(**options, dynamic_ncols=True)
+
+
+class ProgressLines(tqdm):
+    """Progress as a line on stderr every `LINE_SECONDS`, however long a single update takes."""
+
+    def __init__(self, **options: Any):
+        form = "{desc}: {n_fmt} of {total_fmt}{unit} in {elapsed}, {remaining} left{postfix}"
+        super().__init__(**options, bar_format=form, delay=math.inf)
+        self.ended = threading.Event()
+        threading.Thread(target=self._tell, daemon=True).start()
+
+    def _tell(self) -> None:
+        while not self.ended.wait(LINE_SECONDS):
+            print(self, file=sys.stderr, flush=True)
+
+    def display(self, *_: Any, **__: Any) -> None:
+        """Shows nothing: the thread does."""
+
+    def close(self) -> None:
+        self.ended.set()
+        super().close()
 
 
 def _is_pipe(stream: TextIO) -> bool:

@@ -46,12 +46,12 @@ def test_command(place, tmp_path, capsys):
     shown = capsys.readouterr()
     refusal = "attention(xca) has no attention matrix: it mixes the channels of its values, or has weights for each"
     assert refusal in shown.out
-    assert "| softmax | 2 |" in shown.out
+    assert "| softmax | 1 |" in shown.out
     written = sorted(str(path.relative_to(output)) for path in output.rglob("*.*") if path.name != MARKER)
     assert written == ["maps.csv", "softmax/1_photo.png", "xca/1_photo.png"]
     rows = read_rows(output / "maps.csv")
     heads = [(row["attention"], row["layer"], row["head"]) for row in rows[:4]]
-    assert heads == [("softmax", layer, head) for layer in "12" for head in "12"]
+    assert heads == [("softmax", layer, head) for layer in "01" for head in "01"]
     assert {row["problem"] for row in rows[4:]} == {refusal}
     assert float(rows[0]["equal_entropy"]) == pytest.approx(math.log(10))
     assert 0 < float(rows[0]["entropy"]) < math.log(10)

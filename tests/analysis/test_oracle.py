@@ -150,7 +150,7 @@ def test_the_matrices_are_those_of_the_model():
     for name, block in enumerate(model.blocks):
         block.attn.register_forward_hook(lambda attn, inputs, y, name=name: outputs.update({name: (*inputs[:2], y)}))
     layers = capture(model, torch.randn(2, 3, 16, 24, dtype=torch.float64))
-    assert [(layer.name, layer.grid) for layer in layers] == [("layer 1", (4, 6)), ("layer 2", (4, 6))]
+    assert [(layer.name, layer.grid) for layer in layers] == [("layer 0", (4, 6)), ("layer 1", (4, 6))]
     for layer, block, (x, grid, y) in zip(layers, model.blocks, outputs.values(), strict=True):
         *_, v = block.attn.project(x, grid)
         torch.testing.assert_close(block.attn.proj(merge_heads(layer.matrices @ v)), y, rtol=0, atol=1e-12)
@@ -163,7 +163,7 @@ def test_what_is_not_softmax_is_said(capsys):
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("attention(eva): its queries and keys were not trained for softmax")
     assert not capture(create_model("deit", attention="synthesizer", **DEIT).double().eval(), images)
-    assert capsys.readouterr().err.startswith("layer 1: left out, as it has no key for every one")
+    assert capsys.readouterr().err.startswith("layer 0: left out, as it has no key for every one")
 
 
 @pytest.fixture(scope="module")
@@ -177,7 +177,7 @@ def test_table_rows_and_figure(checkpoint, tmp_path, capsys):
     rows = read_rows(tmp_path / "oracle.csv")
     assert len(rows) == 2 * 2 * 2 * (2 * len(oracle.METHODS))  # layers, images, heads
     assert all(0 <= float(row["entropy"]) <= math.log(36) for row in rows)
-    chosen = [float(row["error"]) for row in rows if row["layer"] == "layer 2" and row["budget"] == "8"]
+    chosen = [float(row["error"]) for row in rows if row["layer"] == "layer 1" and row["budget"] == "8"]
     text = capsys.readouterr().out
     sparse = chosen[1 :: len(oracle.METHODS)]
     assert f"| {sum(sparse) / len(sparse):.3f} ± " in text
@@ -217,7 +217,7 @@ def test_layers_of_a_pyramid_that_a_budget_does_not_compress_are_left_out(tmp_pa
             *((number, length, "are not longer than any budget") for number, length in ((3, 4), (4, 1))),
         )
     ]
-    assert {row["layer"] for row in read_rows(tmp_path / "oracle.csv")} == {"layer 1"}
+    assert {row["layer"] for row in read_rows(tmp_path / "oracle.csv")} == {"layer 0"}
 
 
 def named(name: str, grid: tuple[int, int], prefix: int = 0) -> Layer:

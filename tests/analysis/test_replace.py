@@ -65,7 +65,7 @@ def test_error_of_randomized_attention_falls_with_the_number_of_samples(checkpoi
     )
     assert {float(row["error"]) for row in rows if row["attention"] == "softmax"} == {0}
     found = {
-        int(row["budget"]): float(row["error"]) for row in rows if row["attention"] == "ra" and row["layer"] == "1"
+        int(row["budget"]): float(row["error"]) for row in rows if row["attention"] == "ra" and row["layer"] == "0"
     }
     assert found[1] > 0.01
     assert found[1] / found[4] == pytest.approx(4, rel=0.25)
@@ -95,7 +95,7 @@ def test_the_error_of_what_samples_nothing_is_bias(checkpoint, tmp_path):
     """Performer's is part bias, part variance; window attention's rows of both modes are one, without variance."""
     names = "--attention", "performer", "local", "--budgets", "4", "--temperatures", "1", "--images", "4"
     rows = ask(checkpoint, tmp_path, "error", *names, "--draws", "2", "--decompose", "8")
-    found = {(row["attention"], row["mode"]): row for row in rows if row["layer"] == "1"}
+    found = {(row["attention"], row["mode"]): row for row in rows if row["layer"] == "0"}
     assert found.keys() == {("performer", "evaluation"), ("performer", "sampled"), ("local", "any")}
     sampled = found["performer", "sampled"]
     assert 0 < float(sampled["squared_bias"]) < float(sampled["error"])
@@ -110,7 +110,7 @@ def test_outputs_of_aligned_layers_are_decomposed(checkpoint, tmp_path):
     rows = ask(checkpoint, tmp_path, "error", *names, "--draws", "1", "--decompose", "8", "--align", "20")
     found = {(row["attention"], int(row["aligned_steps"]), int(row["layer"])): row for row in rows}
     assert len(found) == len(rows) == 12
-    for layer in (1, 2):
+    for layer in (0, 1):
         for name in ("performer", "linear"):
             before, after = (float(found[name, steps, layer]["error"]) for steps in (0, 20))
             assert 0 < after < before

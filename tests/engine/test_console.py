@@ -3,13 +3,15 @@
 import os
 import re
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from tqdm import tqdm
 
-from engine.runtime.terminal import ConsoleLog, print_fields, progress_bar
+from engine.runtime import terminal as runtime_terminal
+from engine.runtime.terminal import ConsoleLog, print_fields, progress, progress_bar
 from tests.engine.test_recorder import terminal
 
 
@@ -94,6 +96,20 @@ def test_no_bar_where_tee_shows_the_lines(is_pipe: bool, monkeypatch: pytest.Mon
         with progress_bar("epoch 1/1", 9) as bar:
             assert bool(bar.disable) == is_pipe
     os.close(read)
+
+
+def test_a_log_has_lines_of_progress_even_during_one_long_update(monkeypatch, capsys):
+    monkeypatch.setattr(runtime_terminal, "LINE_SECONDS", 0.05)
+    with progress("search", 4, "assignments") as bar:
+        bar.update()
+        bar.set_postfix_str("eva")
+        lines = []
+        while len(lines) < 2:
+            time.sleep(0.01)
+            lines += capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r"search: 1 of 4 assignments in 00:00, \d\d:\d\d left, eva", lines[0])
+    with terminal(80, monkeypatch):
+        assert type(progress("search", 4, "assignments")) is tqdm
 
 
 def test_a_line_that_is_not_complete_is_shown_once_it_is_flushed(tmp_path: Path, capsys: pytest.CaptureFixture):
