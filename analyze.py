@@ -20,6 +20,7 @@ from engine.runtime.signals import end_at_interrupt
 QUESTIONS: dict[str, str] = {
     "maps": "attention maps of each layer and head on images, their entropies and distances",
     "replace": "accuracy of a trained model with other attention; if asked, also aligned, and fine-tuned",
+    "convert": "a trained model to a faster one: search, alignment, training, comparison, export",
     "search": "mechanism of every layer of a trained model under a budget: a front of loss against cost",
     "error": "error of mechanisms against softmax attention on a trained model's queries, keys and values",
     "oracle": "error of low-rank and sparse approximations, and both, of its attention matrices at one budget",
@@ -42,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         import_module(f"analysis.{name}").add_arguments(question)
     texts = sys.argv[1:] if arguments is None else arguments
     args = parser.parse_args([text for text in texts if not OVERRIDE.match(text)])
+    args.train = lambda texts: import_module("train").main(texts)  # of a script, which only scripts call
     args.overrides = [text for text in texts if OVERRIDE.match(text)]
     with refuse_bad_input(), refuse_too_large("give smaller numbers, or a smaller model"):
         import_module(f"analysis.{args.question}").main(args)

@@ -13,6 +13,7 @@ from analysis.hybrids import OWN, Choices, Hybrids
 from attention.ops import kernels
 from bench.timing import Quartiles, Times, cpu_clock, time_rounds
 from bench.workload import WARM_UP
+from engine.config.schema import Train
 from engine.runtime.distributed import autocast
 from engine.runtime.memory import peak_bytes
 from engine.runtime.provenance import device_name
@@ -45,6 +46,19 @@ class Prices(NamedTuple):
         for (layer, name), price in self.layers.items():
             found[layer] = min((price, name), found.get(layer, (price, name)))
         return tuple(name for _, (_, name) in sorted(found.items()))
+
+
+def forward(model: nn.Module, images: Tensor, options: Train) -> Callable[[], object]:
+    """Returns a forward pass of a model, warmed up, with the precision and the fast paths of a run's options."""
+
+    @torch.inference_mode()
+    def call() -> Tensor:
+        with kernels.use(options.kernels), autocast(options.amp, images.device):
+            return model(images)
+
+    for _ in range(WARM_UP):
+        call()
+    return call
 
 
 class Found(NamedTuple):
@@ -113,17 +127,7 @@ class Cost(ABC):
         return self.hybrids.build(choices, is_aligned=False)
 
     def call(self, model: nn.Module) -> Callable[[], object]:
-        """Returns a forward pass of a model, warmed up."""
-        options = self.hybrids.laboratory.trained.run.train
-
-        @torch.inference_mode()
-        def call() -> Tensor:
-            with kernels.use(options.kernels), autocast(options.amp, self.device):
-                return model(self.images)
-
-        for _ in range(WARM_UP):
-            call()
-        return call
+        return forward(model, self.images, self.hybrids.laboratory.trained.run.train)
 
     def once(self, choices: Choices, compute: Callable[[], Found], **question: Any) -> float:
         """Returns the kept cost of a hybrid with this device, number of threads and batch; measures it if absent."""

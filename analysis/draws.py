@@ -9,13 +9,14 @@ from engine.reporting.tables import Spread, spread
 
 
 class Score(NamedTuple):
-    """Top-1 in percent, mean cross-entropy in nats, and number of predictions that are not the trained model's; see
-    `analysis.laboratory.score`.
+    """Top-1 in percent, mean cross-entropy in nats, number of predictions that are not the trained model's, and the
+    standard error of the loss less the trained model's; see `analysis.laboratory.score`.
     """
 
     top1: float
     loss: float
     changed: int
+    error: float = 0.0
 
 
 class Stage(NamedTuple):

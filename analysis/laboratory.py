@@ -47,12 +47,13 @@ MEASUREMENTS_FILE = "measurements.jsonl"
 class Own(NamedTuple):
     """Trained model with its own attention: its score, and tokens, grid, attended values and outputs of every layer.
 
-    predicted: class of every image of the sample. images: `NUM_COMPARED` of the sample, evenly spaced, for which the
-    layers are measured.
+    predicted, losses: class of every image of the sample, and its cross-entropy. images: `NUM_COMPARED` of the sample,
+    evenly spaced, for which the layers are measured.
     """
 
     score: Score
     predicted: Tensor
+    losses: Tensor
     images: Tensor
     inputs: Sequence[Given]
     attended: Sequence[Tensor]
@@ -75,6 +76,8 @@ class Laboratory:
             self.training = open_training_images(trained, sample)
             check_directory(self.aligned)
         self.own = measure_own(trained, sample)
+        if not sample.is_labelled:
+            self.sample = replace(sample, classes=self.own.predicted)
         about, options = provenance(trained.device), dump_run(trained.run)
         basis: dict[str, Any] = {name: x for name, x in about.items() if name not in ("command", "device", "git")}
         basis["code"] = digest_code()
@@ -132,7 +135,7 @@ class Laboratory:
         return Stage(scored.top1, scored.loss, *means, scored.changed)
 
     def score(self, model: nn.Module) -> Score:
-        return score(classify(model, self.trained, self.sample), self.sample.classes, self.own.predicted)
+        return score(classify(model, self.trained, self.sample), self.sample.classes, *self.own[1:3])
 
     def build(self, attention: Any, sources: Mapping[int, nn.Module | None], seed: int) -> nn.Module:
         """Builds the trained model with other attention in some layers.
@@ -169,10 +172,12 @@ def measure_own(trained: Trained, sample: Sample) -> Own:
     found = [[compute(*layer) for layer in layers] for compute in (attended, outputs)]
     logits = classify(trained.model, trained, sample)
     predicted = rank_classes(logits, 1)[:, 0]
-    own = score(logits, sample.classes, predicted)
+    classes = sample.classes if sample.is_labelled else predicted.clamp(min=0)
+    losses = F.cross_entropy(logits.double(), classes, reduction="none")
+    own = score(logits, classes, predicted, losses)
     if not is_score(own.loss):
         raise UserError(f"{trained.path}: its own loss is not finite; choose another checkpoint, or other weights")
-    return Own(own, predicted, images, inputs, *found)
+    return Own(own, predicted, losses, images, inputs, *found)
 
 
 @torch.no_grad()
@@ -183,15 +188,17 @@ def classify(model: nn.Module, trained: Trained, sample: Sample) -> Tensor:
     return torch.cat([model(part.to(trained.device)).float().cpu() for part in parts])
 
 
-def score(logits: Tensor, classes: Tensor, own: Tensor) -> Score:
-    """Scores logits (n, classes) by the classes and the trained model's predictions of the images (n,).
+def score(logits: Tensor, classes: Tensor, own: Tensor, own_losses: Tensor | float = 0.0) -> Score:
+    """Scores logits (n, classes) by the classes and the trained model's predictions and losses of the images (n,).
 
     An image whose logits are not all finite is wrong and changed, and the mean loss with it is infinite.
     """
     predicted = rank_classes(logits, 1)[:, 0]
-    loss = F.cross_entropy(logits.double(), classes).item()
+    losses = F.cross_entropy(logits.double(), classes, reduction="none")
+    loss, error = losses.mean().item(), (losses - own_losses).std(correction=0).item() / len(losses) ** 0.5
     top1 = 100 * (predicted == classes).double().mean().item()
-    return Score(top1, loss if is_score(loss) else math.inf, count_changed(own, predicted))
+    changed = count_changed(own, predicted)
+    return Score(top1, loss, changed, error) if is_score(loss) else Score(top1, math.inf, changed)
 
 
 def export_model(path: Path, trained: Trained, model: nn.Module, attention: Any, steps: int) -> None:

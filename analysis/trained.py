@@ -11,7 +11,7 @@ from timm.layers import to_2tuple
 from torch import Tensor, nn
 
 from engine.checkpoints.adapt import restore_model
-from engine.checkpoints.files import open_weights, trained_config
+from engine.checkpoints.files import open_weights
 from engine.checkpoints.origin import is_made_here
 from engine.checkpoints.weight_sources import Source, source_of
 from engine.checkpoints.weights import check_predicts_classes
@@ -24,6 +24,12 @@ from engine.run.described import parse_described
 from engine.runtime.distributed import init_distributed
 from engine.runtime.errors import UserError
 
+UNLABELLED = (
+    "no labels: the images are all of one class, which the model does not have. Its own predictions stand for labels, "
+    "so that top-1 is the share of unchanged predictions"
+)
+"""Note on images without labels."""
+
 
 @dataclass(frozen=True)
 class Trained:
@@ -31,8 +37,7 @@ class Trained:
 
     Attributes:
         path: its checkpoint. run: its configuration. source: its weights. model: in evaluation mode.
-        classes: names of its classes, if known. train_split: the split that it was trained on; the command line may
-            name another.
+        classes: names of its classes, if known.
     """
 
     path: Path
@@ -41,20 +46,21 @@ class Trained:
     model: nn.Module
     classes: list[str] | None
     device: torch.device
-    train_split: str
 
 
 @dataclass(frozen=True)
 class Sample:
     """Images (B, C, H, W) of the validation data and their classes (B,), on the CPU.
 
-    columns: the model's output for each class. indices: of the images in the split.
+    columns: the model's output for each class. indices: of the images in the split. is_labelled: the classes are those
+    of the data.
     """
 
     images: Tensor
     classes: Tensor
     columns: list[int]
     indices: list[int]
+    is_labelled: bool = True
 
 
 def load_trained(args: argparse.Namespace, reads_images: bool = True) -> Trained:
@@ -79,9 +85,7 @@ def load_trained(args: argparse.Namespace, reads_images: bool = True) -> Trained
     if resampled:
         print(resampled, file=sys.stderr)
     model = model.to(device).eval()
-    own = parse_described(trained_config(checkpoint), str(found), is_own=is_own)
-    source, classes = source_of(run, model.state_dict()), checkpoint.get("classes")
-    return Trained(found, run, source, model, classes, device, own.data.train_split)
+    return Trained(found, run, source_of(run, model.state_dict()), model, checkpoint.get("classes"), device)
 
 
 def read_sample(trained: Trained, count: int) -> Sample:
@@ -92,12 +96,23 @@ def read_sample(trained: Trained, count: int) -> Sample:
     """
     images = open_split(trained.run.data, "val_split")
     report_split(trained.run.data, "val_split", images, trained.run.model["img_size"])
-    columns, note = match_classes(trained.classes, classes_of(images), trained.run.model["num_classes"])
+    columns, note = find_columns(trained, images)
     if note:
         print(note, file=sys.stderr)
     count = min(count, len(images))
     indices = [i * len(images) // count for i in range(count)]
-    return Sample(*read_images(images, indices, trained.run), columns, indices)
+    return Sample(*read_images(images, indices, trained.run), columns, indices, note != UNLABELLED)
+
+
+def find_columns(trained: Trained, images: Images) -> tuple[list[int], str]:
+    """Returns what `match_classes` does; all outputs and `UNLABELLED` for images of a single class that no model has.
+
+    OptionError: the classes cannot be matched.
+    """
+    names, num_classes = classes_of(images), trained.run.model["num_classes"]
+    if len(names) == 1 < num_classes and names[0] not in (trained.classes or ()):
+        return [*range(num_classes)], UNLABELLED
+    return match_classes(trained.classes, names, num_classes)
 
 
 def read_images(images: Images, indices: Iterable[int], run: Run) -> tuple[Tensor, Tensor]:

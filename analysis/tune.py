@@ -15,6 +15,7 @@ from attention import OptionError
 from attention.plugins import as_arguments
 from engine.checkpoints.files import newest_checkpoint
 from engine.config.objective_options import Distill
+from engine.config.schema import Init, Run
 from engine.config.yaml_files import dump_yaml
 from engine.data.splits import open_split
 from engine.run.load import dump_run, parse_run
@@ -34,25 +35,45 @@ class Start(NamedTuple):
     seed: int
 
 
-def configure(trained: Trained, epochs: int, overrides: Sequence[str]) -> dict[str, Any]:
-    """Returns the configuration of a run that trains all weights of the model further, unless `overrides` freeze some.
+def further(run: Run, weights: str, epochs: int, rate: float = 1.0) -> Run:
+    """Returns the run that trains all weights of a file further with labels.
 
     Another mechanism may have weights that the model lacks, so that `init.strict` and `train.freeze` of the run that
-    made it do not apply. Nor does its teacher: training is with labels.
+    made it do not apply. Nor does its teacher.
+
+    Args:
+        rate: factor of the learning rates.
+    """
+    warmup, slower = min(run.schedule.warmup_epochs, epochs - 1), {"lr": rate * run.optim.lr}
+    rates = {name: rate * getattr(run.schedule, name) for name in ("warmup_lr", "min_lr")}
+    return replace(
+        run,
+        init=Init(weights=weights),
+        distill=Distill(),
+        optim=replace(run.optim, **slower),
+        schedule=replace(run.schedule, epochs=epochs, warmup_epochs=warmup, **rates),
+        train=replace(run.train, freeze=None),
+    )
+
+
+def configure(trained: Trained, epochs: int, overrides: Sequence[str]) -> dict[str, Any]:
+    """Returns the configuration of a run that trains all weights of the model further, unless `overrides` freeze some.
 
     Raises:
         ConfigError: the model cannot be trained further. OptionError: there are no training images.
     """
-    options = dump_run(replace(trained.run, distill=Distill()))
-    options["init"]["strict"], options["train"]["freeze"] = False, None
-    options = dump_run(parse_run(options, f"--finetune {epochs}", overrides))
-    options["init"]["weights"] = str(trained.path.resolve())
-    options["schedule"] |= {"epochs": epochs, "warmup_epochs": min(options["schedule"]["warmup_epochs"], epochs - 1)}
-    open_split(parse_run(options, f"--finetune {epochs}").data, "train_split")
+    options = dump_run(further(trained.run, str(trained.path.resolve()), epochs))
+    run = parse_run(options, f"--finetune {epochs}", overrides)
+    open_split(run.data, "train_split")
+    check_apart(trained)
+    return dump_run(run)
+
+
+def check_apart(trained: Trained) -> None:
+    """Raises the OptionError if a model would be trained on the images that it classifies."""
     if validates_on_training_images(trained):
         problem = f" = {trained.run.data.train_split!r}: --finetune would train on the images that it classifies; name"
         raise OptionError("data.train_split", f"{problem} another split, or set data.val_fraction")
-    return options
 
 
 def tune(

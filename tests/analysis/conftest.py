@@ -1,12 +1,14 @@
 """A small trained model, made once for all tests of analyses."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from analysis import error, maps, replace
+from analysis import convert, costs, error, front, maps, replace
 from analysis.drop_in import layer_inputs
 from analysis.trained import Trained, read_sample
+from bench.timing import time_rounds
 from tests.analysis.models import SMALL, load_model, save_model
 
 
@@ -28,7 +30,9 @@ def inputs(trained):
 
 @pytest.fixture(autouse=True)
 def unrendered(request, monkeypatch) -> None:
-    """Figures are drawn, but rendered only in stress tests, because each takes a second."""
+    """Figures are drawn, but rendered only in stress tests, because each takes a second; times may be noisy."""
     if "stress" not in request.keywords:
-        for module in (error, maps, replace):
+        for module in (error, front, maps, replace):
             monkeypatch.setattr(module, "encode", lambda figure: b"")
+        for module in (convert, costs):
+            monkeypatch.setattr(module, "time_rounds", partial(time_rounds, sample_seconds=0))

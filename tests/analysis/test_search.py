@@ -3,19 +3,17 @@
 import itertools
 import math
 import operator
-from functools import partial
 from pathlib import Path
 
 import pytest
 import yaml
 
 import analyze
-from analysis import assignments, costs, laboratory, search
+from analysis import assignments, laboratory, search
 from analysis.assignments import Candidate, Point, choose, is_best, predict
 from analysis.costs import Prices
 from analysis.draws import Score
 from analysis.hybrids import OWN
-from bench.timing import time_rounds
 from engine.run.load import load_run
 from engine.runtime.arguments import MOST
 from engine.runtime.ownership import claim
@@ -224,7 +222,6 @@ def test_a_budget_within_which_nothing_was_measured_is_named(checkpoint, tmp_pat
         ("--budget macs=0", "--budget: 'macs=0': '0' is not a number above 0"),
         ("--budget ms=inf", "--budget: 'ms=inf': 'inf' is not a number above 0; ms is milliseconds"),
         ("--budget mac=0.9", "--budget: 'mac=0.9': unknown budget; did you mean 'macs'?; write ms=5"),
-        ("--budget macs=1 --batch-size 4", "--batch-size 4: macs= is for one image; leave it out"),
         (f"--budget ms=9 --batch-size {MOST}", f"out of memory; lower --batch-size {MOST}"),
         ("--budget macs=1 --strategy all --evaluations 2", "--evaluations 2: --strategy all measures"),
         ("--budget speed", "--budget: 'speed': unknown budget; known: macs, memory, ms; write ms=5"),
@@ -237,7 +234,6 @@ def test_a_budget_within_which_nothing_was_measured_is_named(checkpoint, tmp_pat
     ],
 )
 def test_refusals(checkpoint, tmp_path, monkeypatch, capsys, arguments, expected):
-    monkeypatch.setattr(costs, "time_rounds", partial(time_rounds, sample_seconds=0))
     given = arguments_of(checkpoint, tmp_path, "--attention", "linear", *arguments.split())
     assert expected in refusal(capsys, *given)
     assert not (tmp_path / "front").exists()
