@@ -5,8 +5,6 @@ that layer alone replaced. The cost is predicted from single layers too.
 """
 
 import itertools
-import math
-import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -27,7 +25,7 @@ SLICES = 100
 class Candidate(NamedTuple):
     """An assignment.
 
-    predicted: loss of the trained model, plus the increase measured for each replaced layer; NaN if unknown. cost: by
+    predicted: loss of the trained model, plus the increase measured for each replaced layer. cost: by
     `Prices`.
     """
 
@@ -52,15 +50,12 @@ def search(
     budgets: Sequence[float],
     limit: int,
     evaluate: Callable[[Choices], tuple[Score, float]],
-    strategy: str = "sensitivity",
-    seed: int = 0,
 ) -> list[Point]:
     """Searches for the assignments of the lowest loss within each of several budgets.
 
     Args:
         own: assignment of the trained model. prices: prices of all layers and choices. limit: number of measurements.
-            evaluate: measures an assignment and its cost. strategy: see `--strategy`; "random" and "all" predict no
-            losses. seed: seed of the strategy "random".
+            evaluate: measures an assignment and its cost.
     Returns:
         The measured assignments, in the order of their measurements.
     """
@@ -70,24 +65,16 @@ def search(
         if len(points) < limit and candidate.choices not in points:
             points[candidate.choices] = Point(len(points), candidate, *evaluate(candidate.choices))
 
-    if strategy != "sensitivity":
-        order = predict(math.nan, dict.fromkeys(prices.layers, 0.0), prices)
-        if strategy == "random":
-            random.Random(seed).shuffle(order)
-    else:
-        rises = {}
-        for layer, name in prices.layers:
-            choices = (*own[:layer], name, *own[layer + 1 :])
-            if choices not in points:
-                score, cost = evaluate(choices)
-                candidate = Candidate(choices, score.loss, prices.predict(choices))
-                points[choices] = Point(len(points), candidate, score, cost)
-            rises[layer, name] = points[choices].score.loss - points[own].score.loss
-        order = predict(points[own].score.loss, rises, prices)
-        order.sort(key=lambda candidate: (candidate.predicted, candidate.cost))
-    if strategy == "all":
-        for candidate in order:
-            add(candidate)
+    rises = {}
+    for layer, name in prices.layers:
+        choices = (*own[:layer], name, *own[layer + 1 :])
+        if choices not in points:
+            score, cost = evaluate(choices)
+            candidate = Candidate(choices, score.loss, prices.predict(choices))
+            points[choices] = Point(len(points), candidate, score, cost)
+        rises[layer, name] = points[choices].score.loss - points[own].score.loss
+    order = predict(points[own].score.loss, rises, prices)
+    order.sort(key=lambda candidate: (candidate.predicted, candidate.cost))
     queues = [iter([candidate for candidate in order if candidate.cost <= budget]) for budget in budgets]
     while queues and len(points) < limit:
         queues = [queue for queue in queues if take(queue, points, add)]

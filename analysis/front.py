@@ -58,8 +58,9 @@ class Front:
         if layers := tabulate_layers(self.points, own):
             print("One layer alone with another mechanism: rise of the loss (top-1 in %)\n")
             print(f"{compact_table(layers)}\n")
-        title = f"{args.checkpoint}: {self.cost.text(self.cost.measure(self.hybrids.own))},"
-        title += f" {1e3 * self.time.start():.3g} ms in {self.trained.run.train.amp or 'fp32'},"
+        title = f"{args.checkpoint}: {self.cost.text(self.cost.measure(self.hybrids.own))}"
+        title += f", {1e3 * self.time.start():.3g} ms" * (self.cost is not self.time)
+        title += f" in {self.trained.run.train.amp or 'fp32'},"
         title += f" top-1 {own.top1:.2f} %, loss {own.loss:.4f} with its own attention,"
         title += f" {len(self.hybrids.laboratory.sample.images)} images; {len(self.points)} assignments measured,"
         title += f" aligned in {args.align} steps, seed {args.seed}"
@@ -93,7 +94,7 @@ class Front:
         costs = (round(each / cost.unit, 4) for each in (point.cost, candidate.cost))
         line |= dict(zip(cost.columns, costs, strict=False))
         return line | {
-            "predicted_loss": None if math.isnan(candidate.predicted) else round(candidate.predicted, 5),
+            "predicted_loss": round(candidate.predicted, 5),
             "loss": round(score.loss, 5),
             "rise_error": round(score.error, 5),
             "top1": round(score.top1, 3),

@@ -64,17 +64,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "assignments to measure, those with at most one replaced layer included"
     text += f" (default: these, and {PER_BUDGET} for each budget)"
     parser.add_argument("--evaluations", type=Count(), metavar="N", help=text)
-    strategies = "which assignments are measured: of the lowest predictions, at random, or all (sensitivity)"
-    parser.add_argument("--strategy", choices=("sensitivity", "random", "all"), default="sensitivity", help=strategies)
-    parser.add_argument("--seed", type=SEED, default=0, help="seed of alignment and of the random strategy (0)")
+    parser.add_argument("--seed", type=SEED, default=0, help="seed of alignment (0)")
     command_line.add_images(parser, NUM_IMAGES)
 
 
 def main(args: argparse.Namespace) -> dict[str, tuple[Path, Certificate]]:
     """Searches; returns what `Front.report` does."""
     kind, limits = read_budgets(args.budget)
-    if args.strategy == "all" and args.evaluations is not None:
-        raise UserError(f"--evaluations {args.evaluations}: --strategy all measures every assignment; leave it out")
     make_output(args.output, [*FILES, MEASUREMENTS_FILE])
     check_directory(args.output / "front")
     check_claim(args.output / "front", [name for i in range(100) for name in files_of(f"{i:02}")])
@@ -136,19 +132,14 @@ def check_reachable(budgets: Mapping[str, float], prices: Prices, cost: Cost) ->
 def measure(
     hybrids: Hybrids, cost: Cost, prices: Prices, budgets: Sequence[float], args: argparse.Namespace
 ) -> list[Point]:
-    """Measures assignments in the order of the strategy, until `--evaluations` are measured."""
+    """Measures assignments until `--evaluations` are measured."""
     number = len(hybrids.pairs) + 1
-    count = hybrids.number
     limit = number + PER_BUDGET * len(budgets) if args.evaluations is None else args.evaluations
-    limit = count if args.strategy == "all" else min(limit, count)
-    if args.strategy == "sensitivity" and limit < number:
+    if limit < number:
         raise UserError(
             f"--evaluations {limit}: the layers alone with each mechanism, and none, are {number}; raise it"
         )
-    if args.strategy != "sensitivity" and count > assignments.MOST_CANDIDATES:
-        raise UserError(
-            f"--strategy {args.strategy}: {count:,} assignments are more than {assignments.MOST_CANDIDATES:,}"
-        )
+    limit = min(limit, hybrids.number)
     with progress("search", limit, "assignments") as bar:
 
         def evaluate(choices: Choices) -> tuple[Score, float]:
@@ -157,6 +148,6 @@ def measure(
             return score, found
 
         try:
-            return assignments.search(hybrids.own, prices, budgets, limit, evaluate, args.strategy, args.seed)
+            return assignments.search(hybrids.own, prices, budgets, limit, evaluate)
         except FloatingPointError as error:
             raise UserError(f"{error}; leave the mechanism out of --attention, or try another --seed") from error

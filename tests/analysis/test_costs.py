@@ -90,10 +90,9 @@ def test_no_assignment_is_cheaper_than_the_least_cost(combine, start):
 
 
 def every_assignment(checkpoint: Path, directory: Path, *options: str) -> list[dict[str, str]]:
-    """The rows of all four assignments of softmax and the own attention to two layers."""
-    common = "--images", "40", "--align", "2", "--strategy", "all", "--attention", "softmax"
+    """The rows of the assignments of softmax and the own attention to two layers: of all four within a wide budget."""
+    common = "--images", "40", "--align", "2", "--evaluations", "4", "--attention", "softmax"
     rows = ask(checkpoint, directory, "search", *common, *options)
-    assert len(rows) == 4
     return rows
 
 
@@ -114,8 +113,9 @@ def test_the_answer_is_within_the_budget_as_measured(tmp_path, monkeypatch, caps
     own_attention = "attention={name: eva, window_size: 2, num_landmarks: 4}"
     checkpoint = save_model(tmp_path, [*SMALL, own_attention], scale=10)
     own = own_row(first := every_assignment(checkpoint, tmp_path, "--budget", f"{kind}=1e6", "--batch-size", "3"))
+    assert len(first) == 4
     assert min(float(row[column]) for row in first) < float(own[column])
-    printed = capsys.readouterr().out.partition(f": {kind}=")[2].partition(" in fp32, top-1")[0]
+    printed = capsys.readouterr().out.partition(f": {kind}=")[2].partition(" in fp32, top-1")[0].partition(",")[0]
     assert float(printed) == pytest.approx(float(own[column]), rel=2e-3)
     monkeypatch.setattr(costs, "time_rounds", None)
     monkeypatch.setattr(costs, "peak_bytes", None)
@@ -129,7 +129,8 @@ def test_the_answer_is_within_the_budget_as_measured(tmp_path, monkeypatch, caps
     assert f"# {kind}=" in (tmp_path / f"{answer['front']}.yaml").read_text()
     known = [row for row in rows if (row["layer 0"] != OWN) + (row["layer 1"] != OWN) <= replaced]
     measured = [float(row[column]) for row in known]
-    assert len(known) == {1: 3, 2: 4}[replaced] > 1 < len({*measured})
+    assert len(known) >= 3
+    assert len({*measured}) > 1
     assert [float(row[f"predicted_{column}"]) for row in known] == pytest.approx(measured, rel=0.01)
 
 
