@@ -41,12 +41,12 @@ from engine.runtime.ownership import make_output
 from engine.runtime.provenance import device_name
 from engine.runtime.reading import MAX_TEXT, parse_json, read_bounded
 from engine.runtime.terminal import progress
-from models import depths_of, is_host
+from models import depths_of
 from models.assignment import assign, text_of
 from models.costs import count_costs
 
-STATE = "convert.json"
-"""File of the directory with the options of the command and the results of its finished parts."""
+STATE, EXPORT = "convert.json", "model.safetensors"
+"""Files of the directory: the options of the command and its finished parts; the export."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,83 +61,79 @@ def main(args: argparse.Namespace) -> None:
         raise UserError(f"--budget {' '.join(args.budget)}: a model is converted for one; give one")
     trained = load_trained(args)
     columns, note = find_columns(trained, open_split(trained.run.data, "val_split"))
-    is_tuned = args.finetune != 0 and note != UNLABELLED
-    if is_tuned:
+    is_labelled = note != UNLABELLED
+    if is_tuned := is_labelled and args.finetune != 0:
         check_apart(trained)
-    make_output(args.output, ["report.md", "report.csv", STATE])
-    state = State(args, digest_weights(trained.source.state))
-    if "point" not in state.values:
+    make_output(args.output, ["report.md", "report.csv", STATE, EXPORT])
+    options = {name: x for name, x in vars(args).items() if name not in ("question", "output", "train")}
+    options |= {"checkpoint": f"{args.checkpoint}, {digest_weights(trained.source.state)[:16]}"}
+    state = read_state(args.output, options)
+
+    def keep(**values: Any) -> None:
+        state.update(values)
+        write_file(args.output / STATE, json.dumps(state, indent=1).encode())
+
+    if "point" not in state:
         print(f"convert 1/3: a mechanism for each layer, {args.output}/search", file=sys.stderr, flush=True)
         found = search.main(argparse.Namespace(**vars(args) | {"output": args.output / "search"}))
         if not found:
             raise UserError(f"--budget {args.budget[0]}: nothing within it was measured; raise --evaluations")
         [(path, certificate)] = found.values()
-        state.keep(point=path.stem, choices=certificate.choices)
-    point = args.output / "search" / "front" / state.values["point"]
-    sources = {"original": trained.path, "aligned": point.with_suffix(".safetensors")}
+        keep(point=path.stem, choices=certificate.choices)
+    point = args.output / "search" / "front" / state["point"]
+    sources = {"aligned": point.with_suffix(".safetensors")}
     if is_tuned:
         sources["fine-tuned"] = args.output / "tuned"
-        if "tuned" not in state.values:
+        if "tuned" not in state:
             print(f"convert 2/3: training, {args.output}/tuned", file=sys.stderr, flush=True)
             epochs = [] if args.finetune is None else [f"schedule.epochs={args.finetune}"]
             args.train([f"{point}.yaml", "--output", str(args.output / "tuned"), *epochs])
-            state.keep(tuned=True)
-    if "rows" not in state.values:
+            keep(tuned=True)
+    if "finished" not in state:
         print("convert 3/3: all models on all validation images, and an export", file=sys.stderr, flush=True)
         plain = vars(args) | {"overrides": [], "weights": None, "select": "best"}
-        others = {
+        models = {
             name: load_trained(argparse.Namespace(**plain | {"checkpoint": path}), reads_images=False)
-            for name, path in list(sources.items())[1:]
+            for name, path in sources.items()
         }
-        rows = compare({"original": trained, **others}, columns, note == UNLABELLED, args.batch_size)
-        chosen = max(rows[1:], key=lambda row: (row["top1"], row["model"]))["model"]
-        state.keep(rows=rows, chosen=chosen, export=write_export(args.output, others[chosen], sources[chosen]))
-    text = report(state.values, args, trained, note == UNLABELLED)
-    write_file(args.output / "report.md", text.encode())
-    write_file(args.output / "report.csv", dicts_to_csv(state.values["rows"]))
-    print(text)
+        rows = compare({"original": trained, **models}, columns, is_labelled, args.batch_size)
+        chosen = max(rows[1:], key=lambda row: (row["top1"], row["model"]))
+        _, checkpoint, kind, _ = choose_weights(sources[chosen["model"]])
+        export(str(args.output / EXPORT), models[chosen["model"]].run, checkpoint, kind)
+        write_file(args.output / "report.csv", dicts_to_csv(rows))
+        text = report(rows, chosen, trained, None if is_labelled else state["choices"], args)
+        write_file(args.output / "report.md", text.encode())
+        keep(finished=True)
+    print((args.output / "report.md").read_text())
 
 
-class State:
-    """Options of the command and results of its finished parts, kept in the directory.
+def read_state(directory: Path, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what the directory keeps, or the options alone.
 
     Raises:
-        UserError: the directory has those of another command, or the file is damaged.
+        UserError: it has the results of other options, or the file is damaged.
     """
-
-    def __init__(self, args: argparse.Namespace, weights: str):
-        self.path = args.output / STATE
-        options = {name: x for name, x in vars(args).items() if name not in ("question", "output", "train")}
-        options |= {"checkpoint": str(args.checkpoint), "weights of the model": weights}
-        self.values: dict[str, Any] = {"options": options}
-        if not self.path.exists():
-            return
-        remedy = "delete it, and give the command again"
-        kept = parse_json(read_bounded(self.path, MAX_TEXT), self.path, remedy)
-        if not isinstance(kept, dict) or not isinstance(kept.get("options"), dict):
-            raise UserError(f"{self.path}: not a file of convert; {remedy}")
-        for name, value in options.items():
-            if (former := kept["options"].get(name)) != value:
-                key = {"checkpoint": "RUN", "overrides": "key.path=value"}.get(name, f"--{name.replace('_', '-')}")
-                key = name if " " in name else key
-                problem = f"{value} differs from {former}, of the conversion in {args.output}"
-                raise UserError(f"{key}: {problem}; give that again, or name another --output")
-        self.values = kept
-
-    def keep(self, **values: Any) -> None:
-        """Adds the results of a part."""
-        self.values |= values
-        write_file(self.path, json.dumps(self.values, indent=1).encode())
+    path, remedy = directory / STATE, "delete it, and give the command again"
+    if not path.exists():
+        return {"options": options}
+    state = parse_json(read_bounded(path, MAX_TEXT), path, remedy)
+    if not isinstance(state, dict) or not isinstance(former := state.get("options"), dict):
+        raise UserError(f"{path}: no file of convert; {remedy}")
+    for name, value in options.items():
+        if former.get(name) != value:
+            key = {"checkpoint": "RUN", "overrides": "key.path=value"}.get(name, f"--{name.replace('_', '-')}")
+            problem = f"{value} differs from {former.get(name)}, of the conversion in {directory}"
+            raise UserError(f"{key}: {problem}; give that again, or name another --output")
+    return state
 
 
 def compare(
-    models: Mapping[str, Trained], columns: Sequence[int], is_unlabelled: bool, batch_size: int
+    models: Mapping[str, Trained], columns: Sequence[int], is_labelled: bool, batch_size: int
 ) -> list[dict[str, Any]]:
     """Returns a row for each model: its accuracy on all validation images, and its costs for a batch on this device.
 
     Args:
-        models: the first is the original. columns: outputs of the classes. is_unlabelled: its predictions stand for
-            labels.
+        columns: outputs of the classes. is_labelled: else the predictions of the model "original" stand for labels.
     """
     run, device = models["original"].run, models["original"].device
     found: dict[str, list[Tensor]] = {name: [] for name in [*models, "labels"]}
@@ -154,7 +150,7 @@ def compare(
             bar.update(len(labels))
     predicted = {name: torch.cat(parts) for name, parts in found.items()}
     own = predicted["original"]
-    labels = own if is_unlabelled else predicted["labels"]
+    labels = predicted["labels"] if is_labelled else own
     batch = first.repeat(-(-batch_size // len(first)), 1, 1, 1)[:batch_size]
     calls = {name: forward(each.model, batch, run.train) for name, each in models.items()}
     times, rows = time_rounds(calls, ROUNDS, device, clock=cpu_clock()), []
@@ -181,27 +177,19 @@ def compare(
     return rows
 
 
-def write_export(output: Path, trained: Trained, source: Path) -> str:
-    """Exports a model in timm's layout, or a model of others as a file; returns the line of Python that loads it."""
-    is_file = is_host(trained.run.model["name"])
-    target = str(output / "model") + (".safetensors" if is_file else "/")
-    _, checkpoint, kind, _ = choose_weights(source)
-    export(target, trained.run, checkpoint, kind)
-    if is_file:
-        return f'from engine.evaluation.inference import load; model, transform, classes = load("{target}")'
-    return f'import models, timm; model = timm.create_model("local-dir:{target.rstrip("/")}", pretrained=True)'
-
-
-def report(values: Mapping[str, Any], args: argparse.Namespace, trained: Trained, is_unlabelled: bool) -> str:
-    """Returns the report in Markdown."""
-    original, *_ = rows = values["rows"]
-    chosen = next(row for row in rows if row["model"] == values["chosen"])
-    where = f"{device_name(trained.device)}, {torch.get_num_threads()} threads, {trained.run.train.amp or 'fp32'}"
+def report(
+    rows: Sequence[Mapping[str, Any]],
+    chosen: Mapping[str, Any],
+    trained: Trained,
+    choices: int | None,
+    args: argparse.Namespace,
+) -> str:
+    """Returns the report in Markdown. chosen: row of the export. choices: see `Certificate`; None: there are labels."""
     table = [
         {
             "model": row["model"],
-            "unchanged (%)" if is_unlabelled else "top-1 (%)": f"{row['top1']:.2f}",
-            "difference": "" if row is original else f"{row['difference']:+.2f} ± {row['standard_error']:.2f}",
+            "top-1 (%)" if choices is None else "unchanged (%)": f"{row['top1']:.2f}",
+            "difference": f"{row['difference']:+.2f} ± {row['standard_error']:.2f}" * (row is not rows[0]),
             "MACs (M)": f"{row['macs'] / 1e6:.1f}",
             "ms": "~" * row["is_noisy"] + f"{row['ms']:.3g}",
             "images/s": "~" * row["is_noisy"] + f"{row['images_per_second']:.0f}",
@@ -210,15 +198,17 @@ def report(values: Mapping[str, Any], args: argparse.Namespace, trained: Trained
         }
         for row in rows
     ]
+    where = f"{device_name(trained.device)}, {torch.get_num_threads()} threads, {trained.run.train.amp or 'fp32'}"
     lines = [f"# {args.checkpoint} within {args.budget[0]}", "", compact_table(table), ""]
-    lines += [f"- {original['images']:,} validation images; differences with their standard errors, paired by image."]
+    lines += [f"- {chosen['images']:,} validation images; differences with their standard errors, paired by image."]
     lines += [f"- Times and peaks are of {args.batch_size} images: {where}. A ~ marks noisy times."]
-    if chosen["ms"] > (1 + MAX_ERROR) * original["ms"]:
-        lines += [f"- **warning: the {chosen['model']} model is slower than the original on this device.**"]
-    if is_unlabelled:
-        lines += [f"- {UNLABELLED}.", f"- {Certificate(chosen['images'], chosen['changed'], values['choices'])}."]
+    if chosen["ms"] > (1 + MAX_ERROR) * rows[0]["ms"]:
+        lines += [f"- **Warning: the {chosen['model']} model is slower than the original on this device.**"]
+    if choices is not None:
+        lines += [f"- {UNLABELLED}.", f"- {Certificate(chosen['images'], chosen['changed'], choices)}."]
     elif abs(chosen["difference"]) < NOISE * chosen["standard_error"]:
         lines += ["- The difference in top-1 is within noise."]
-    lines += [f"- All that was measured is in [search.csv](search/search.csv); {values['point']} was chosen."]
-    lines += [f"- The {chosen['model']} model is exported:", "", "```", values["export"], "```", ""]
+    path = args.output / EXPORT
+    load = f'from engine.evaluation.inference import load; model, transform, classes = load("{path}")'
+    lines += [f"- The {chosen['model']} model is exported:", "", "```python", load, "```", ""]
     return "\n".join([*lines, "![Loss against cost, the front by number](search/front.png)", ""])

@@ -35,14 +35,10 @@ class Stage(NamedTuple):
 
 
 class Tuned(NamedTuple):
-    """Result of further training: top-1 in percent of all validation images, minutes from its start to its end, its
-    directory, and the number of images of a sample whose prediction is not the trained model's, if known.
-    """
+    """Result of further training: top-1 in percent of all validation images, and minutes from its start to its end."""
 
     top1: float
     minutes: float
-    directory: Path | None = None
-    changed: int | None = None
 
 
 class Draw(NamedTuple):
@@ -134,6 +130,5 @@ def to_lines(row: Row) -> list[dict[str, Any]]:
         line |= {"aligned_seconds": found.seconds}
         tuned = found.tuned
         line |= {"tuned_top1": tuned and tuned.top1, "tuned_minutes": tuned and round(tuned.minutes, 2)}
-        line |= {"tuned_changed": tuned and tuned.changed}
         lines.append(line)
     return lines

@@ -2,6 +2,7 @@
 
 import argparse
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,13 +10,12 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from analysis.align import validates_on_training_images
 from analysis.assignments import Point, choose
 from analysis.certificate import NOTE, Certificate, columns
 from analysis.costs import Cost, Time
 from analysis.draws import Score
 from analysis.hybrids import OWN, Hybrids
-from analysis.tune import further
+from analysis.tune import shorter
 from bench.timing import MAX_ERROR
 from engine.checkpoints.files import NOISE
 from engine.checkpoints.progress import is_score
@@ -27,12 +27,6 @@ from engine.runtime.files import dicts_to_csv, write_file
 from engine.runtime.ownership import claim_results, owned_files, remove_owned
 
 FILES = ("search.csv", "front.csv", "front.png")
-
-SHARE, RATE = 0.1, 0.25
-"""Shares of the model's epochs and learning rates with which a point of the front is trained further."""
-
-HELD_OUT = 0.2
-"""Share of the training images that is held out where the search had no others to validate on."""
 
 
 class Front:
@@ -102,10 +96,7 @@ class Front:
         }
 
     def remarks(self, chosen: Point) -> Iterator[str]:
-        """Yields a line if a choice is slow, and one for the cheapest point that it beats by no more than noise."""
-        if self.is_slower(chosen):
-            ms = (f"{1e3 * each:.3g}" for each in (self.time.measure(chosen.candidate.choices), self.time.start()))
-            yield f"warning: it is slower than the model on this device: {' against '.join(ms)} ms"
+        """Yields a line on the cheapest point that the choice beats by no more than noise, or not in top-1."""
         for point, name in self.names.items():
             rise, error = point.score.loss - chosen.score.loss, math.hypot(point.score.error, chosen.score.error)
             is_noise = rise < NOISE * error
@@ -143,22 +134,13 @@ class Front:
         directory, run = output / "front", self.trained.run
         remove_owned(directory, [path.name for path in owned_files(directory)])
         claim_results(directory, [file for name in self.names.values() for file in files_of(Path(name).name)])
-        note = ""
-        if validates_on_training_images(self.trained):
-            run = replace(run, data=replace(run.data, val_fraction=HELD_OUT))
-            note = (
-                f"# The search had no images of its own to validate on: data.val_fraction holds {HELD_OUT:.0%} out.\n"
-            )
         own = self.cost.text(self.cost.measure(self.hybrids.own))
         for point, name in self.names.items():
             weights, choices = output / f"{name}.safetensors", point.candidate.choices
             self.hybrids.export(weights, choices)
             head = f"# {' | '.join(choices)}\n# {self.cost.text(point.cost)} (the model: {own}), top-1"
-            head += f" {point.score.top1:.2f} % after alignment. To train it further, for a tenth\n"
-            head += "# of the epochs of its model at a quarter of the learning rate, where the search was made:\n"
-            head += f"#   {self.command(output, point)}\n{note}"
-            epochs = max(1, round(SHARE * run.schedule.epochs))
-            longer = replace(further(run, str(weights), epochs, RATE), attention=self.hybrids.attention(choices))
+            head += f" {point.score.top1:.2f} % after alignment\n# {self.command(output, point)}\n"
+            longer = replace(shorter(run, str(weights)), attention=self.hybrids.attention(choices))
             write_file(output / f"{name}.yaml", (head + dump_yaml(dump_run(longer))).encode())
 
 
@@ -194,11 +176,9 @@ def draw(front: Front, title: str) -> Figure:
     axes.margins(0.15)
     axes.grid()
     axes.legend()
-    names = [f"{Path(name).name} {summarize(point.candidate.choices)}" for point, name in front.names.items()]
+    names = []
+    for point, name in front.names.items():
+        layers = Counter(point.candidate.choices)
+        names.append(f"{Path(name).name}: {', '.join(f'{count} {mechanism}' for mechanism, count in layers.items())}")
     label_points(axes, best, names, others, axes.lines[1:])
     return figure
-
-
-def summarize(choices: Sequence[str]) -> str:
-    """Returns the mechanisms and the numbers of their layers, as ``"2 own, 1 linear"``."""
-    return ", ".join(f"{choices.count(name)} {name}" for name in dict.fromkeys(choices))

@@ -1,6 +1,5 @@
 """Runs of train.py that continue training replaced models with labels, as an ablation in the directory of results."""
 
-import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -9,11 +8,9 @@ from typing import Any, NamedTuple
 
 from analysis.align import validates_on_training_images
 from analysis.draws import Tuned
-from analysis.laboratory import Laboratory, classify, score
-from analysis.trained import Trained, load_trained, read_sample
+from analysis.trained import Trained
 from attention import OptionError
 from attention.plugins import as_arguments
-from engine.checkpoints.files import newest_checkpoint
 from engine.config.objective_options import Distill
 from engine.config.schema import Init, Run
 from engine.config.yaml_files import dump_yaml
@@ -35,25 +32,22 @@ class Start(NamedTuple):
     seed: int
 
 
-def further(run: Run, weights: str, epochs: int, rate: float = 1.0) -> Run:
+def further(run: Run, weights: str, epochs: int) -> Run:
     """Returns the run that trains all weights of a file further with labels.
 
     Another mechanism may have weights that the model lacks, so that `init.strict` and `train.freeze` of the run that
     made it do not apply. Nor does its teacher.
-
-    Args:
-        rate: factor of the learning rates.
     """
-    warmup, slower = min(run.schedule.warmup_epochs, epochs - 1), {"lr": rate * run.optim.lr}
-    rates = {name: rate * getattr(run.schedule, name) for name in ("warmup_lr", "min_lr")}
-    return replace(
-        run,
-        init=Init(weights=weights),
-        distill=Distill(),
-        optim=replace(run.optim, **slower),
-        schedule=replace(run.schedule, epochs=epochs, warmup_epochs=warmup, **rates),
-        train=replace(run.train, freeze=None),
-    )
+    schedule = replace(run.schedule, epochs=epochs, warmup_epochs=min(run.schedule.warmup_epochs, epochs - 1))
+    changed = {"init": Init(weights=weights), "distill": Distill(), "schedule": schedule}
+    return replace(run, **changed, train=replace(run.train, freeze=None))
+
+
+def shorter(run: Run, weights: str) -> Run:
+    """Returns the run that trains a file further for a tenth of the epochs, at a quarter of the learning rates."""
+    found = further(run, weights, max(1, round(run.schedule.epochs / 10)))
+    rates = {name: getattr(found.schedule, name) / 4 for name in ("warmup_lr", "min_lr")}
+    return replace(found, optim=replace(run.optim, lr=run.optim.lr / 4), schedule=replace(found.schedule, **rates))
 
 
 def configure(trained: Trained, epochs: int, overrides: Sequence[str]) -> dict[str, Any]:
@@ -108,19 +102,7 @@ def read_results(table: Path, number: int) -> list[Tuned | None]:
     if not table.exists():
         return [None] * number
     with parsing(table, "delete it, and give the command again"):
-        names = [(row["top-1 (%)"], row.get("hours", ""), Path(row["directory"]).name) for row in read_csv(table)]
-        runs = [(top1, hours, table.parent / name) for top1, hours, name in names]
+        runs = [(row["top-1 (%)"], row.get("hours", "")) for row in read_csv(table)]
         if len(runs) != number:
             raise ValueError(f"{len(runs)} rows for {number} runs")
-        return [Tuned(float(top1), 60 * float(hours), where) if top1 else None for top1, hours, where in runs]
-
-
-def count_changes(directory: Path, laboratory: Laboratory) -> int | None:
-    """Counts the images that the last weights of a run predict otherwise (the best were chosen on them); None: it has
-    no weights.
-    """
-    if not (kept := newest_checkpoint(directory)):
-        return None
-    tuned = load_trained(argparse.Namespace(checkpoint=kept[0], select="last", weights="plain", overrides=[]))
-    sample = read_sample(tuned, len(laboratory.sample.images))
-    return score(classify(tuned.model, tuned, sample), sample.classes, laboratory.own.predicted).changed
+        return [Tuned(float(top1), 60 * float(hours)) if top1 else None for top1, hours in runs]

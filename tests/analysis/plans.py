@@ -15,9 +15,9 @@ def follow_plans(monkeypatch, results: Sequence[float] = ()) -> list[Path]:
         plan, output = Path(command[2]), Path(command[command.index("--output") + 1])
         assert Path(command[1]).name == "ablate.py"
         plans.append(plan)
-        rows = [f"{top1},0.025,0" for top1 in results]
-        rows += [",,0" for _ in read_yaml(plan).values["runs"][len(rows) :]]
-        (output / "runs.csv").write_text("\n".join(["top-1 (%),hours,directory", *rows]))
+        rows = [f"{top1},0.025" for top1 in results]
+        rows += ["," for _ in read_yaml(plan).values["runs"][len(rows) :]]
+        (output / "runs.csv").write_text("\n".join(["top-1 (%),hours", *rows]))
         return 0
 
     monkeypatch.setattr(tune, "run_to_end", run_to_end)

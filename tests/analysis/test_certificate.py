@@ -14,11 +14,9 @@ from analysis import laboratory
 from analysis.certificate import NOTE, Certificate, columns, count_changed, upper_bound
 from analysis.laboratory import score
 from analysis.trained import read_sample
-from engine.checkpoints.files import load_checkpoint, save_checkpoint
 from engine.objectives.classification import rank_classes
 from engine.runtime.errors import UserError
-from tests.analysis.models import ROOT, ask, load_model, read_rows, save_model
-from tests.analysis.plans import follow_plans
+from tests.analysis.models import ROOT, ask, read_rows
 from tests.support import coverage as coverage_study
 from tests.support.coverage import SIZES, cover
 
@@ -153,25 +151,6 @@ def test_labels_do_not_matter(trained):
     first, second = (score(logits, each.classes, own) for each in (sample, others))
     assert first.changed == second.changed > 0
     assert first.top1 != second.top1
-
-
-def test_the_certificate_of_a_fine_tuned_run_is_that_of_its_last_weights(checkpoint, tmp_path, monkeypatch, capsys):
-    """A run without weights has none."""
-    follow_plans(monkeypatch, [90.0, 90.0])
-    other = save_model(tmp_path, ["model.depth=2", "model.embed_dim=24", "model.img_size=16", "model.stem=linear"])
-    changes = load_checkpoint(other)
-    changes["model"]["head.bias"] = changes["model"]["head.bias"] + 100 * torch.eye(10)[7]
-    (tmp_path / "out/finetune/0").mkdir(parents=True)
-    save_checkpoint(tmp_path / "out/finetune/0/step_3_epoch_1.pt", changes)
-    options = "--images", "60", "--draws", "1", "--attention", "linear", "--finetune", "1"
-    rows = ask(checkpoint, tmp_path / "out", "replace", *options)
-    trained = load_model(checkpoint)
-    own = laboratory.measure_own(trained, read_sample(trained, 60)).predicted
-    assert {int(row["tuned_changed"]) for row in rows} == {int((own != 7).sum())}
-    assert "linear, tuned: top-1 can have fallen by at most" in capsys.readouterr().out
-    (tmp_path / "out/finetune/0/step_3_epoch_1.pt").unlink()
-    rows = ask(checkpoint, tmp_path / "out", "replace", *options)
-    assert {row["tuned_changed"] for row in rows} == {""}
 
 
 def test_a_searched_assignment_pays_for_all_that_might_have_been_chosen(checkpoint, tmp_path, capsys):
