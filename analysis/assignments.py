@@ -25,8 +25,7 @@ SLICES = 100
 class Candidate(NamedTuple):
     """An assignment.
 
-    predicted: loss of the trained model, plus the increase measured for each replaced layer. cost: by
-    `Prices`.
+    predicted: loss of the trained model, plus the increase measured for each replaced layer. cost: by `Prices`.
     """
 
     choices: Choices

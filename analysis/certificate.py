@@ -74,5 +74,5 @@ class Certificate(NamedTuple):
 
 def columns(certificate: Certificate | None, prefix: str = "") -> dict[str, float | None]:
     """Returns the columns of a CSV file that has the number of images already."""
-    found = (certificate.changed, certificate.rate, round(certificate.bound, 3)) if certificate else (None,) * 3
+    found = (certificate.changed, certificate.rate, certificate.bound) if certificate else (None,) * 3
     return dict(zip((f"{prefix}changed", f"{prefix}changed_rate", f"{prefix}fall_bound"), found, strict=True))

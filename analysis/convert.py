@@ -26,7 +26,7 @@ from analysis.trained import UNLABELLED, Trained, find_columns, load_trained
 from analysis.tune import check_apart
 from bench.timing import MAX_ERROR, Quartiles, cpu_clock, time_rounds
 from engine.checkpoints.export import export
-from engine.checkpoints.files import NOISE, choose_weights
+from engine.checkpoints.files import NOISE, open_weights
 from engine.data.loaders import create_val_loader
 from engine.data.splits import open_split
 from engine.objectives.classification import rank_classes
@@ -98,7 +98,7 @@ def main(args: argparse.Namespace) -> None:
         }
         rows = compare({"original": trained, **models}, columns, is_labelled, args.batch_size)
         chosen = max(rows[1:], key=lambda row: (row["top1"], row["model"]))
-        _, checkpoint, kind, _ = choose_weights(sources[chosen["model"]])
+        _, checkpoint, kind, *_ = open_weights(sources[chosen["model"]])
         export(str(args.output / EXPORT), models[chosen["model"]].run, checkpoint, kind)
         write_file(args.output / "report.csv", dicts_to_csv(rows))
         text = report(rows, chosen, trained, None if is_labelled else state["choices"], args)

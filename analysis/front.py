@@ -25,6 +25,7 @@ from engine.reporting.tables import compact_table
 from engine.run.load import dump_run
 from engine.runtime.files import dicts_to_csv, write_file
 from engine.runtime.ownership import claim_results, owned_files, remove_owned
+from engine.runtime.terminal import progress
 
 FILES = ("search.csv", "front.csv", "front.png")
 
@@ -58,8 +59,13 @@ class Front:
         title += f" top-1 {own.top1:.2f} %, loss {own.loss:.4f} with its own attention,"
         title += f" {len(self.hybrids.laboratory.sample.images)} images; {len(self.points)} assignments measured,"
         title += f" aligned in {args.align} steps, seed {args.seed}"
-        rows = [self.values(point) for point in self.names]
-        table = compact_table([{name: str(x) for name, x in row.items()} for row in rows])
+        rows = []
+        with progress("front", len(self.names), "timed assignments") as bar:
+            for point in self.names:
+                rows.append(self.values(point))
+                bar.update()
+        shown = ({name: f"{x:.5g}" if isinstance(x, float) else str(x) for name, x in row.items()} for row in rows)
+        table = compact_table([*shown])
         print(f"{title}; the front:\n\n{table}\n")
         for text, budget in budgets.items():
             if not any(point.cost <= budget for point in self.names):

@@ -35,6 +35,9 @@ from engine.runtime.memory import limit_memory, refuse_too_large
 from engine.runtime.ownership import check_claim, make_output
 from engine.runtime.terminal import progress
 
+MECHANISMS = ("eva", "lara", "linear", "local", "performer")
+"""Default of --attention."""
+
 NUM_IMAGES = 1000
 """Default number of classified images."""
 
@@ -53,7 +56,7 @@ BUDGETS = {kind: cost.meaning for kind, cost in COSTS.items()}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     command_line.add_run(parser)
-    command_line.add_mechanisms(parser, "all of that file")
+    command_line.add_mechanisms(parser, f"{' '.join(MECHANISMS)}, where a layer can have them")
     text = f"steps of {BATCH_SIZE} training images in which mechanisms are aligned ({STEPS})"
     parser.add_argument("--align", type=Count(), default=STEPS, metavar="STEPS", help=text)
     meanings = "; ".join(f"{kind}: {meaning}" for kind, meaning in BUDGETS.items())
@@ -74,7 +77,7 @@ def main(args: argparse.Namespace) -> dict[str, tuple[Path, Certificate]]:
     make_output(args.output, [*FILES, MEASUREMENTS_FILE])
     check_directory(args.output / "front")
     check_claim(args.output / "front", [name for i in range(100) for name in files_of(f"{i:02}")])
-    mechanisms = command_line.read_mechanisms(args.attention)
+    mechanisms = command_line.read_mechanisms(args.attention or MECHANISMS)
     trained = load_trained(args)
     laboratory = Laboratory(trained, read_sample(trained, args.images), args.output, args.align)
     if args.attention is None:

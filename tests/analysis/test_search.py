@@ -172,6 +172,33 @@ def test_assignments_whose_loss_is_not_finite_are_said_and_not_on_the_front(chec
     assert [(row["layer 0"], row["layer 1"]) for row in read_rows(tmp_path / "front.csv")] == [(OWN, OWN)]
 
 
+@pytest.mark.parametrize(
+    ("error", "top1", "remark"),
+    [
+        (0.01, 49.0, "higher by 0.0020 ± 0.0100 (standard error): within noise"),
+        (1e-5, 50.0, "higher by 0.0020 ± 0.0000 (standard error): beyond noise, though its top-1 is no lower"),
+        (1e-5, 49.0, ""),
+    ],
+)
+def test_cheaper_points_within_noise_and_slow_points_are_named(
+    checkpoint, tmp_path, monkeypatch, capsys, error, top1, remark
+):
+    """The model's own attention has the lowest loss, and linear attention in any layer takes twice its time."""
+
+    def score(hybrids, choices):
+        number = choices.count("linear")
+        return Score(top1, 1 + 0.001 * number, 0, error) if number else Score(50.0, 1.0, 0)
+
+    monkeypatch.setattr(search.Hybrids, "score", score)
+    monkeypatch.setattr(search.Time, "measure", lambda time, choices: 0.005 * (1 + ("linear" in choices)))
+    searched(checkpoint, tmp_path, *LINEAR)
+    front, out = read_rows(tmp_path / "front.csv"), capsys.readouterr().out
+    assert [float(row["ms"]) for row in front] == [10, 10, 5][-len(front) :]
+    assert ("is cheaper" in out) == bool(remark)
+    assert remark in out
+    assert "warning: slower than the model on this device: front/00, front/01\n" in out
+
+
 def test_the_first_table_has_each_layer_alone(checkpoint, tmp_path, monkeypatch, capsys):
     """Softmax in the place of softmax changes nothing."""
     options = "--attention", "softmax", "linear", "--budget", "macs=1"
@@ -276,8 +303,7 @@ def test_without_a_choice_impossible_mechanisms_are_left_out(checkpoint, tmp_pat
     assert "left out: --attention wide: layer 1" in capsys.readouterr().err
 
 
-def test_the_files_of_the_front_train_on_the_split_of_the_run(checkpoint, tmp_path, monkeypatch):
-    """The images of the alignment are of the split that chose the assignment."""
-    searched(checkpoint, tmp_path, "data.train_split=val", *LINEAR, images=60)
+def test_the_files_of_the_front_have_the_data_of_the_search(checkpoint, tmp_path):
+    searched(checkpoint, tmp_path, "data.train_split=val", "data.val_fraction=0.5", *LINEAR, images=60)
     runs = [load_run(path, []) for path in (tmp_path / "front").glob("*.yaml")]
-    assert {run.data.train_split for run in runs} == {"train"}
+    assert {(run.data.train_split, run.data.val_fraction) for run in runs} == {("val", 0.5)}
