@@ -256,7 +256,7 @@ def test_errors_of_a_pyramid_are_means_over_the_layers_of_the_mechanism(tmp_path
     run = load_run(ROOT / "configs/quickstart_pvt.yaml", ["attention=linear", "train.device=cpu"])
     torch.manual_seed(0)
     model = create_model(attention=run.attention, **run.model).eval()
-    trained = Trained(tmp_path, run, source_of(run, model.state_dict()), model, None, torch.device("cpu"), "train")
+    trained = Trained(tmp_path, run, source_of(run, model.state_dict()), model, None, torch.device("cpu"))
     softmax = attend_by_softmax(trained, layer_inputs(trained, torch.randn(2, 3, 64, 64)), 1.0)
     args = argparse.Namespace(draws=1, modes=["sampled"], decompose=3, align=None)
     found = {}
@@ -279,7 +279,7 @@ def test_errors_of_a_pyramid_are_means_over_the_layers_of_the_mechanism(tmp_path
 def test_the_last_stage_of_a_pyramid_keeps_its_own_attention(tmp_path):
     run = load_run(ROOT / "configs/quickstart_pvt.yaml", ["attention=[sra, sra, sra, sra]", "train.device=cpu"])
     model = create_model(attention=run.attention, **run.model).eval()
-    trained = Trained(tmp_path, run, source_of(run, model.state_dict()), model, None, torch.device("cpu"), "train")
+    trained = Trained(tmp_path, run, source_of(run, model.state_dict()), model, None, torch.device("cpu"))
     for name in "linear", "sra":  # its own attention is not replaced where another layer gets the same
         attention, layers = replace.assignment(trained, {}, {"name": name})
         assert ([entry["name"] for entry in attention], list(layers)) == ([name, name, name, "sra"], [0, 1, 2])
