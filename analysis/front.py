@@ -120,15 +120,12 @@ class Front:
             yield f"{cost.name} as predicted from single layers: at most {deviation:.1%} from the measured"
         if lost := sum(not is_score(point.score.loss) for point in points):
             yield f"warning: the loss of {lost} of {len(points)} assignments is not finite; they are not on the front"
-        if slow := [name for point, name in self.names.items() if self.is_slower(point)]:
+        limit = (1 + MAX_ERROR) * self.time.start()
+        if slow := [x for point, x in self.names.items() if self.time.measure(point.candidate.choices) > limit]:
             yield f"warning: slower than the model on this device: {', '.join(slow)}"
         if noisy := len({*self.time.noisy, *cost.noisy}):
             remedy = "repeat the search in another directory on an idle machine, or with OMP_NUM_THREADS=1"
             yield f"warning: {noisy} times are noisy; {remedy}"
-
-    def is_slower(self, point: Point) -> bool:
-        """Returns whether a point takes longer than the trained model, by more than medians are uncertain."""
-        return self.time.measure(point.candidate.choices) > (1 + MAX_ERROR) * self.time.start()
 
     def command(self, output: Path, point: Point) -> str:
         """Returns the command that trains a point further."""
