@@ -104,7 +104,7 @@ def main(args: argparse.Namespace) -> None:
         text = report(rows, chosen, trained, None if is_labelled else state["choices"], args)
         write_file(args.output / "report.md", text.encode())
         keep(finished=True)
-    print((args.output / "report.md").read_text())
+    print(read_bounded(args.output / "report.md", MAX_TEXT).decode())
 
 
 def read_state(directory: Path, options: Mapping[str, Any]) -> dict[str, Any]:
