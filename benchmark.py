@@ -20,7 +20,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
 from bench.arguments import check_arguments, every_mechanism, image_size, positive, token_grid
 from bench.choice import BUDGETS, format_choices, parse_budget
@@ -35,6 +34,7 @@ from engine.runtime.errors import refuse_bad_input
 from engine.runtime.memory import limit_memory
 from engine.runtime.provenance import provenance
 from engine.runtime.signals import end_at_interrupt
+from engine.runtime.terminal import progress
 
 
 @end_at_interrupt()
@@ -53,9 +53,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         metadata["load"] = round(os.getloadavg()[0], 2)
         rows = []
         try:
-            with limit_memory(device), tqdm(comparisons, unit="comparison", disable=None) as bar:
-                for comparison in bar:
+            with limit_memory(device), progress("benchmark", len(comparisons), "comparisons") as bar:
+                for comparison in comparisons:
                     rows += compare(comparison, args.rounds, device)
+                    bar.update()
                     if args.output:
                         write_tables(metadata, rows, args.output)
         finally:  # keeps the measurements, whatever ends the rest

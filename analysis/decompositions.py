@@ -13,9 +13,6 @@ MAX_STEPS = 1000
 MAX_RESIDUAL = 1e-7
 """Largest residual of robust PCA, relative to ||A||_F."""
 
-LEAST_GAIN = 3e-3
-"""Least share by which a step of GoDec lowers the error; the iteration ends below it."""
-
 
 def truncate(a: Tensor, rank: int) -> Tensor:
     """Returns the matrix of `rank` nearest to `a` (M, N), from its largest singular values (Eckart and Young, 1936)."""
@@ -57,30 +54,3 @@ def robust_pca(a: Tensor, weight: float | None = None, max_steps: int = MAX_STEP
         multiplier = multiplier + mu * residual
         mu = torch.minimum(1.5 * mu, largest_mu)
     raise RuntimeError(f"robust PCA: residual {residual.norm() / norm:.1e} of the norm after {max_steps} steps")
-
-
-def godec(a: Tensor, rank: int, count: int) -> tuple[Tensor, Tensor]:
-    """Finds L of `rank` and S of `count` entries with small ||A - L - S||_F (GoDec; Zhou and Tao, ICML 2011).
-
-    L and S are fitted in turn to the residual of the other. Of two starts, the best S alone and S = 0, the better wins.
-    L is fitted by the paper's two projections, which start from the last step's, so that the error never rises. The
-    iteration ends if a step lowers the error by a share below `LEAST_GAIN`, or to rounding error.
-
-    Args:
-        a: (M, N).
-    """
-    found = []
-    for sparse in (keep_largest(a, count), torch.zeros_like(a)):
-        right, before = torch.linalg.svd(a - sparse, full_matrices=False).Vh[:rank].mT, torch.inf
-        for _ in range(MAX_STEPS):
-            rest = a - sparse
-            left = torch.linalg.qr(rest @ right).Q
-            right = rest.mT @ left
-            low = left @ right.mT
-            sparse = keep_largest(a - low, count)
-            error = (a - low - sparse).norm()
-            if error > (1 - LEAST_GAIN) * before or error <= 1e-14 * a.norm():
-                break
-            before = error
-        found.append((low, sparse))
-    return min(found, key=lambda parts: (a - sum(parts)).norm())

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from analysis import command_line
 from analysis.budgets import low_rank_share, split_budget
-from analysis.decompositions import godec, keep_largest, robust_pca, truncate
+from analysis.decompositions import keep_largest, robust_pca, truncate
 from analysis.matrices import Layer, process1_layers, read_layers
 from attention import create_attention
 from engine.reporting.plots import encode, in_style, line_style, marker_style, new_figure
@@ -43,7 +43,7 @@ LOWEST_BUDGET = 8
 FLOOR = 1e-3
 """Smallest error that the figure resolves."""
 
-METHODS = "low rank", "sparse", "robust PCA", "GoDec", "Scatterbrain", "Scatterbrain by entropy"
+METHODS = "low rank", "sparse", "robust PCA", "Scatterbrain", "Scatterbrain by entropy"
 
 PROCESS = "process1"
 
@@ -181,10 +181,7 @@ def decomposition_fits(a: Tensor, low: Tensor, budget: int) -> dict[str, Fit]:
 
     alone = {"low rank": fit(truncate(a, budget // 2), budget // 2, 0)}
     alone["sparse"] = fit(keep_largest(a, budget * N), 0, budget)
-    return alone | {
-        "robust PCA": best([*alone.values(), *(fit(cut(*split), *split) for split in splits)]),
-        "GoDec": best([*alone.values(), *(fit(sum(godec(a, r, s * N)), r, s) for r, s in splits)]),
-    }
+    return alone | {"robust PCA": best([*alone.values(), *(fit(cut(*split), *split) for split in splits)])}
 
 
 def share_of(layer: Layer) -> float:

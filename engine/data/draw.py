@@ -17,12 +17,12 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from tqdm import tqdm
 
 from engine.data.idx import LIMIT, new_files, write_idx
 from engine.runtime.arguments import SEED, ArgumentParser, Count
 from engine.runtime.errors import UserError, refuse_bad_input
 from engine.runtime.signals import end_at_interrupt
+from engine.runtime.terminal import progress
 
 SPLITS = ("train", "t10k")
 
@@ -116,8 +116,11 @@ def make(output: Path, images: Sequence[int], scenes: tuple[int, int] | None, se
         if scenes and split == "train":
             draw_one = partial(draw_graded, scenes=scenes)
         labels = np.arange(count) % 2
-        with tqdm(range(count), split, unit=" images", dynamic_ncols=True, disable=None) as bar:
-            drawn = [draw_one(np.random.default_rng((seed, number, i)), labels[i], **options) for i in bar]
+        drawn = []
+        with progress(split, count, "images") as bar:
+            for i, label in enumerate(labels):
+                drawn.append(draw_one(np.random.default_rng((seed, number, i)), label, **options))
+                bar.update()
         write_idx(image_file, np.stack(drawn))
         write_idx(label_file, labels)
 

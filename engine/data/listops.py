@@ -17,12 +17,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
-from tqdm import tqdm
 
 from engine.data.idx import LIMIT, new_files, write_idx
 from engine.runtime.arguments import SEED, ArgumentParser, Count
 from engine.runtime.errors import refuse_bad_input
 from engine.runtime.signals import end_at_interrupt
+from engine.runtime.terminal import progress
 
 SPLITS = ("train", "t10k")
 
@@ -84,10 +84,11 @@ def make(output: Path, sequences: Sequence[int], length: tuple[int, int], seed: 
     for number, (image_file, label_file) in enumerate(new_files(output, SPLITS)):
         images = np.zeros((sequences[number], 1, length[1]), np.uint8)
         labels = np.zeros(sequences[number], np.uint8)
-        with tqdm(range(len(labels)), SPLITS[number], unit=" sequences", dynamic_ncols=True, disable=None) as bar:
-            for i in bar:
+        with progress(SPLITS[number], len(labels), "sequences") as bar:
+            for i in range(len(labels)):
                 tokens, labels[i] = draw(random.Random(f"{seed} {number} {i}"), *length)
                 images[i, 0, : len(tokens)] = [NUMBERS[token] for token in tokens]
+                bar.update()
         write_idx(image_file, images)
         write_idx(label_file, labels)
 

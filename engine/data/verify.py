@@ -15,7 +15,6 @@ from itertools import combinations
 from typing import Any, BinaryIO, cast, get_args
 
 import numpy as np
-from tqdm import tqdm
 
 from engine.config.schema import Data
 from engine.data.images import BrokenImage
@@ -24,6 +23,7 @@ from engine.data.workers import WorkerLoader
 from engine.runtime.arguments import PROCESSES, ArgumentParser, Count
 from engine.runtime.errors import refuse_bad_input
 from engine.runtime.signals import end_at_interrupt
+from engine.runtime.terminal import progress
 from engine.runtime.text import describe_difference
 
 KINDS = [kind for kind in get_args(Data.__annotations__["dataset"]) if kind not in ("digits", "copy")]
@@ -64,7 +64,7 @@ def open_splits(args: argparse.Namespace) -> dict[str, Images]:
 def read_all(images: Images, workers: int, title: str) -> Generator[tuple[Any, int] | BrokenImage, None, None]:
     """Yields every sample of `images` in order, read by `workers` processes, and shows a progress bar."""
     loader = WorkerLoader(images, batch_size=16, num_workers=workers, collate_fn=list)
-    with tqdm(total=len(images), desc=title, unit=" images", dynamic_ncols=True) as bar:
+    with progress(title, len(images), "images") as bar:
         for samples in loader:
             yield from samples
             bar.update(len(samples))

@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 import triton
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from ...parts.geometry import Grid, Windows
 from ...parts.transforms import softmax_attention
@@ -64,8 +63,8 @@ class Geometry:
         (self.B, length, _, self.h, self.d), self.grid, self.tile = qkv.shape, grid, tile
         self.window, self.origin, self.across = window, origin, grid[1] // tile[1]
         self.N = math.prod(grid)
-        self.P, self.groups = length - self.N, grid[0] // tile[0] * self.across if weights else 0
-        self.c = self.P + self.groups
+        self.P = length - self.N
+        self.c = self.P + (grid[0] // tile[0] * self.across if weights else 0)
         sides = zip(grid, window, origin, strict=True)
         self.num_windows = math.prod(triton.cdiv(side - first, size) for side, size, first in sides)
         self.parts = triton.cdiv(self.num_windows, PART)
@@ -208,24 +207,6 @@ def _empty_gradients(qkv, bias, weights, grid, window, origin, tile, of_bias) ->
 @_packed_backward.register_fake
 def _(dy, saved, qkv, bias, weights, grid, window, origin, tile, mu_scale, prior, eps, of_bias):
     return _empty_gradients(qkv, bias, weights, grid, window, origin, tile, of_bias)
-
-
-@register_flop_formula(getattr(torch.ops, NAMESPACE).packed_attention, get_raw=True)
-def _flops(qkv, bias, noise, weights, grid, window, origin, tile, *others, **kwargs) -> int:
-    """Operations of two products for each query and each of its keys and landmarks, of one sample for each key, and of
-    both transforms.
-    """
-    G = Geometry(qkv, weights, grid, window, origin, tile)
-    tokens = G.B * G.N * G.h * G.d
-    return 4 * tokens * (math.prod(window) + G.c + bool(weights)) + 4 * G.B * G.h * G.groups * G.d**2
-
-
-@register_flop_formula(getattr(torch.ops, NAMESPACE).packed_attention_backward, get_raw=True)
-def _backward_flops(dy, saved, qkv, bias, weights, grid, window, origin, tile, *others, **kwargs) -> int:
-    """Operations of five products for each query and key, of seven for each query and landmark, and of the groups."""
-    G = Geometry(qkv, weights, grid, window, origin, tile)
-    tokens = G.B * G.N * G.h * G.d
-    return tokens * (10 * math.prod(window) + 14 * G.c + 6 * bool(weights)) + 12 * G.B * G.h * G.groups * G.d**2
 
 
 def _save(ctx, inputs, output):

@@ -8,7 +8,6 @@ are computed again from them.
 import torch
 import triton
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from ...parts.features import upcast
 from ..kernels import NAMESPACE, first_order, kernel
@@ -187,27 +186,6 @@ def _gradients_of_mix(ctx, dy, _):
 
 
 _mix_values.register_autograd(_gradients_of_mix, setup_context=_save_mix)
-
-
-@register_flop_formula(getattr(torch.ops, NAMESPACE).feature_values, get_raw=True)
-def _flops(x, v, omega, **kwargs) -> int:
-    """Operations of one product for each token and sample, and with values of two."""
-    return 2 * x.numel() * omega.shape[2] * (1 if v is None else 2)
-
-
-@register_flop_formula(getattr(torch.ops, NAMESPACE).feature_values_backward, get_raw=True)
-def _backward_flops(x, v, omega, mass, u, du, dmass, of_samples, **kwargs) -> int:
-    return 2 * x.numel() * omega.shape[2] * ((2 if v is None else 4) + of_samples)
-
-
-@register_flop_formula(getattr(torch.ops, NAMESPACE).mix_values, get_raw=True)
-def _mix_flops(q, omega, mass, u, q_bar, *others, **kwargs) -> int:
-    return 2 * q.numel() * omega.shape[2] * (2 if q_bar is None else 3)
-
-
-@register_flop_formula(getattr(torch.ops, NAMESPACE).mix_values_backward, get_raw=True)
-def _mix_backward_flops(q, omega, mass, u, q_bar, log_total, balance, beta, lse, dy, of_samples, **kwargs) -> int:
-    return 2 * q.numel() * omega.shape[2] * ((4 if q_bar is None else 7) + of_samples)
 
 
 def _supported(q: Tensor, k: Tensor, v: Tensor, held: int) -> bool:
