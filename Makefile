@@ -35,6 +35,7 @@ docs: build/venv/ready .venv/ready
 	cp -r README.md CONTRIBUTING.md CHANGELOG.md CITATION.cff docs configs reference build/docs
 	.venv/bin/python -m engine.config.option_pages attention > build/docs/docs/options/attention.md
 	build/venv/bin/properdocs build --strict --config-file mkdocs.yml
+	@echo "Read and search it at http://localhost:8000 with: $(PYTHON) -m http.server --directory site"
 
 .venv/ready: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed; name it: make PYTHON=python3.12")'
