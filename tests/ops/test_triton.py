@@ -20,9 +20,11 @@ from attention import create_attention, kernels
 from attention.ops import memory
 from attention.ops import triton_tokens as tiles
 from attention.ops.packed import triton_packed
+from attention.parts.geometry import Windows
 from engine.runtime.locks import hold_lock
 from tests.support.kernel_cases import (
     CASES,
+    Case,
     FeatureCase,
     PackedCase,
     checked_by,
@@ -92,7 +94,7 @@ def test_interpreted_kernels_equal_the_literal_twin_in_value_and_all_gradients(c
 
 def test_kernels_under_every_use(interpreted):
     """Twice in a graph, checkpointed, compiled, all kinds of strides, frozen inputs, types that differ."""
-    assert len(interpreted["uses"]) == 15
+    assert len(interpreted["uses"]) == 21
     for use, difference in interpreted["uses"].items():
         assert difference <= 1e-6, use
 
@@ -104,9 +106,9 @@ def test_layers_on_the_path_call_the_kernels_that_cover_them(interpreted):
         "eva without images": [],
         "eva of 80 channels a head": [],
         "eva of windows that overlap": [],
-        "eva of bins that differ": [],
+        "eva of bins that differ": ["joint_softmax"],
         "eva of released options": ["packed_attention"],
-        "eva of groups in raster order": [],
+        "eva of groups in raster order": ["joint_softmax"],
         "eva of groups outside windows": [],
         "eva of two samples": [],
         "eva with a local term": ["packed_attention"],
@@ -114,6 +116,8 @@ def test_layers_on_the_path_call_the_kernels_that_cover_them(interpreted):
         "eva with dropout": [],
         "shifted windows": ["packed_attention"],
         "local beyond the grid": ["packed_attention"],
+        "combiner": ["joint_softmax"],
+        "transformer_ls": ["joint_softmax"],
         "local with registers and a local term": ["packed_attention"],
         "lara": ["lara"],
         "lara of float32": [],
@@ -141,7 +145,7 @@ def test_the_default_takes_the_faster_path_of_each_call(interpreted):
 
 
 def test_kernels_refuse_second_derivatives(interpreted):
-    assert len(interpreted["refusals"]) == 3
+    assert len(interpreted["refusals"]) == 4
     assert all(text.startswith("fast paths have no second derivatives") for text in interpreted["refusals"])
 
 
@@ -179,6 +183,39 @@ def test_what_the_kernels_of_packed_projections_do_not_cover(monkeypatch):
     assert covers(**eva, dtype=torch.bfloat16)
 
 
+@pytest.mark.parametrize(
+    ("changed", "of_q"),
+    [
+        ({"attn_drop": 0.1}, {}),
+        ({"windows": Windows((1, 35), (1, 12), causal=True)}, {}),
+        ({"windows": Windows((5, 7), (0, 0))}, {}),
+        ({"windows": Windows((5, 7), (3, 4), (0, 1))}, {}),
+        ({"windows": Windows((5, 7), (3, 4), key_mask=torch.ones(1, 35, dtype=torch.bool))}, {}),
+        ({"keys": torch.zeros(1, 2, 6, 3, 16), "values": torch.zeros(1, 2, 6, 3, 16)}, {}),
+        ({"keys": None}, {}),
+        ({"keys": torch.zeros(1, 2, 1, 65, 16), "values": torch.zeros(1, 2, 1, 65, 16)}, {}),
+        ({"logits": torch.zeros(6, 12, 3)}, {}),
+        ({"logits": torch.zeros(2, 1, 1, 3)}, {}),
+        ({"logits": torch.zeros(3, requires_grad=True)}, {}),
+        ({}, {"dtype": torch.float64}),
+        ({}, {"d": 48}),
+        ({}, {"B": 0}),
+    ],
+    ids=str,
+)
+def test_what_the_kernels_of_the_joint_softmax_do_not_cover(changed, of_q, monkeypatch):
+    monkeypatch.setattr(tiles.INTERPRETED, "value", True)
+
+    def covers(changed, dtype=torch.float32, d=16, B=1):
+        q, summaries = torch.zeros(B, 2, 35, d, dtype=dtype), torch.zeros(1, 2, 1, 3, d)
+        arguments = {"keys": summaries, "values": summaries, "windows": Windows((5, 7), (3, 4))}
+        return triton_packed.covers_joint_softmax(q, q, q, **arguments | changed)
+
+    assert covers({})
+    assert covers({"logits": torch.zeros(6, 1, 3)})
+    assert not covers(changed, **of_q)
+
+
 @gpu
 @every_case
 def test_kernels_on_a_gpu_equal_the_literal_twin_in_value_and_all_gradients(case):
@@ -195,12 +232,13 @@ HALF, BF16 = (torch.bfloat16, torch.float16), (torch.bfloat16,)
     [
         (case, dtype, d)
         for case, dtypes in (
+            (Case((14, 14), (7, 7), c=49, B=2, h=3), HALF),
             (FeatureCase(196, 64, B=2, h=3), BF16),
             (FeatureCase(196, 49, "decoupled", B=2, h=3), BF16),
             *((PackedCase((14, 14), (7, 7), (7, 7), P, B=2, h=3), HALF) for P in (0, 1, 5)),
         )
         for dtype in dtypes
-        for d in ((32, 64) if isinstance(case, PackedCase) else (32, 40, 64))
+        for d in ((32, 40, 64) if isinstance(case, FeatureCase) else (32, 64))
     ],
     ids=str,
 )
@@ -214,6 +252,7 @@ def test_kernels_on_a_gpu_at_the_papers_sizes(case, dtype, d):
 @pytest.mark.parametrize(
     "case",
     [
+        Case((28, 28), (7, 7), c=49),
         FeatureCase(784, 64),
         FeatureCase(784, 49, "decoupled"),
         *(PackedCase((28, 28), (7, 7), (7, 7), P) for P in (0, 1)),

@@ -17,6 +17,7 @@ from attention.ops.packed import triton_packed
 from attention.ops.random_features import triton_features
 from tests.support.kernel_cases import (
     CASES,
+    Case,
     FeatureCase,
     PackedCase,
     checked_by,
@@ -29,6 +30,7 @@ triton_features.PROGRAMS = 2  # sums of several blocks in one program
 triton_packed.RESIDENT, triton_packed.PART = 6, 3  # programs of several parts, images of several programs
 CPU, CALLS = torch.device("cpu"), []
 FEATURES, PROPOSALS = FeatureCase(35, 6), FeatureCase(35, 6, "decoupled", B=3)
+JOINT = Case((3, 4), (2, 3), h=1, c=2)
 PACKED = PackedCase((4, 6), (2, 3), (2, 2), P=1, h=1, bias=False)
 EVA = {"name": "eva", "window_size": 3, "num_landmarks": 6}
 LARA = {"name": "lara", "num_landmarks": 4}
@@ -48,6 +50,8 @@ LAYERS = {
     "eva with dropout": EVA | {"attn_drop": 0.1},
     "shifted windows": {"name": "shifted_window", "window_size": 3, "layer": 1},
     "local beyond the grid": {"name": "local", "window_size": 5, "grid": (5, 3)},
+    "combiner": {"name": "combiner", "window_size": 2},
+    "transformer_ls": {"name": "transformer_ls", "window_size": 3, "num_landmarks": 4},
     "local with registers and a local term": {"name": "local", "window_size": 3, "num_prefix_tokens": 5, "local": True},
     "lara": LARA | {"dtype": torch.bfloat16},
     "lara of float32": LARA,
@@ -145,7 +149,7 @@ def kernels_by_times() -> dict[str, Any]:
     def clock(call) -> float:
         CALLS.clear()
         call()
-        return {"lara": 1.0, "packed_attention": 3.0}[CALLS[0]] if CALLS else 2.0
+        return (1.0 if CALLS[0] == "lara" else 3.0) if CALLS else 2.0
 
     found: dict[str, Any] = {}
     for path in "auto", "lean":
@@ -189,12 +193,12 @@ def main() -> None:
         )
     ways = twice, checkpointed, compiled
     uses = {f"{use.__name__} packed": largest_difference(PACKED, use) for use in ways}
-    for case in (FEATURES, PROPOSALS):
+    for case in (FEATURES, PROPOSALS, JOINT):
         every_way = *ways, contiguous, channels_apart, frozen
         uses |= {f"{use.__name__} {case}": largest_difference(case, use) for use in every_way}
     layers = {name: kernels_of_layer(**options) for name, options in LAYERS.items()}
     found = {"errors": {str(case): errors(case, CPU) for case in CASES}, "uses": uses, "layers": layers}
-    refusals = [second_derivatives(case) for case in (FEATURES, PROPOSALS, PACKED)]
+    refusals = [second_derivatives(case) for case in (FEATURES, PROPOSALS, PACKED, JOINT)]
     found |= {"default": kernels_by_default(), "timed": kernels_by_times(), "refusals": refusals}
     print(json.dumps(found))
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -14,8 +15,10 @@ from attention.mechanisms.lara import lara, lara_reference
 from attention.mechanisms.performer import performer, performer_reference
 from attention.mechanisms.shifted_window import shifted_window, shifted_window_reference
 from attention.ops.group_values.op import group_mean
+from attention.ops.joint_softmax.op import joint_softmax, joint_softmax_reference
 from attention.ops.packed import triton_packed
 from attention.ops.random_features import triton_features
+from attention.parts.features import upcast
 from attention.parts.geometry import Grid, Windows, split_heads, split_prefix
 from attention.parts.groups import Groups, bins
 
@@ -29,6 +32,26 @@ def changed(case: NamedTuple) -> str:
     """Formats the fields of a case that differ from their defaults."""
     given = {name: value for name, value in case._asdict().items() if value != case._field_defaults.get(name)}
     return ", ".join(f"{name} {value}" for name, value in given.items())
+
+
+class Case(NamedTuple):
+    """A joint softmax: B images, h heads of width d, c landmarks, P prefix tokens.
+
+    log_count: the landmarks' logits differ. leave_one_out: every window attends to all landmarks but one of its own.
+    """
+
+    grid: Grid
+    window: Grid
+    c: int = 6
+    d: int = 16
+    P: int = 0
+    B: int = 1
+    h: int = 2
+    bias: bool = True
+    log_count: bool = False
+    leave_one_out: bool = False
+    dtype: torch.dtype = torch.float32
+    __str__ = changed
 
 
 class FeatureCase(NamedTuple):
@@ -71,6 +94,14 @@ class PackedCase(NamedTuple):
 
 HALF = torch.bfloat16, torch.float16
 CASES = [
+    Case((5, 7), (3, 4)),
+    Case((4, 6), (2, 3), B=2, h=1, d=32, log_count=True),
+    Case((5, 3), (3, 3), B=2, h=3, c=1, bias=False),
+    Case((5, 7), (3, 4), P=1, h=1, c=9, leave_one_out=True),
+    Case((5, 4), (3, 4), P=2, h=1, log_count=True),
+    Case((4, 5), (2, 3), c=0, P=1, bias=False),
+    Case((1, 20), (1, 6), c=0, d=64, h=1),
+    *(Case((9, 8), (7, 7), c=49, d=32, dtype=dtype) for dtype in HALF),
     FeatureCase(35, 6, B=2),
     FeatureCase(70, 17, d=20, P=1, h=3),
     FeatureCase(20, 2, d=1),
@@ -94,6 +125,39 @@ CASES = [
     *(PackedCase((14, 7), (7, 7), (2, 7), d=32, h=1, dtype=dtype) for dtype in HALF),
     *(PackedCase((14, 7), (7, 7), (2, 7), P=1, d=32, B=2, h=2, dtype=dtype) for dtype in HALF),
 ]
+
+
+def example(case: Case, device: torch.device) -> tuple[list[Tensor | None], dict[str, Windows]]:
+    """Returns arguments and keywords of `joint_softmax`. Tensors that autocast keeps in fp32 are in fp32."""
+    B, h, c, d, P = case.B, case.h, case.c, case.d, case.P
+    generator, windows = torch.Generator().manual_seed(0), Windows(case.grid, case.window)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device)
+
+    q, k, v = split_heads(normal(B, P + math.prod(case.grid), 3 * h * d).to(case.dtype), 3, h)
+    bias = normal(h, windows.num_queries, windows.num_keys) if case.bias else None
+    keys, values = normal(2, B, h, 1, c, d) if c else (None, None)
+    logits, landmark = None, torch.arange(c, device=device)
+    if case.log_count or case.leave_one_out:
+        logits = (landmark + 1.0).log()[None, None] * case.log_count
+    if case.leave_one_out:
+        window = torch.arange(windows.num_windows, device=device)[:, None, None]
+        logits = logits.masked_fill(window % c == landmark, -torch.inf)
+    return [q[:, :, P:], k, v, bias, keys, values, logits], {"windows": windows}
+
+
+def plain(q, k, v, bias=None, keys=None, values=None, logits=None, *, windows) -> Tensor:
+    """Computes the op that the kernels replace, with landmarks' logits in fp32, which autocast would round.
+
+    Logits of windows are products as PyTorch rounds them in half types, also in float16, where the op itself has them
+    in fp32 because they may overflow: the error of the kernels is a multiple of PyTorch's.
+    """
+    if keys is not None:
+        on_keys = upcast(windows.partition(q)) * q.shape[-1] ** -0.5 @ keys.mT
+        logits = on_keys if logits is None else on_keys + logits
+    with patch("attention.ops.joint_softmax.op.product", lambda x, y: upcast(x @ y)):
+        return joint_softmax(q, k, v, bias, values=values, logits=logits, windows=windows)
 
 
 def feature_example(case: FeatureCase, device: torch.device) -> tuple[list[Any], dict[str, Any]]:
@@ -136,8 +200,14 @@ def packed_example(case: PackedCase, device: torch.device) -> tuple[list[Tensor 
 def packed_kernels(qkv, bias, *weights, windows, shift, tiles, noise, log_count) -> Tensor:
     """The kernels of attention on the packed projection, on modules with these weights."""
     first, second = (step - side if step else 0 for step, side in zip(shift, windows.size, strict=True))
-    weights = [] if tiles is None else list(weights)
-    return triton_packed.attend_on(qkv, bias, noise, weights, windows, (first, second), tiles, log_count)
+    keys, values, prior = None, None, None
+    if num_prefix := qkv.shape[1] - math.prod(windows.grid):
+        keys, values = (x[:, :num_prefix].transpose(1, 2) for x in qkv.unbind(2)[1:])
+    options = {"origin": (first, second), "tiles": tiles, "noise": noise}
+    options |= {"weights": weights} if tiles else {}
+    if log_count:
+        prior = torch.full((1, tiles.num_windows), math.log2(tiles.num_queries), device=qkv.device)
+    return triton_packed.attend_on(qkv, bias, windows, keys, values, prior, **options)
 
 
 def packed_parts(
@@ -191,6 +261,9 @@ class Checked(NamedTuple):
     reference: Callable
 
 
+JOINT = Checked(
+    example, ("q", "k", "v", "bias", "keys", "values"), triton_packed.joint_softmax, plain, joint_softmax_reference
+)
 PACKED = Checked(packed_example, ("qkv", "bias", *WEIGHTS), packed_kernels, packed_plain, packed_reference)
 PERFORMER = Checked(
     feature_example, ("q", "k", "v", "omega"), triton_features.performer, performer, performer_reference
@@ -201,8 +274,8 @@ LARA = Checked(feature_example, OF_LARA, triton_features.lara, lara, lara_refere
 
 def checked_by(case: NamedTuple) -> Checked:
     """Returns the functions that a case checks."""
-    if isinstance(case, PackedCase):
-        return PACKED
+    if not isinstance(case, FeatureCase):
+        return JOINT if isinstance(case, Case) else PACKED
     return PERFORMER if case.weighting is None else LARA
 
 

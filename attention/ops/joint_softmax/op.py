@@ -12,10 +12,11 @@ from torch import Tensor
 from ...parts.features import product
 from ...parts.geometry import Windows, split_prefix
 from ..kernels import with_fast_path
+from ..packed import op as packed
 from . import fused
 
 
-@with_fast_path(fused.joint_softmax, fused.covers)
+@with_fast_path(fused.joint_softmax, fused.covers, triton=packed.TRITON)
 def joint_softmax(
     q: Tensor,
     k: Tensor,

@@ -34,4 +34,7 @@ class Packing(NamedTuple):
     landmarks: "Landmarks | None" = None
 
 
-offer("packed_attention", f"{__package__}.triton_packed")
+TRITON = f"{__package__}.triton_packed"
+"""Module of the kernels."""
+
+offer("packed_attention", TRITON)

@@ -1,6 +1,6 @@
 """Triton kernels of windows and landmarks on the packed projection (B, P + N, 3, h, d), launched by `triton_packed`.
 
-Landmarks of an image are its P prefix tokens, then its groups. All tables of groups have a row for each landmark.
+Landmarks of an image are the m that are given, then its groups. All tables of groups have a row for each landmark.
 
 Forward: `summarise` reads q, k and v once for the groups, `attend` once for the windows. Backward: `landmark_gradient`
 reads q, y and dy, `group_gradient` k and v, `transform_gradient` the means of the groups, and `token_gradient` reads q,
@@ -24,8 +24,8 @@ INFINITY = tl.constexpr(float("inf"))
 class Sizes(NamedTuple):
     """Compile-time constants of a kernel: heads and their width; prefix tokens; rows and columns of the grid and of
     windows; row and column where the first window begins; number of windows, and true if they divide the grid; rows and
-    columns of groups, landmarks (prefix tokens and groups), and rows of groups in a program; block lengths; precision
-    of fp32, warps, stages of loads. Divisions by constants are cheap.
+    columns of groups, landmarks that are given, all landmarks, and rows of groups in a program; block lengths;
+    precision of fp32, warps, stages of loads. Divisions by constants are cheap.
     """
 
     h: int
@@ -42,6 +42,7 @@ class Sizes(NamedTuple):
     even: bool
     tile_rows: int
     tile_columns: int
+    m: int
     c: int
     bands: int
     block_w: int
@@ -86,8 +87,8 @@ def _store(start, index, valid, value, width: tl.constexpr, S: tl.constexpr):
 def _bands_of(split, S: tl.constexpr):
     """Landmarks of the groups of a few rows of groups, their mask, and the first and last of their tokens."""
     across: tl.constexpr = S.W // S.tile_columns
-    group = S.P + split * (S.bands * across) + tl.arange(0, S.block_c)
-    real = group < tl.minimum(S.P + (split + 1) * (S.bands * across), S.c)
+    group = S.m + split * (S.bands * across) + tl.arange(0, S.block_c)
+    real = group < tl.minimum(S.m + (split + 1) * (S.bands * across), S.c)
     length: tl.constexpr = S.bands * S.tile_rows * S.W
     return group, real, split * length, tl.minimum((split + 1) * length, S.H * S.W)
 
@@ -95,7 +96,7 @@ def _bands_of(split, S: tl.constexpr):
 @triton.jit
 def _group_of(token, S: tl.constexpr):
     """The landmark of a token's group."""
-    return S.P + token // S.W // S.tile_rows * (S.W // S.tile_columns) + token % S.W // S.tile_columns
+    return S.m + token // S.W // S.tile_rows * (S.W // S.tile_columns) + token % S.W // S.tile_columns
 
 
 @triton.jit
@@ -109,6 +110,12 @@ def _window_tokens(i, S: tl.constexpr):
     if not S.even:
         valid = valid & (y >= 0) & (y < S.H) & (x >= 0) & (x < S.W)
     return y * S.W + x, valid
+
+
+@triton.jit
+def _window_of(token, S: tl.constexpr):
+    across: tl.constexpr = (S.W - S.left + S.columns - 1) // S.columns
+    return (token // S.W - S.top) // S.rows * across + (token % S.W - S.left) // S.columns
 
 
 @triton.jit
@@ -126,16 +133,15 @@ def _window_logits(queries, keys, bias, head, valid, S: tl.constexpr):
 
 
 @triton.jit
-def _landmark_logits(queries, landmarks, real, prior, S: tl.constexpr):
-    """Logits of queries on landmarks, or of landmarks on queries; prior: see `_prior`."""
-    logits = dot(queries, tl.trans(landmarks), S) * (S.d**-0.5 * LOG2E) + prior
+def _landmark_logits(queries, landmarks, real, prior, window, landmark, S: tl.constexpr):
+    """Logits of queries on landmarks, or of landmarks on queries, with the term `prior` (windows, c), if any; `window`
+    and `landmark` are two blocks of indices, of which each belongs to one side.
+    """
+    logits = dot(queries, tl.trans(landmarks), S) * (S.d**-0.5 * LOG2E)
+    if prior is not None:
+        valid = (window < S.windows) & (landmark < S.c)
+        logits += tl.load(prior + window * S.c + landmark, valid, other=0.0)
     return tl.where(real[None, :], logits, -INFINITY)
-
-
-@triton.jit
-def _prior(landmark, prior, S: tl.constexpr):
-    """Term of the logits on landmarks: `prior` on groups, 0 on prefix tokens."""
-    return tl.where(landmark >= S.P, prior, 0.0)
 
 
 @triton.jit
@@ -197,8 +203,8 @@ def summarise(qkv, of_q, of_k, noise, q_bar, k_bar, omega, k_tilde, beta, mass, 
     _store(k_tilde + table, group, real, landmarks, S.d, S)
     samples = (_transformed(q_mean, of_q, eps, S) + landmarks) * mu_scale
     if noise is not None:
-        of_groups = noise + tl.program_id(0).to(tl.int64) * ((S.c - S.P) * S.d)
-        samples += _load(of_groups, group - S.P, real, S.d, S).to(tl.float32)
+        of_groups = noise + tl.program_id(0).to(tl.int64) * ((S.c - S.m) * S.d)
+        samples += _load(of_groups, group - S.m, real, S.d, S).to(tl.float32)
     _store(omega + table, group, real, samples, S.d, S)
 
     samples *= S.d**-0.25 * LOG2E
@@ -223,7 +229,7 @@ def summarise(qkv, of_q, of_k, noise, q_bar, k_bar, omega, k_tilde, beta, mass, 
 
 
 @triton.jit
-def attend(qkv, bias, k_tilde, beta, y, lse, prior, S: tl.constexpr):
+def attend(qkv, bias, k_tilde, beta, prior, y, lse, S: tl.constexpr):
     """Kernel of the output y and the log-sum-exp lse of every `splits`-th window of one image and head."""
     tokens, outputs, numbers, groups = _of_image(tl.program_id(0), S)
     dtype = qkv.dtype.element_ty
@@ -240,8 +246,7 @@ def attend(qkv, bias, k_tilde, beta, y, lse, prior, S: tl.constexpr):
         logits = _window_logits(queries, keys, bias, tl.program_id(0) % S.h, valid, S)
         largest = tl.max(logits, 1)
         if k_tilde is not None:
-            prior_row = _prior(landmark, prior, S)[None, :]
-            on_landmarks = _landmark_logits(queries, of_landmarks, landmark < S.c, prior_row, S)
+            on_landmarks = _landmark_logits(queries, of_landmarks, landmark < S.c, prior, i, landmark[None, :], S)
             largest = tl.maximum(largest, tl.max(on_landmarks, 1))
         weight = _exp(logits - largest[:, None])
         total = tl.sum(weight, 1)
@@ -255,7 +260,7 @@ def attend(qkv, bias, k_tilde, beta, y, lse, prior, S: tl.constexpr):
 
 
 @triton.jit
-def landmark_gradient(qkv, k_tilde, beta, y, dy, lse, delta, dk_tilde, dbeta, B, prior, S: tl.constexpr):
+def landmark_gradient(qkv, k_tilde, beta, prior, y, dy, lse, delta, dk_tilde, dbeta, B, S: tl.constexpr):
     """Kernel of delta = y . dy of all queries, and of the share of one split in dk_tilde and dbeta."""
     tokens, outputs, numbers, groups = _of_image(tl.program_id(0), S)
     split, N = tl.program_id(1), S.H * S.W
@@ -275,7 +280,8 @@ def landmark_gradient(qkv, k_tilde, beta, y, dy, lse, delta, dk_tilde, dbeta, B,
         shift = tl.sum(output.to(tl.float32) * gradient.to(tl.float32), 1)
         tl.store(delta + numbers + token, shift, valid)
         normaliser = tl.load(lse + numbers + token, valid, other=INFINITY)
-        logits = _landmark_logits(keys, queries, valid, _prior(landmark, prior, S)[:, None], S)
+        window = _window_of(token, S)[None, :]
+        logits = _landmark_logits(keys, queries, valid, prior, window, landmark[:, None], S)
         weight = _exp(logits - normaliser[None, :])  # (c, n)
         d_values += dot(cast(weight, dtype), gradient, S)  # (c, n) @ (n, d)
         d_logits = weight * (dot(values, tl.trans(gradient), S) - shift[None, :])  # (c, d) @ (d, n)
@@ -349,7 +355,7 @@ def _transform_gradient(
     bias, gain = _vector(weights[1], S), _vector(weights[2], S)
     for block in range(program, tl.cdiv(total, S.block_n), tl.num_programs(0)):
         row = block * S.block_n + tl.arange(0, S.block_n)
-        real = (row < total) & (row % S.c >= S.P)
+        real = (row < total) & (row % S.c >= S.m)
         dy = _load(d_omega, row, real, S.d, S) * mu_scale
         if dk_tilde is not None:
             for split in range(splits):
@@ -375,8 +381,8 @@ def _transform_gradient(
 
 @triton.jit
 def token_gradient(
-    qkv, bias, k_tilde, beta, omega, dbeta, dq_bar, dk_bar, weights, d_logits, members, y, dy, lse, delta, dqkv, dbias,
-    B, prior, splits, S: tl.constexpr,
+    qkv, bias, k_tilde, beta, prior, omega, dbeta, dq_bar, dk_bar, weights, d_logits, members, y, dy, lse, delta, dqkv,
+    dbias, B, splits, S: tl.constexpr,
 ):  # fmt: skip
     """Kernel of the gradients of q, k and v of every `programs`-th part of one head's images, a part being every
     `splits`-th window, and of this program's share in dbias.
@@ -386,7 +392,7 @@ def token_gradient(
     step: tl.constexpr = 3 * S.h * S.d
     width: tl.constexpr = S.h * S.d
     position, landmark = tl.arange(0, S.block_w), tl.arange(0, S.block_c)
-    real, group = landmark < S.c, (landmark >= S.P) & (landmark < S.c)
+    real, group = landmark < S.c, (landmark >= S.m) & (landmark < S.c)
     if dbias is not None:
         d_bias = tl.full([S.block_w, S.block_w], 0.0, tl.float32)
     for part in tl.range(program, B * splits, programs, disable_licm=True):  # hoisted addresses would spill
@@ -434,7 +440,7 @@ def token_gradient(
             if omega is not None:
                 d_queries += dot(of_members, d_queries_mean, S)  # (q, c) @ (c, d)
             if k_tilde is not None:
-                logits = _landmark_logits(queries, of_landmarks, real, _prior(landmark, prior, S)[None, :], S)
+                logits = _landmark_logits(queries, of_landmarks, real, prior, i, landmark[None, :], S)
                 weight = _exp(logits - normaliser)
                 d_weight = weight * (dot(gradient, tl.trans(of_groups), S) - shift)  # (q, d) @ (d, c)
                 d_queries += dot(cast(d_weight, dtype), of_landmarks, S)  # (q, c) @ (c, d)
