@@ -212,8 +212,8 @@ def test_layers_of_a_pyramid_that_a_budget_does_not_compress_are_left_out(tmp_pa
     assert notes == [
         f"layer {number}: left out, as its rows of {length} {able}"
         for number, length, able in (
-            (2, 16, "can have budgets of 8 to 15"),
-            *((number, length, "are not longer than any budget") for number, length in ((3, 4), (4, 1))),
+            (1, 16, "can have budgets of 8 to 15"),
+            *((number, length, "are not longer than any budget") for number, length in ((2, 4), (3, 1))),
         )
     ]
     assert {row["layer"] for row in read_rows(tmp_path / "oracle.csv")} == {"layer 0"}

@@ -256,7 +256,6 @@ def test_scan(root, capsys, workers):
         "  b/2.png: not an image, or not one of JPEG, PNG, PPM, GIF, BMP, WEBP, TIFF",
         "  ignored files: 1 *.heic ('a/3.heic')",
     ]
-    assert "val" in output.err  # the progress bar
 
 
 @pytest.mark.parametrize(
