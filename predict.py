@@ -26,7 +26,8 @@ from engine.evaluation.predictions import top_columns
 from engine.runtime.arguments import ArgumentParser, Count
 from engine.runtime.distributed import init_distributed
 from engine.runtime.errors import refuse_bad_input
-from engine.runtime.files import check_output, to_csv, write_file
+from engine.runtime.files import to_csv, write_file
+from engine.runtime.ownership import check_file
 from engine.runtime.signals import end_at_interrupt
 from engine.runtime.terminal import progress_bar
 from engine.runtime.text import one_line
@@ -49,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     with refuse_bad_input():
         if args.output:
-            check_output(args.output, "--output", [".csv"])
+            check_file(args.output, "--output", [".csv"])
         device = init_distributed(args.device).device
         files = list_files(args.images)
         trained = load(args.checkpoint, weights=args.weights, select=args.select)

@@ -62,6 +62,8 @@ def main(args: argparse.Namespace) -> None:
     trained = load_trained(args)
     columns, note = find_columns(trained, open_split(trained.run.data, "val_split"))
     is_labelled = note != UNLABELLED
+    if args.finetune and not is_labelled:
+        raise UserError(f"--finetune {args.finetune}: {UNLABELLED}; leave it out")
     if is_tuned := is_labelled and args.finetune != 0:
         check_apart(trained)
     make_output(args.output, ["report.md", "report.csv", STATE, EXPORT])
@@ -84,12 +86,12 @@ def main(args: argparse.Namespace) -> None:
     sources = {"aligned": point.with_suffix(".safetensors")}
     if is_tuned:
         sources["fine-tuned"] = args.output / "tuned"
-        if "tuned" not in state:
+        if "tuned" not in state or not sources["fine-tuned"].exists():
             print(f"convert 2/3: training, {args.output}/tuned", file=sys.stderr, flush=True)
             epochs = [] if args.finetune is None else [f"schedule.epochs={args.finetune}"]
             args.train([f"{point}.yaml", "--output", str(args.output / "tuned"), *epochs])
             keep(tuned=True)
-    if "finished" not in state:
+    if not all((args.output / name).exists() for name in ("report.md", EXPORT)):
         print("convert 3/3: all models on all validation images, and an export", file=sys.stderr, flush=True)
         plain = vars(args) | {"overrides": [], "weights": None, "select": "best"}
         models = {
@@ -103,7 +105,6 @@ def main(args: argparse.Namespace) -> None:
         write_file(args.output / "report.csv", dicts_to_csv(rows))
         text = report(rows, chosen, trained, None if is_labelled else state["choices"], args)
         write_file(args.output / "report.md", text.encode())
-        keep(finished=True)
     print(read_bounded(args.output / "report.md", MAX_TEXT).decode())
 
 
@@ -204,11 +205,13 @@ def report(
     lines += [f"- Times and peaks are of {args.batch_size} images: {where}. A ~ marks noisy times."]
     if chosen["ms"] > (1 + MAX_ERROR) * rows[0]["ms"]:
         lines += [f"- **Warning: the {chosen['model']} model is slower than the original on this device.**"]
+    if chosen["layers"] == rows[0]["layers"]:
+        lines += ["- **Warning: the attention is the original's, which is within the budget; lower it.**"]
     if choices is not None:
         lines += [f"- {UNLABELLED}.", f"- {Certificate(chosen['images'], chosen['changed'], choices)}."]
     elif abs(chosen["difference"]) < NOISE * chosen["standard_error"]:
         lines += ["- The difference in top-1 is within noise."]
     path = args.output / EXPORT
-    load = f'from engine.evaluation.inference import load; model, transform, classes = load("{path}")'
+    load = f"from engine.evaluation.inference import load; model, transform, classes = load({str(path)!r})"
     lines += [f"- The {chosen['model']} model is exported:", "", "```python", load, "```", ""]
     return "\n".join([*lines, "![Loss against cost, the front by number](search/front.png)", ""])

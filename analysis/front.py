@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -74,8 +75,10 @@ class Front:
             point = choose(self.names, budget)
             found[text] = args.output / f"{self.names[point]}.yaml", self.hybrids.certify(point.score)
             print(f"--budget {text}: {found[text][0]}, {self.cost.text(point.cost)}, top-1 {point.score.top1:.2f} %")
-            for line in (found[text][1], *self.remarks(point), f"to train it: {self.command(args.output, point)}"):
+            for line in (found[text][1], *self.remarks(point)):
                 print(f"  {line}")
+            if self.hybrids.laboratory.sample.is_labelled:
+                print(f"  to train it: {self.command(args.output, point)}")
         print(NOTE, *self.warnings(), sep="\n")
         for file, lines in zip(FILES, ([self.values(point) for point in self.points], rows), strict=False):
             write_file(args.output / file, dicts_to_csv(lines))
@@ -130,7 +133,7 @@ class Front:
     def command(self, output: Path, point: Point) -> str:
         """Returns the command that trains a point further."""
         name = self.names[point]
-        return f"python train.py {output / name}.yaml --output runs/{output.name}-{Path(name).name}"
+        return shlex.join(["python", "train.py", f"{output / name}.yaml", "--output", f"{output}-{Path(name).name}"])
 
     def write(self, output: Path) -> None:
         """Writes the configuration and the weights of every point, in the place of those of an earlier search."""

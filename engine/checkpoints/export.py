@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from engine.checkpoints.adapt import restore_model
 from engine.checkpoints.bare_weights import read_with_config
 from engine.checkpoints.files import IDENTITY, METADATA, TRAINED, WEIGHTS, Weights, open_weights, trained_config
-from engine.checkpoints.identify import CONFIG, WEIGHTS_FILES
+from engine.checkpoints.identify import CONFIG, WEIGHTS_FILES, list_checkpoints
 from engine.checkpoints.local_dir import describe_model
 from engine.checkpoints.model_card import CARD, write_card
 from engine.checkpoints.origin import is_made_here
@@ -44,7 +44,7 @@ from engine.run.load import dump_run, find_config, load_run
 from engine.runtime.arguments import ArgumentParser
 from engine.runtime.errors import UserError, refuse_bad_input
 from engine.runtime.files import write_file
-from engine.runtime.ownership import check_claim, write_together
+from engine.runtime.ownership import check_claim, check_file, write_together
 from engine.runtime.text import one_line
 from models import is_host
 
@@ -73,6 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     kind: Weights = "plain"
     with refuse_bad_input():
         check_target(args.output)
+        if Path(args.output).resolve() == args.checkpoint.resolve():
+            raise UserError(f"{args.output}: is the checkpoint itself; name another file")
         if args.config:
             run, checkpoint = read_with_config(load_run(args.config, args.overrides), args.checkpoint)
         else:
@@ -82,7 +84,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 print(f"{path}: {why}", file=sys.stderr)
             run = parse_described(checkpoint["config"], str(path), args.overrides, is_own=is_own)
         note = export(args.output, run, checkpoint, kind)
-    print(f"{args.output}: the {kind} weights of {args.checkpoint}, of the model {run.model['name']}{note}")
+    taken = "weights" if args.config else f"{kind} weights"
+    print(f"{args.output}: the {taken} of {args.checkpoint}, of the model {run.model['name']}{note}")
 
 
 def check_target(target: str) -> None:
@@ -98,6 +101,10 @@ def check_target(target: str) -> None:
         raise UserError(f"{target}: no kind of export; choose a directory DIR/ or a file .safetensors, .onnx or .pt2")
     if kind == "/":
         check_claim(Path(target), [WEIGHTS_FILES[0], CONFIG])
+        if list_checkpoints(Path(target)):
+            raise UserError(f"{target}: the directory of a run; name another one")
+    else:
+        check_file(Path(target), "the export", [kind])
     for package in PACKAGES[kind]:
         try:
             importlib.import_module(package)

@@ -17,7 +17,8 @@ from engine.data.images import BrokenImage
 from engine.evaluation.predictions import PredictionTable, top_columns
 from engine.reporting.plots import COLORS, GREY, PAGE, encode, in_style, line_style, new_figure, write_cell
 from engine.runtime.errors import UserError
-from engine.runtime.files import check_output, to_csv, write_file
+from engine.runtime.files import to_csv, write_file
+from engine.runtime.ownership import check_file
 from engine.runtime.text import one_line
 
 NUM_COUNTED = 20
@@ -50,7 +51,7 @@ def chosen_outputs(args: argparse.Namespace) -> dict[Path, Writer]:
     found: dict[Path, Writer] = {}
     for name, (_, suffix, write) in OUTPUTS.items():
         if path := getattr(args, name.replace("-", "_")):
-            check_output(path, f"--{name}", [suffix])
+            check_file(path, f"--{name}", [suffix])
             if path in found:
                 raise UserError(f"{path}: named twice; choose another --{name}")
             found[path] = write

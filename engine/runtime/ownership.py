@@ -12,6 +12,7 @@ from engine.runtime.errors import UserError
 from engine.runtime.files import (
     FailedAfterReplacing,
     append_whole,
+    check_output,
     explain_unwritten,
     make_directory,
     sync_directory,
@@ -110,6 +111,17 @@ def claim_results(directory: Path, files: Iterable[str]) -> None:
         claim(directory, files)
     except OSError as error:
         raise UserError(f"{directory}: cannot be written: {error.strerror}") from None
+
+
+def check_file(path: Path, option: str, suffixes: Collection[str]) -> None:
+    """`check_output` of a file that the user names by itself.
+
+    Raises:
+        UserError: as there; or it is a result that a command keeps in a directory, as epochs.csv of a run.
+    """
+    if path.name in _names(path.parent):
+        raise UserError(f"{path}: {option} would replace a result that {path.parent / MARKER} lists; name another file")
+    check_output(path, option, suffixes)
 
 
 def _names(directory: Path) -> set[str]:

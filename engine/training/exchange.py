@@ -84,6 +84,6 @@ class UpdateExchange:
                 problem = f"the gradient was not finite in {progress.num_overflows} updates in a row, at any loss scale"
                 reason = f"{problem}; lower optim.lr, or set train.amp=bf16 (with --allow-change)"
         elif not math.isfinite(self.norm):
-            reason = f"the gradient norm is {self.norm}; {end}"
+            reason = f"the gradient norm is {self.norm}; {end}; lower optim.lr (with --allow-change), or clip gradients"
         if reason:
             raise FloatingPointError(f"step {progress.step - updates_ago}: {reason}")

@@ -48,6 +48,9 @@ def test_a_model_becomes_another_and_no_finished_part_is_repeated(checkpoint, tm
         for finished in PARTS[:2] if kills else []:
             patch.setattr(*finished, never)
         analyze.main(given)
+    for lost in "report.md", "model.safetensors":  # are made again
+        Path("out", lost).unlink()
+        analyze.main(given)
     shown = capsys.readouterr().out
     for finished in PARTS:
         monkeypatch.setattr(*finished, never)
@@ -116,7 +119,10 @@ def test_without_labels_the_share_of_changed_predictions_is_bounded(checkpoint, 
         Image.fromarray(pixels.numpy()).save(photos / f"{number}.png")
     monkeypatch.setattr(train, "main", never)
     data = f"data.dataset=folder data.root={photos.parent} data.train_split=. data.val_fraction=0.5 data.subset=null"
-    analyze.main(arguments_of(checkpoint, tmp_path / "out", *data.split()))
+    given = arguments_of(checkpoint, tmp_path / "out", *data.split())
+    assert "--finetune 1: no labels: the images are" in refusal(capsys, *given)
+    place = given.index("--finetune")
+    analyze.main(given[:place] + given[place + 2 :])
     original, aligned = read_rows(tmp_path / "out/report.csv")
     changed = int(aligned["changed"])
     assert float(original["top1"]) == 100
@@ -125,3 +131,4 @@ def test_without_labels_the_share_of_changed_predictions_is_bounded(checkpoint, 
     assert f"{changed} of 40 predictions changed" in shown.out
     assert "| unchanged (%) |" in shown.out
     assert "no labels: the images are all of one class" in shown.err
+    assert "to train it" not in shown.out

@@ -16,7 +16,7 @@ from timm.layers import to_2tuple
 import models
 from attention import ATTENTION
 from engine.checkpoints import export as export_module
-from engine.checkpoints.export import check_target, export, to_onnx, to_pt2
+from engine.checkpoints.export import check_target, export, main, to_onnx, to_pt2
 from engine.checkpoints.files import open_weights, save_checkpoint
 from engine.checkpoints.local_dir import describe_model
 from engine.checkpoints.progress import Progress
@@ -24,7 +24,7 @@ from engine.checkpoints.weight_sources import read_weights
 from engine.evaluation.inference import load
 from engine.run.load import dump_run, parse_run
 from engine.runtime.errors import ConfigError, UserError
-from engine.runtime.ownership import MARKER
+from engine.runtime.ownership import MARKER, claim
 from tests.support.facts import FACTS
 
 PAGE = Path(__file__).parents[2] / "docs/validation.md"
@@ -232,16 +232,34 @@ def test_a_directory_that_cannot_be_written_stays(tmp_path, monkeypatch):
     [
         ("x.bin", "x.bin: no kind of export; choose a directory DIR/ or a file .safetensors, .onnx or .pt2"),
         ("no/x.pt2", "no/x.pt2: no directory 'no'"),
+        ("run/", "run/: the directory of a run; name another one"),
+        (
+            "made/x.safetensors",
+            "made/x.safetensors: the export would replace a result that made/made_by_eav.json lists",
+        ),
         ("x.onnx", r"x.onnx: needs the package onnxruntime \(.*\); pip install 'efficient-attention-vision\[export\]'"),
     ],
 )
 def test_targets_are_checked_before_any_work(target, problem, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    claim(Path("made"), ["x.safetensors"])
+    Path("run").mkdir()
+    Path("run/step_3_epoch_1.pt").touch()
     for package in ("onnx", "onnxscript"):  # not imported here, which takes seconds
         monkeypatch.setitem(sys.modules, package, sys)
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     with pytest.raises(UserError, match=problem):
         check_target(target)
+
+
+def test_a_checkpoint_is_not_exported_over_itself(tmp_path, capsys):
+    path = tmp_path / "x.safetensors"
+    export_plain(str(path), trained(DEIT, "softmax"))
+    before = path.read_bytes()
+    with pytest.raises(SystemExit):
+        main([str(path), f"{tmp_path}/../{tmp_path.name}/x.safetensors"])
+    assert "is the checkpoint itself; name another file" in capsys.readouterr().err
+    assert path.read_bytes() == before
 
 
 @pytest.mark.stress
