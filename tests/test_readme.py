@@ -257,15 +257,6 @@ def test_commands_name_real_scripts_and_options():
     assert used == {*MAINS.values()}
 
 
-def test_commands_in_sentences_exist():
-    modules = set(re.findall(r"python -m ([\w.]+)", TEXT))
-    assert {"attention", "engine.reporting.runs", "engine.config.option_pages"} <= modules
-    assert all(find_spec(module) for module in modules)
-    commands = set(re.findall(r"\beav (\w+)", TEXT))
-    assert commands <= MAINS.keys()
-    assert {name for name, module in MAINS.items() if "." in module} <= commands
-
-
 REPRODUCING = PAGES["docs/reproducing.md"]
 
 
