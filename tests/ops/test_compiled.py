@@ -27,6 +27,8 @@ ON_PACKED = {
     "transform_gradient": (255, 300),
     "token_gradient": (255, 1060),  # 90 at most for 64 channels on the H100, as measured
 }
+GIVEN = {"attend": (192, 0), "summarise": (128, 16)}
+"""Other bounds with landmarks that are given; Triton 3.6 spills a value."""
 LARA = FeatureCase(196, 49, "decoupled", B=2, h=3)
 PACKED = PackedCase((28, 28), (7, 7), (7, 7), B=2, h=3)
 PREFIXED = PACKED._replace(P=5)
@@ -49,7 +51,7 @@ def test_kernels_fit_a_gpu(capability, case, d, monkeypatch, tmp_path):
     checked = checked_by(case)
     inputs, options = checked.example(case._replace(dtype=torch.bfloat16, d=d), torch.device("cpu"))
     outputs_and_gradients(checked.kernels, checked.names, inputs, options)
-    bounds = FEATURES if case is LARA else ON_PACKED | ({} if case is PACKED else {"attend": (192, 0)})
+    bounds = FEATURES if case is LARA else ON_PACKED | ({} if case is PACKED else GIVEN)
     assert set(found) == ({"attend", "landmark_gradient", "token_gradient"} if case is JOINT else set(bounds))
     for name, kernel in found.items():
         registers, spilled = bounds[name]
