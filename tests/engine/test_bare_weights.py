@@ -37,7 +37,7 @@ def test_weights_of_timm_become_an_export(stock, tmp_path, monkeypatch, capsys):
     export(["last.pth.tar", "out.safetensors", "--config", "config.yaml", "data.interpolation=bilinear"])
     printed = capsys.readouterr().out
     assert f"loaded  {len(stock.state_dict()):>5}\n" in printed
-    assert printed.endswith("out.safetensors: the plain weights of last.pth.tar, of the model deit_tiny_p16\n")
+    assert printed.endswith("out.safetensors: the weights of last.pth.tar, of the model deit_tiny_p16\n")
     trained = load("out.safetensors")
     images = torch.randn(2, 3, 32, 32)
     torch.testing.assert_close(trained.model(images), stock(images))
