@@ -37,7 +37,7 @@ class Matched:
 
 @dataclass(frozen=True, kw_only=True)
 class Match:
-    """What is equal in all settings."""
+    """The option `match`: multiply-accumulates that all settings have in common."""
 
     token_macs: float = option(dataclasses.MISSING, "see `solve`", above=0)
 

@@ -5,14 +5,15 @@
     python -m engine.checkpoints.export runs/eva eva.onnx         # graph for ONNX Runtime, images of one size
     python -m engine.checkpoints.export runs/eva eva.pt2          # the same graph for torch.export.load
     python -m engine.checkpoints.export released.pth eva.safetensors model.num_heads=3 attention.window_size=7
-    python -m engine.checkpoints.export best.pth.tar eva.safetensors --config CONFIG.yaml
+    python -m engine.checkpoints.export best.pth.tar eva.safetensors --config CONFIG.yaml attention=eva
 
 Graphs compute in fp32, are compared with the model before they are written, and hold config.json of the first form. If
 an export cannot be written completely or computes something else, existing files stay unchanged.
 
 An export has all options. Those that a checkpoint of the released code of EVA and LARA lacks are named, and given as
-key.path=value. Weights of other programs come without options: a configuration describes their model, and nothing is
-written unless all of them load unchanged.
+key.path=value. Weights of other programs (timm, DeiT, PVT-v2) come without options: a configuration describes their
+model, and nothing is written unless all of them load unchanged. It must agree with what a file of timm's train.py
+states: options of the model and its images, and the attention where it has trained a model of this project.
 """
 
 import importlib
@@ -76,7 +77,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if Path(args.output).resolve() == args.checkpoint.resolve():
             raise UserError(f"{args.output}: is the checkpoint itself; name another file")
         if args.config:
-            run, checkpoint = read_with_config(load_run(args.config, args.overrides), args.checkpoint)
+            run = load_run(args.config, args.overrides)
+            checkpoint = read_with_config(run, args.checkpoint)
         else:
             path, checkpoint, kind, why, _ = open_weights(args.checkpoint, weights=args.weights)
             is_own = is_made_here(args.checkpoint)

@@ -12,7 +12,6 @@ import yaml
 from timm.utils import ParseKwargs
 
 from engine.checkpoints.export import main as export
-from engine.checkpoints.files import open_weights
 from engine.checkpoints.weight_sources import read_weights
 from engine.evaluation.inference import load
 from tests.support.refusals import refusal
@@ -65,7 +64,7 @@ def test_other_weights_than_those_of_the_configuration_are_refused(
     assert not (tmp_path / "out.safetensors").exists()
 
 
-def test_options_that_timms_training_states_are_taken(stock, tmp_path, capsys):
+def test_other_options_than_those_of_timms_training_are_refused_with_the_overrides_to_add(stock, tmp_path, capsys):
     """The file states them for `init.weights` too, which compares the heads and the means."""
     images = {"mean": [0.5], "std": [0.25, 0.5, 0.5], "crop_pct": 1.0, "interpolation": "bilinear"}
     args = argparse.Namespace(gp="avg", img_size=32, in_chans=None, model_kwargs={"num_heads": 4, "depth": 1}, **images)
@@ -77,14 +76,15 @@ def test_options_that_timms_training_states_are_taken(stock, tmp_path, capsys):
     other, out, config = (str(tmp_path / name) for name in ("unset.pth.tar", "unset.safetensors", "config.yaml"))
     torch.save({"arch": "vit_tiny_patch16_224", "args": unset, "state_dict": stock.state_dict()}, other)
     export([other, out, "--config", config])
-    assert "heads    not known" in capsys.readouterr().out
-    export([path, str(tmp_path / "out.safetensors"), "--config", str(tmp_path / "config.yaml")])
-    out, err = capsys.readouterr()
-    assert "heads" not in out
-    assert 'timm\'s train.py had, and these are taken: model.num_heads=4 model.global_pool="avg" data.interpola' in err
-    checkpoint = open_weights(tmp_path / "out.safetensors").checkpoint
-    assert checkpoint["config"]["model"] | {"num_heads": 4, "global_pool": "avg"} == checkpoint["config"]["model"]
-    assert checkpoint["config"]["data"] | source.images | {"interpolation": "bilinear"} == checkpoint["config"]["data"]
+    command = [path, str(tmp_path / "out.safetensors"), "--config", str(tmp_path / "config.yaml")]
+    line = refusal(export, command, capsys)
+    assert "timm's train.py had model.global_pool=avg (not token), model.num_heads=4 (not 2), data.mean=" in line
+    added = shlex.split(line.partition("; add ")[2].removesuffix(" to the command\n"))
+    assert [text.partition("=")[0] for text in added] == [
+        *("model.global_pool", "model.num_heads", "data.mean", "data.std", "data.interpolation")
+    ]
+    export([*command, *added])
+    assert "heads" not in capsys.readouterr().out
     assert load(tmp_path / "out.safetensors").model.blocks[0].attn.num_heads == 4
 
 
@@ -120,9 +120,12 @@ def test_the_commands_on_the_page_fit_each_other(by_timm, tmp_path):
         assert torch.equal(load(tmp_path / "eva.safetensors").model(images), model(images))
 
 
-def test_the_attention_of_timms_training_is_taken(by_timm, tmp_path, capsys):
+def test_another_attention_than_that_of_timms_training_is_refused(by_timm, tmp_path, capsys):
     """Weights fit other options too, such as another scale."""
     _, path, command = by_timm
-    export([path, str(tmp_path / "x.safetensors"), *command, "attention={name: eva, mu_scale: 0.5}"])
-    assert "these are taken: attention.mu_scale=1.0\n" in capsys.readouterr().err
-    assert open_weights(tmp_path / "x.safetensors").checkpoint["config"]["attention"]["mu_scale"] == 1.0
+    for options in ([], ["attention={name: eva, mu_scale: 0.5}"]):
+        line = refusal(export, [path, tmp_path / "x.safetensors", *command[:2], *options], capsys)
+        assert f"{path}: timm's train.py had attention." in line
+        assert "mu_scale=1.0 (not 0.5)" in line
+        assert line.endswith("; add 'attention=\"eva\"' to the command\n")
+    assert not list(tmp_path.iterdir())
