@@ -24,7 +24,7 @@ import torch
 from bench.arguments import check_arguments, every_mechanism, image_size, positive, token_grid
 from bench.choice import BUDGETS, format_choices, parse_budget
 from bench.comparison import BATCH_TOKENS, compare, plan
-from bench.costs import print_costs, print_costs_by_size
+from bench.costs import print_costs
 from bench.results import MEMORY, NOISE, format_results, write_tables
 from bench.workload import DTYPES, EXECUTIONS, MODES
 from engine.config.papers import read_papers
@@ -43,8 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with refuse_bad_input():
         check_arguments(args)
         if args.macs:
-            print_costs(read_papers())
-            return print_costs_by_size()
+            return print_costs(read_papers())
         budgets = [parse_budget(text, BUDGETS) for text in args.budget]
         device = init_distributed(args.device).device
         comparisons = plan(args, device)

@@ -1,4 +1,4 @@
-"""Statistics of attention matrices: entropy of weights, and attention distance."""
+"""Entropy of attention weights, and the grid of their keys."""
 
 import math
 
@@ -22,27 +22,6 @@ def entropy(weights: Tensor) -> Tensor:
     `as_distribution` normalises the weights. Queries whose weights are all zero are left out.
     """
     return torch.special.entr(as_distribution(weights)).sum(-1).nanmean(-1)
-
-
-def mean_distance(weights: Tensor, grid: Grid, key_grid: Grid) -> Tensor:
-    """Returns the distance of query and key, mean by weight and over queries (Dosovitskiy et al. 2021, appendix D.7).
-
-    Args:
-        weights: (..., queries, keys) between tokens of the two grids, as for `entropy`.
-    Returns:
-        (...), in tokens of `grid`.
-    """
-    return (as_distribution(weights) * distances(grid, key_grid).to(weights)).sum(-1).nanmean(-1)
-
-
-def distances(grid: Grid, key_grid: Grid) -> Tensor:
-    """Returns distances (queries, keys) of the centres of tokens over the same image, in tokens of `grid`."""
-
-    def centres(of: Grid) -> Tensor:
-        sides = [(torch.arange(n) + 0.5) * side / n for n, side in zip(of, grid, strict=True)]
-        return torch.cartesian_prod(*sides)
-
-    return torch.cdist(centres(grid), centres(key_grid), compute_mode="donot_use_mm_for_euclid_dist")
 
 
 def key_grid(num_keys: int, grid: Grid) -> Grid:

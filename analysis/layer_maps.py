@@ -1,13 +1,13 @@
-"""Statistics of the attention matrices of a model's layers, and their tables."""
+"""Entropy of the attention matrices of a model's layers, and its tables."""
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from analysis.distributions import distances, entropy, key_grid, mean_distance
+from analysis.distributions import entropy, key_grid
 from analysis.implied import LayerInput, NoMatrix, implied_matrix
 from attention import Grid
 from engine.reporting.tables import compact_table
@@ -15,11 +15,11 @@ from engine.runtime.files import to_csv
 
 
 class LayerMaps(NamedTuple):
-    """Statistics of the attention matrix of a layer for every head, see `analysis.distributions`.
+    """Attention matrix of a layer, in every head.
 
     Attributes:
         grid, keys: (H, W) of the layer's tokens and of its keys. num_prefix_tokens: P.
-        entropy, distance: (h,); their values for equal weights are `equal_entropy` and `equal_distance`.
+        entropy: (h,), see `analysis.distributions`; for equal weights it is `equal_entropy`.
         query: index of the chosen query among the P + N. of_query: its weights, (h, P + M).
     """
 
@@ -27,15 +27,13 @@ class LayerMaps(NamedTuple):
     keys: Grid
     num_prefix_tokens: int
     entropy: Tensor
-    distance: Tensor
     equal_entropy: float
-    equal_distance: float
     query: int
     of_query: Tensor
 
 
 class Row(NamedTuple):
-    """Layer of a model on an image: statistics of its attention, or the reason why there are none."""
+    """Layer of a model on an image: its attention matrix, or the reason why there are none."""
 
     attention: str
     file: str
@@ -45,7 +43,7 @@ class Row(NamedTuple):
 
 @torch.no_grad()
 def describe_layer(layer: LayerInput, query: int) -> LayerMaps | NoMatrix:
-    """Returns the statistics of a layer's attention on one image, or the reason why it has no matrix."""
+    """Describes the matrix of a layer on one image, or gives the reason why it has none."""
     attn, grid = layer.attn, layer.grid
     try:
         weights = implied_matrix(attn, layer.project(), grid)[0].cpu()
@@ -58,9 +56,7 @@ def describe_layer(layer: LayerInput, query: int) -> LayerMaps | NoMatrix:
         keys=keys,
         num_prefix_tokens=P,
         entropy=entropy(weights),
-        distance=mean_distance(weights[:, P:, P:], grid, keys),
         equal_entropy=math.log(weights.shape[-1]),
-        equal_distance=distances(grid, keys).mean().item(),
         query=query,
         of_query=weights[:, query],
     )
@@ -72,24 +68,21 @@ def tabulate(rows: Sequence[Row]) -> str:
     for attention, layer in dict.fromkeys((row.attention, row.layer) for row in rows):
         same = [row.found for row in rows if (row.attention, row.layer) == (attention, layer)]
         found = [each for each in same if isinstance(each, LayerMaps)]
+        means = torch.stack([each.entropy for each in found]).nanmean(0).tolist() if found else []
+        equal = f" ({found[0].equal_entropy:.2f})" if found else ""
         line = {"attention": attention, "layer": str(layer)}
-        for field, unit in (("entropy", "nats"), ("distance", "tokens")):
-            means = torch.stack([getattr(each, field) for each in found]).nanmean(0).tolist() if found else []
-            equal = f" ({getattr(found[0], f'equal_{field}'):.2f})" if found else ""
-            line[f"{field} by head (of equal weights), {unit}"] = " ".join(f"{x:.2f}" for x in means) + equal
+        line["entropy by head (of equal weights), nats"] = " ".join(f"{x:.2f}" for x in means) + equal
         lines.append(line | {"left out": next((str(each) for each in same if isinstance(each, NoMatrix)), "")})
     return compact_table(lines)
 
 
 def layers_csv(rows: Sequence[Row]) -> bytes:
     """Returns a row for each attention, image, layer and head."""
-    fields, lines = ["entropy", "equal_entropy", "distance", "equal_distance"], []
+    lines: list[list[Any]] = []
     for attention, file, layer, found in rows:
         if isinstance(found, NoMatrix):
-            lines.append([attention, file, layer, *[None] * 5, str(found)])
-            continue
-        for head in range(len(found.entropy)):
-            values = (getattr(found, field) for field in fields)
-            numbers = (value[head].item() if isinstance(value, Tensor) else value for value in values)
-            lines.append([attention, file, layer, head, *numbers, None])
-    return to_csv(["attention", "file", "layer", "head", *fields, "problem"], lines)
+            lines.append([attention, file, layer, *[None] * 3, str(found)])
+        else:
+            entropies = enumerate(found.entropy.tolist())
+            lines += [[attention, file, layer, head, nats, found.equal_entropy, None] for head, nats in entropies]
+    return to_csv(["attention", "file", "layer", "head", "entropy", "equal_entropy", "problem"], lines)

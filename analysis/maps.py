@@ -1,4 +1,4 @@
-"""Attention matrices of every layer and head on images, and their statistics.
+"""Attention matrices of every layer and head on images, and their entropy.
 
     python analyze.py maps runs/softmax photo.jpg --output maps
     python analyze.py maps runs/softmax photos/ --attention eva '{name: local, window_size: 4}'
@@ -83,7 +83,7 @@ def main(args: argparse.Namespace) -> None:
 def examine(
     model: nn.Module, trained: Trained, image: Tensor, place: Grid | None, title: str
 ) -> tuple[list[LayerMaps | NoMatrix], Figure]:
-    """Returns the attention statistics of a model in float64 on an image (C, H, W), and their figure.
+    """Returns the attention matrices of a model in float64 on an image (C, H, W), and their figure.
 
     Args:
         trained: the model with its own attention. place: see `choose_queries`.

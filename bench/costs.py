@@ -1,10 +1,9 @@
-"""Parameters and multiply-accumulates (MACs) of models: beside the papers' figures, and with every mechanism."""
+"""Parameters and multiply-accumulates (MACs) of models beside the papers' figures."""
 
 import functools
 from collections.abc import Sequence
 from pathlib import Path
 
-from attention import ATTENTION
 from engine.config.papers import PaperRow
 from engine.reporting.tables import markdown_table
 from engine.run.load import load_run
@@ -30,14 +29,3 @@ def costs_of_run(config: str, overrides: tuple[str, ...]) -> Costs:
     """Returns the costs of the model of a file in configs/. The cache serves rows of the same model."""
     run = load_run(CONFIGS / config, overrides)
     return count_costs(run.model, run.attention)
-
-
-def print_costs_by_size() -> None:
-    """Prints MACs and parameters of DeiT-Tiny for 196, 784 and 3136 tokens with every mechanism at its defaults."""
-    titles = "MACs (G) at 196 tokens", "parameters (M)", "at 784", "parameters", "at 3136", "parameters"
-    models = [{"name": f"deit_tiny_p{patch}", "img_size": 224} for patch in (16, 8, 4)]
-    rows = []
-    for name in ATTENTION:
-        costs = [count_costs(model, name) for model in models]
-        rows.append([name, *(f"{x:.3f}" for c in costs for x in (c.macs / 1e9, c.parameters / 1e6))])
-    print(f"\n{markdown_table(['DeiT-Tiny with', *titles], rows)}")

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-import benchmark
 from attention import ATTENTION, AttentionFactory, LayerContext, kernels
 from attention.__main__ import layer_costs, read_docstring
 from attention.base import Attention, Cost
@@ -270,15 +269,3 @@ def test_a_count_rounds_to_what_the_paper_prints_or_its_row_says_why_not(row):
     )
     assert agrees != bool(row.note)
     assert row.released_macs in (None, round(macs / 1e9, 3))
-
-
-def test_benchmark_prints_mechanisms_by_size(monkeypatch, capsys):
-    monkeypatch.setattr(benchmark, "read_papers", list)
-    monkeypatch.setattr("bench.costs.ATTENTION", ["softmax", "local"])
-    benchmark.main(["--macs"])
-    assert capsys.readouterr().out.splitlines()[-4:] == [
-        "| DeiT-Tiny with | MACs (G) at 196 tokens | parameters (M) | at 784 | parameters | at 3136 | parameters |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-        "| softmax | 1.247 | 5.717 | 7.023 | 5.719 | 61.994 | 6.143 |",
-        "| local | 1.114 | 5.723 | 4.368 | 5.725 | 17.384 | 6.149 |",
-    ]
