@@ -59,11 +59,6 @@ def search(
         The measured assignments, in the order of their measurements.
     """
     points: dict[Choices, Point] = {}
-
-    def add(candidate: Candidate) -> None:
-        if len(points) < limit and candidate.choices not in points:
-            points[candidate.choices] = Point(len(points), candidate, *evaluate(candidate.choices))
-
     rises = {}
     for layer, name in prices.layers:
         choices = (*own[:layer], name, *own[layer + 1 :])
@@ -76,17 +71,13 @@ def search(
     order.sort(key=lambda candidate: (candidate.predicted, candidate.cost))
     queues = [iter([candidate for candidate in order if candidate.cost <= budget]) for budget in budgets]
     while queues and len(points) < limit:
-        queues = [queue for queue in queues if take(queue, points, add)]
+        for queue in [*queues]:
+            candidate = next((each for each in queue if each.choices not in points), None)
+            if candidate is None:
+                queues.remove(queue)
+            elif len(points) < limit:
+                points[candidate.choices] = Point(len(points), candidate, *evaluate(candidate.choices))
     return list(points.values())
-
-
-def take(queue: Iterable[Candidate], points: Mapping[Choices, Point], add: Callable[[Candidate], None]) -> bool:
-    """Adds the next candidate of a queue that is not measured yet; returns whether there was one."""
-    for candidate in queue:
-        if candidate.choices not in points:
-            add(candidate)
-            return True
-    return False
 
 
 def predict(loss: float, rises: Mapping[tuple[int, str], float], prices: Prices) -> list[Candidate]:

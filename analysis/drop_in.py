@@ -49,7 +49,7 @@ def drop_in(
     taken, outcome = fit_weights(model, source, "the trained model")
     model.load_state_dict(taken, strict=False)
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    return model.to(trained.device).eval(), sum(sizes[entry.name] for entry in outcome["fresh"])
+    return model.to(trained.device).eval(), sum(sizes[name] for name in outcome["fresh"])
 
 
 def check_projections(layer: Attention, own: Attention) -> None:

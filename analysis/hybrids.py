@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,11 @@ from torch import nn
 
 from analysis.certificate import Certificate
 from analysis.draws import Score
+from analysis.drop_in import drop_in
 from analysis.laboratory import Laboratory, export_model
 from attention import Attention, OptionError
+from engine.checkpoints.files import load_checkpoint
+from engine.checkpoints.weights import build_model
 from models import create_model, depths_of
 from models.assignment import assign, text_of
 from models.assignment import replace as replace_entry
@@ -125,12 +129,14 @@ class Hybrids:
             FloatingPointError: the alignment diverges.
         """
         if name not in self._aligned:
+            trained = self.laboratory.trained
             attention = self.attention(self.uniform(name, self.layers[name]))
             try:
                 weights = self.laboratory.measure(name, attention, self.layers[name], self.seed).weights
             except FloatingPointError as error:
                 raise FloatingPointError(f"{name}: {error}") from error
-            self._aligned[name] = self.laboratory.load(weights, attention)
+            run, state = replace(trained.run, attention=attention), load_checkpoint(weights)["model"]
+            self._aligned[name] = build_model(run, state, str(weights)).to(trained.device).eval()
         return self._aligned[name]
 
     def uniform(self, name: str, layers: Sequence[int]) -> Choices:
@@ -167,6 +173,8 @@ class Hybrids:
 
     def build(self, choices: Choices, is_aligned: bool) -> nn.Module:
         """Builds a hybrid, with aligned layers or with untrained ones."""
-        replaced = {layer: name for layer, name in enumerate(choices) if name != OWN}
-        sources = {layer: self.aligned(name) if is_aligned else None for layer, name in replaced.items()}
-        return self.laboratory.build(self.attention(choices), sources, self.seed)
+        model, _ = drop_in(self.laboratory.trained, self.attention(choices), self.seed)
+        for number, (name, layer) in enumerate(zip(choices, attention_layers(model), strict=True)):
+            if is_aligned and name != OWN:
+                layer.load_state_dict(attention_layers(self.aligned(name))[number].state_dict())
+        return model

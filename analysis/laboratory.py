@@ -3,7 +3,7 @@
 import math
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean
@@ -20,9 +20,7 @@ from analysis.drop_in import Given, attended, drop_in, layer_errors, layer_input
 from analysis.measurements import Measurements
 from analysis.trained import Sample, Trained
 from engine.checkpoints.export import export_checkpoint
-from engine.checkpoints.files import load_checkpoint
 from engine.checkpoints.progress import Progress, is_score
-from engine.checkpoints.weights import build_model
 from engine.config.schema import Init
 from engine.data.identity import identify_split
 from engine.data.loaders import choose_batch_size
@@ -136,27 +134,6 @@ class Laboratory:
 
     def score(self, model: nn.Module) -> Score:
         return score(classify(model, self.trained, self.sample), self.sample.classes, *self.own[1:3])
-
-    def build(self, attention: Any, sources: Mapping[int, nn.Module | None], seed: int) -> nn.Module:
-        """Builds the trained model with other attention in some layers.
-
-        Args:
-            attention: of the whole model. sources: number of a layer -> model whose layer of that number it is; None:
-                its projections are the trained ones, and its other parameters follow from `seed`.
-        Raises:
-            OptionError: the attention cannot be built.
-        """
-        model, _ = drop_in(self.trained, attention, seed)
-        layers = attention_layers(model)
-        for number, source in sources.items():
-            if source is not None:
-                layers[number].load_state_dict(attention_layers(source)[number].state_dict())
-        return model
-
-    def load(self, weights: Path, attention: Any) -> nn.Module:
-        """Returns the aligned model of a file."""
-        run = replace(self.trained.run, attention=attention)
-        return build_model(run, load_checkpoint(weights)["model"], str(weights)).to(self.trained.device).eval()
 
 
 def measure_own(trained: Trained, sample: Sample) -> Own:

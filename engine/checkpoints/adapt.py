@@ -4,7 +4,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from timm.layers import resample_patch_embed, to_2tuple
@@ -43,18 +43,8 @@ SHARED_OF_HOST = re.compile(r"(^|\.)(blocks|layers?)\.\d+\.(?!.*\.core\.)")
 OUTCOMES = ("loaded", "adapted", "fresh", "drawn", "re-made", "dropped")
 
 
-class Fitted(NamedTuple):
-    """A weight after fitting: its name, and in words its shapes if they differ, or why it was not taken."""
-
-    name: str
-    note: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.name} {self.note}".rstrip()
-
-
-Outcome = dict[str, list[Fitted]]
-"""Each of `OUTCOMES` -> its weights, see `fit_weights`."""
+Outcome = dict[str, dict[str, str]]
+"""Each of `OUTCOMES` -> names of weights -> in words, shapes that differ, or why one was not taken (else "")."""
 
 
 def restore_model(run: Run, checkpoint: Mapping, weights: Weights) -> tuple[nn.Module, str]:
@@ -78,7 +68,7 @@ def restore_model(run: Run, checkpoint: Mapping, weights: Weights) -> tuple[nn.M
     check_state(trained, state, place)
     model = create_model(attention=run.attention, **run.model)
     taken, outcome = fit_weights(model, source_of(trained, state), place)
-    if rest := summarize(outcome | {"adapted": []}):
+    if rest := summarize(outcome | {"adapted": {}}):
         raise UserError(f"{place}: {title}: not all weights can be resampled: {rest}")
     load_weights(model, taken, place)
     return model, f"{title}; resampled: {_join(outcome['adapted']) or 'nothing'}"
@@ -110,19 +100,18 @@ def fit_weights(
     }
     if bad := list_not_finite(model, taken):
         raise UserError(f"{place}: {len(bad)} weights are not finite: {', '.join(bad[:5])}")
-    outcome: Outcome = {kind: [] for kind in OUTCOMES}
+    outcome: Outcome = {kind: {} for kind in OUTCOMES}
     head = head_names(model)
     for name, x in taken.items():
         shapes = f"{tuple(original[name].shape)} -> {tuple(x.shape)}"
         is_same = x is original[name]
-        outcome["loaded" if is_same else "adapted"].append(Fitted(name, "" if is_same else shapes))
+        outcome["loaded" if is_same else "adapted"][name] = "" if is_same else shapes
     parameters = {name for name, _ in model.named_parameters()}
     for name in (name for name in expected if name not in taken):
         is_drawn = name not in parameters and (".attn." in name or ".core." in name)
         kind = "re-made" if name in head and name in state else "drawn" if is_drawn else "fresh"
-        outcome[kind].append(Fitted(name, f"({reasons[name]})" if name in reasons else ""))
-    remade = {entry.name for entry in outcome["re-made"]}
-    outcome["dropped"] = [Fitted(name) for name in state if name not in taken and name not in remade]
+        outcome[kind][name] = f"({reasons[name]})" if name in reasons else ""
+    outcome["dropped"] = {name: "" for name in state if name not in taken and name not in outcome["re-made"]}
     return taken, outcome
 
 
@@ -290,8 +279,8 @@ def summarize(outcome: Outcome) -> str:
     )
 
 
-def _join(entries: Iterable[Fitted]) -> str:
-    return ", ".join(merge_layers(map(str, entries)))
+def _join(entries: Mapping[str, str]) -> str:
+    return ", ".join(merge_layers(f"{name} {note}".rstrip() for name, note in entries.items()))
 
 
 LAYER = re.compile(r"(?<=\.)[0-9]{1,9}(?=\.)")

@@ -3,11 +3,10 @@
     python -m engine.checkpoints.export runs/eva eva/             # timm's `local-dir:` layout, with a model card
     python -m engine.checkpoints.export runs/eva eva.safetensors  # weights with their configuration
     python -m engine.checkpoints.export runs/eva eva.onnx         # graph for ONNX Runtime, images of one size
-    python -m engine.checkpoints.export runs/eva eva.pt2          # the same graph for torch.export.load
     python -m engine.checkpoints.export released.pth eva.safetensors model.num_heads=3 attention.window_size=7
     python -m engine.checkpoints.export best.pth.tar eva.safetensors --config CONFIG.yaml attention=eva
 
-Graphs compute in fp32, are compared with the model before they are written, and hold config.json of the first form. If
+A graph computes in fp32, is compared with the model before it is written, and holds config.json of the first form. If
 an export cannot be written completely or computes something else, existing files stay unchanged.
 
 An export has all options. Those that a checkpoint of the released code of EVA and LARA lacks are named, and given as
@@ -49,7 +48,7 @@ from engine.runtime.ownership import check_claim, check_file, write_together
 from engine.runtime.text import one_line
 from models import is_host
 
-PACKAGES = {"/": (), ".safetensors": (), ".onnx": ("onnx", "onnxscript", "onnxruntime"), ".pt2": ()}
+PACKAGES = {"/": (), ".safetensors": (), ".onnx": ("onnx", "onnxscript", "onnxruntime")}
 """A directory, or a suffix of files -> the packages that its export needs besides the project's own."""
 
 MAX_DIFFERENCE = 1e-3
@@ -64,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     text = "Export the model of a checkpoint.\n\n    eav export runs/eva eva.onnx"
     parser = ArgumentParser(prog="python -m engine.checkpoints.export", description=text)
     parser.add_argument("checkpoint", type=Path, help="directory or checkpoint of a run, or another file of weights")
-    parser.add_argument("output", help="what to write: a file .safetensors, .onnx or .pt2, or DIR/ for timm")
+    parser.add_argument("output", help="what to write: a file .safetensors or .onnx, or DIR/ for timm")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="options in place of the checkpoint's")
     parser.add_argument("--config", type=find_config, help="YAML file as for train.py, for weights that have none")
     parser.add_argument("--weights", choices=tuple(WEIGHTS), help="kind of weights (ema where kept and no worse)")
@@ -100,7 +99,7 @@ def check_target(target: str) -> None:
     if not parent.is_dir():
         raise UserError(f"{target}: no directory {str(parent)!r}")
     if kind not in PACKAGES:
-        raise UserError(f"{target}: no kind of export; choose a directory DIR/ or a file .safetensors, .onnx or .pt2")
+        raise UserError(f"{target}: no kind of export; choose a directory DIR/ or a file .safetensors or .onnx")
     if kind == "/":
         check_claim(Path(target), [WEIGHTS_FILES[0], CONFIG])
         if list_checkpoints(Path(target)):
@@ -128,7 +127,7 @@ def export(target: str, run: Run, checkpoint: Mapping[str, Any], weights: Weight
     path, kind, state = Path(target), _kind(target), WEIGHTS[weights]
     if kind == "/" and is_host(run.model["name"]):
         problem = f"timm's layout cannot describe {run.model['name']} with its attention"
-        raise UserError(f"{target}: {problem}; choose a file .safetensors, .onnx or .pt2")
+        raise UserError(f"{target}: {problem}; choose a file .safetensors or .onnx")
     model = restore_model(run, checkpoint, weights)[0].eval()
     card = write_card(model, run, checkpoint, weights) if kind == "/" else ""
     own = {TRAINED: trained_config(checkpoint), "config": dump_run(run), state: model.state_dict()}
@@ -145,7 +144,7 @@ def export(target: str, run: Run, checkpoint: Mapping[str, Any], weights: Weight
         write_together(path, files if is_kept else files | {CARD: card.encode()})
         return f"; {CARD} stays as it was: without it there, a new model card is written" if is_kept else ""
     images = torch.randn(sum(BATCH_SIZES), num_channels(run), *to_2tuple(run.model["img_size"]))
-    content, compute = (to_onnx if kind == ".onnx" else to_pt2)(model, images[:2], description)
+    content, compute = to_onnx(model, images[:2], description)
     difference = largest_difference(model, compute, images)
     if not difference <= MAX_DIFFERENCE:
         problem = f"its logits differ from the model's by {difference:.1e} of the largest, above {MAX_DIFFERENCE:.0e}"
@@ -167,15 +166,6 @@ def to_safetensors(checkpoint: Mapping[str, Any], weights: Weights) -> bytes:
     return safetensors.torch.save(contiguous, metadata={"run": json.dumps(metadata)})
 
 
-def to_pt2(model: nn.Module, images: Tensor, description: str) -> tuple[bytes, Callable[[Tensor], Tensor]]:
-    """Returns the file of torch.export.save for images (B, C, H, W) of any B, and the function of its graph."""
-    file = io.BytesIO()
-    torch.export.save(_trace(model, images), file, extra_files={CONFIG: description})
-    with warnings.catch_warnings(action="ignore"):  # torch 2.11 warns of its own reading
-        program = torch.export.load(io.BytesIO(file.getvalue()))
-    return file.getvalue(), program.module()
-
-
 def to_onnx(model: nn.Module, images: Tensor, description: str) -> tuple[bytes, Callable[[Tensor], Tensor]]:
     """Returns the ONNX file for images (B, C, H, W) of any B, and the function that ONNX Runtime computes on the CPU.
 
@@ -186,7 +176,8 @@ def to_onnx(model: nn.Module, images: Tensor, description: str) -> tuple[bytes, 
 
     from engine.checkpoints.onnx_operators import TRANSLATIONS
 
-    graph = _trace(model, images)
+    with torch.no_grad():
+        graph = torch.export.export(model, (images,), dynamic_shapes=({0: torch.export.Dim("batch")},))
     try:
         with redirect_stdout(sys.stderr), warnings.catch_warnings(action="ignore"):
             exported = torch.onnx.export(
@@ -209,12 +200,6 @@ def to_onnx(model: nn.Module, images: Tensor, description: str) -> tuple[bytes, 
     program.save(file)  # type: ignore[arg-type]  # a file object is accepted too
     session = onnxruntime.InferenceSession(file.getvalue(), providers=["CPUExecutionProvider"])
     return file.getvalue(), lambda images: torch.from_numpy(session.run(["logits"], {"images": images.numpy()})[0])
-
-
-@torch.no_grad()
-def _trace(model: nn.Module, images: Tensor) -> torch.export.ExportedProgram:
-    """Returns the graph of `model` for any number of such images."""
-    return torch.export.export(model, (images,), dynamic_shapes=({0: torch.export.Dim("batch")},))
 
 
 @torch.no_grad()

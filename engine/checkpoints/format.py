@@ -120,7 +120,7 @@ def read_archive(content: bytes) -> Content:
             it has, bytes that do not match their CRC, or a call of an unknown function.
     """
     if not zipfile.is_zipfile(io.BytesIO(content)):
-        raise ValueError("neither a whole file of torch.save nor in the safetensors format")
+        raise ValueError("neither whole, of torch.save from torch 1.6 on, nor safetensors; save the weights anew")
     members = _read_members(content)
     if members.get("byteorder", sys.byteorder.encode()) != sys.byteorder.encode():
         raise ValueError("tensors in the byte order of another kind of processor")

@@ -24,12 +24,6 @@ CONFIG, WEIGHTS_FILES = "config.json", ("model.safetensors", "pytorch_model.bin"
 CHECKPOINT_NAME = re.compile(r"step_(\d+)(?:_epoch_(\d+))?\.pt")
 """Names of the checkpoints in a run directory."""
 
-GRAPHS = (".onnx", ".pt2")
-"""Suffixes of exported graphs."""
-
-LEGACY = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
-"""First bytes of files of torch.save before torch 1.6, which are no archives."""
-
 
 class Kind(Enum):
     """Kind of a source of weights, in words."""
@@ -55,7 +49,7 @@ class Found(NamedTuple):
 
     Attributes:
         kind: its kind. path: the file or run directory; of a directory in timm's layout, the file with the weights.
-        content: the content of a file; None for a hub name, a run directory, a graph or a file before torch 1.6.
+        content: the content of a file; None for a hub name, a run directory or a graph.
     """
 
     kind: Kind
@@ -63,10 +57,8 @@ class Found(NamedTuple):
     content: Content | None = None
 
     def values(self) -> Mapping[str, Any]:
-        """Returns the mapping in a file of another program, or in a checkpoint. UserError: older than torch 1.6."""
-        if self.content is None:
-            remedy = "save its weights alone, with torch.save(model.state_dict(), FILE)"
-            raise UserError(f"{self.path}: cannot be loaded safely (a file of torch.save before torch 1.6); {remedy}")
+        """Returns the mapping in a file."""
+        assert self.content is not None, "a file has content"
         return self.content.values
 
 
@@ -106,7 +98,7 @@ def identify_file(path: Path, follow_links: bool = False) -> Found:
     Raises:
         UserError: there is no such file, or it is not a regular file, or is damaged.
     """
-    if path.suffix in GRAPHS:
+    if path.suffix == ".onnx":
         return Found(Kind.GRAPH, path)
     if path.is_symlink() and not follow_links:
         raise UserError(f"{path}: a symbolic link; name the file itself")
@@ -114,8 +106,6 @@ def identify_file(path: Path, follow_links: bool = False) -> Found:
         content = read_bounded(path, None)
     except FileNotFoundError:
         raise UserError(f"{path}: no checkpoint there") from None
-    if content.startswith(LEGACY):
-        return Found(Kind.WEIGHTS, path)
     try:
         found = read_safetensors(content) if content[8:9] == b"{" else read_archive(content)
         return Found(_kind_of(found), path, found)

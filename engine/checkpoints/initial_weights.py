@@ -81,7 +81,7 @@ def load_initial_weights(model: nn.Module, run: Run, world: World, classes: Sequ
             if list(value) != list(getattr(run.data, key)):
                 hint = f"is {list(getattr(run.data, key))}, that of these weights was {list(value)}"
                 print(f"warning: data.{key} {hint}: data.{key}={list(value)} keeps it", file=sys.stderr, flush=True)
-    return [entry.name for entry in outcome["fresh"] + outcome["re-made"]]
+    return [*outcome["fresh"], *outcome["re-made"]]
 
 
 def describe_classes(head: Collection[str], there: Sequence[str] | None, here: Sequence[str]) -> str:

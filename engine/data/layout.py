@@ -94,12 +94,9 @@ class Samples(Sequence[tuple[str, int]]):
     def __init__(self, parts: Iterable[tuple[int, Iterable[str]]]):
         text, ends, labels = bytearray(), array("q", [0]), array("i")
         for label, paths in parts:
-            names = list(paths)
-            joined, lengths = "".join(names).encode(errors="surrogateescape"), [*map(len, names)]
-            if len(joined) > sum(lengths):  # not in ASCII
-                lengths = [len(name.encode(errors="surrogateescape")) for name in names]
-            text += joined
-            ends.extend(accumulate(lengths, initial=ends.pop()))
+            names = [path.encode(errors="surrogateescape") for path in paths]
+            text += b"".join(names)
+            ends.extend(accumulate(map(len, names), initial=ends.pop()))
             labels.extend(repeat(label, len(names)))
         self.text, self.ends, self.labels = bytes(text), ends, np.array(labels)
 

@@ -23,7 +23,8 @@ from tqdm import tqdm
 
 from engine.data.cache import INDEX, encode, pixels_of, write_cache
 from engine.data.images import BrokenImage
-from engine.data.splits import Images, describe_ignored
+from engine.data.layout import describe_files
+from engine.data.splits import Images
 from engine.data.verify import add_source, open_splits, read_all
 from engine.runtime.arguments import ArgumentParser, Count
 from engine.runtime.errors import UserError, refuse_bad_input
@@ -47,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 prepare(name, images, args.output, short_side, args.workers)
             except OSError as error:
                 raise UserError(f"{args.output}: {error.strerror or error}") from error
-            if text := describe_ignored(images):
+            if text := describe_files(images.reader.ignored):
                 print(f"{name}: {text}", file=sys.stderr, flush=True)
 
 

@@ -15,9 +15,6 @@ from torch.utils.data import Dataset, Sampler
 from engine.data.splits import Images
 from engine.runtime.distributed import World, mix_seeds, seed_everything
 
-CHUNK = 2**16
-"""Number of positions whose images a sampler lists at a time."""
-
 Place = tuple[int, int, int]
 """A training image: its index in the dataset, the epoch, and its position in the epoch's order."""
 
@@ -59,11 +56,8 @@ class EpochSampler(Sampler[Place]):
 
     def __iter__(self) -> Iterator[Place]:
         positions, epoch = range(self.start + self.world.rank, self.stop, self.world.size), self.epoch
-        indices = self.order(positions)
-        for begin in range(0, len(positions), CHUNK):  # a list of a whole epoch would take 40 bytes an image
-            part = slice(begin, begin + CHUNK)
-            pairs = zip(indices[part].tolist(), positions[part], strict=True)
-            yield from ((index, epoch, position) for index, position in pairs)
+        for index, position in zip(self.order(positions).numpy(), positions, strict=True):  # a list would be large
+            yield int(index), epoch, position
 
 
 class SeededDataset(Dataset):

@@ -228,11 +228,6 @@ def count_classes(dataset: Images) -> np.ndarray:
     return counts
 
 
-def describe_ignored(dataset: Images) -> str:
-    """Returns `describe_files` of the files that are no images."""
-    return describe_files(dataset.reader.ignored)
-
-
 def report_split(data: Data, option: Literal["train_split", "val_split"], images: Images, img_size: Size) -> None:
     """Reports on stderr: omitted images, held-out validation, non-image files, images prepared too small."""
     number, lines = f"{len(images):,}", []
@@ -241,7 +236,7 @@ def report_split(data: Data, option: Literal["train_split", "val_split"], images
     if data.held_out_by and option == "val_split":
         held = f"{number} images held out of data.train_split = {data.train_split!r} ({data.held_out_by})"
         lines = [f"validation: {held}; data.val_split is not read"]
-    if text := describe_ignored(images):
+    if text := describe_files(images.reader.ignored):
         lines.append(f"data.{option}: {text}")
     needed = math.floor(max(to_2tuple(img_size)) / (data.crop_pct if option == "val_split" else 1))  # before the crop
     if 0 < images.reader.short_side < needed:

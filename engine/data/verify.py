@@ -18,7 +18,8 @@ import numpy as np
 
 from engine.config.schema import Data
 from engine.data.images import BrokenImage
-from engine.data.splits import Images, classes_of, describe_ignored, open_split
+from engine.data.layout import describe_files
+from engine.data.splits import Images, classes_of, open_split
 from engine.data.workers import WorkerLoader
 from engine.runtime.arguments import PROCESSES, ArgumentParser, Count
 from engine.runtime.errors import refuse_bad_input
@@ -94,7 +95,7 @@ def read_splits(splits: Mapping[str, Images], workers: int) -> int:
         digests[name] = np.array([sample[0] for sample in samples if not isinstance(sample, BrokenImage)], np.int64)
         num_broken += len(broken)
         print(f"{name}: {len(images):,} images of {len(classes_of(images)):,} classes, {len(broken):,} broken")
-        print("".join(f"  {line}\n" for line in [*broken, describe_ignored(images)] if str(line)), end="")
+        print("".join(f"  {line}\n" for line in [*broken, describe_files(images.reader.ignored)] if str(line)), end="")
     names = [classes_of(images) for images in splits.values()]
     if len(names) == 2 and names[0] != names[1]:
         print(f"classes differ: {describe_difference(*names)}")

@@ -126,7 +126,7 @@ class World:
 
         DistributedDataParallel rearranges its buckets after the first update. On a CPU the averages do not depend on
         that, so that a resumed run is bit-identical at any number of ranks.
-        The wrapped module cannot be used after the context, which must end before `destroy`.
+        The wrapped module cannot be used after the context, which must end before `ending`.
         """
         if self.size == 1:
             yield module
@@ -148,16 +148,15 @@ class World:
 
     @contextmanager
     def ending(self) -> Iterator[None]:
-        """Context after which the process group is destroyed."""
+        """Context after which the process group, if there is one, is destroyed.
+
+        Nothing else may own it then, see `average_gradients`.
+        """
         try:
             yield
         finally:
-            self.destroy()
-
-    def destroy(self) -> None:
-        """Destroys the process group, if there is one; nothing else may own it, see `average_gradients`."""
-        if dist.is_initialized():
-            dist.destroy_process_group()
+            if dist.is_initialized():
+                dist.destroy_process_group()
 
 
 def world_size() -> int:

@@ -910,7 +910,6 @@ def test_every_source_has_one_kind(whole, tmp_path: Path):
         **{"script": {"model": model}, "weights": model, "nothing known": {"x": 1}},
     }.items():
         torch.save(content, tmp_path / name)
-    torch.save(model, tmp_path / "legacy", _use_new_zipfile_serialization=False)
     export_checkpoint(tmp_path / "export", whole, "ema")
     safetensors.torch.save_file(model, tmp_path / "safetensors")
     safetensors.torch.save_file(released, tmp_path / "released safetensors")
@@ -920,7 +919,7 @@ def test_every_source_has_one_kind(whole, tmp_path: Path):
         **{"checkpoint": Kind.CHECKPOINT, "export": Kind.EXPORT, "nothing known": Kind.CHECKPOINT},
         **dict.fromkeys(("released", "released alone", "released safetensors"), Kind.RELEASED),
         "timm": Kind.TIMM,
-        **dict.fromkeys(("script", "weights", "legacy", "safetensors"), Kind.WEIGHTS),
+        **dict.fromkeys(("script", "weights", "safetensors"), Kind.WEIGHTS),
     }
     assert {name: identify(tmp_path / name).kind for name in kinds} == kinds
     assert identify("timm:vit_tiny_patch16_224").kind is Kind.HUB

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from PIL import Image
 from torch import nn
@@ -79,7 +80,7 @@ def main(arguments: list[str]) -> None:
     if is_last:
         tables = [{column: getattr(found, column).tolist() for column in COLUMNS} for found in records]
         Path(root, f"{world.size}.json").write_text(json.dumps([results, tables]))
-    world.destroy()
+    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Exports of a checkpoint to timm, torch.export and ONNX Runtime, and the files that a failed export leaves."""
+"""Exports of a checkpoint to timm and ONNX Runtime, and the files that a failed export leaves."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from timm.layers import to_2tuple
 import models
 from attention import ATTENTION
 from engine.checkpoints import export as export_module
-from engine.checkpoints.export import check_target, export, main, to_onnx, to_pt2
+from engine.checkpoints.export import check_target, export, main, to_onnx
 from engine.checkpoints.files import open_weights, save_checkpoint
 from engine.checkpoints.local_dir import describe_model
 from engine.checkpoints.progress import Progress
@@ -170,28 +170,17 @@ def test_timm_refuses_wrong_attention_by_name(tmp_path):
 
 
 @pytest.mark.complete
-def test_graphs_take_any_number_of_images(tmp_path, monkeypatch):
+def test_graphs_take_any_number_of_images(tmp_path):
     """Also as on the page, with the transform and the class names of the run."""
     onnxruntime = pytest.importorskip("onnxruntime")
-    graphs = []  # one for both, to save time
-
-    def trace(model, images, original=export_module._trace):
-        graphs[:] = graphs or [original(model, images)]
-        return graphs[0]
-
-    monkeypatch.setattr(export_module, "_trace", trace)
     checkpoint = trained({**DEIT, "in_chans": 1}, {"name": "linear"})
-    for suffix in (".pt2", ".onnx"):
-        assert "on batches of 1 and 3 differs by " in export_plain(f"{tmp_path}/x{suffix}", checkpoint)
-    images, description = torch.randn(4, 1, 24, 16), {"config.json": ""}
-    graph = torch.export.load(tmp_path / "x.pt2", extra_files=description).module()
+    assert "on batches of 1 and 3 differs by " in export_plain(f"{tmp_path}/x.onnx", checkpoint)
+    images = torch.randn(4, 1, 24, 16)
     session = onnxruntime.InferenceSession(tmp_path / "x.onnx", providers=["CPUExecutionProvider"])
     (logits,) = session.run(["logits"], {"images": images.numpy()})
-    for found in (graph(images), torch.from_numpy(logits)):
-        torch.testing.assert_close(found, model_of(checkpoint)(images), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(torch.from_numpy(logits), model_of(checkpoint)(images), rtol=1e-5, atol=1e-5)
     assert [axis.shape[0] for axis in session.get_inputs() + session.get_outputs()] == ["batch", "batch"]
-    for text in (description, session.get_modelmeta().custom_metadata_map):
-        assert json.loads(text["config.json"])["label_names"] == CLASSES
+    assert json.loads(session.get_modelmeta().custom_metadata_map["config.json"])["label_names"] == CLASSES
     (code,) = re.findall(r"```\n(session = .*?)```", PAGE.read_text(), re.DOTALL)
     names = {"onnxruntime": onnxruntime, "json": json, "timm": timm, "image": Image.effect_noise((30, 40), 90)}
     exec(code.replace("eva.onnx", f"{tmp_path}/x.onnx"), names)
@@ -202,15 +191,15 @@ def test_graphs_take_any_number_of_images(tmp_path, monkeypatch):
 
 
 def test_a_graph_that_computes_something_else_is_not_written(tmp_path, monkeypatch):
-    (tmp_path / "x.pt2").write_text("before")
+    (tmp_path / "x.onnx").write_text("before")
 
     def zeros(images):
         return images.new_zeros(len(images), 3)
 
-    monkeypatch.setattr(export_module, "to_pt2", lambda *args: (b"after", zeros))
-    with pytest.raises(UserError, match=r"x.pt2: not written: its logits differ from the model's by .* above 1e-03"):
-        export_plain(f"{tmp_path}/x.pt2", trained(DEIT))
-    assert (tmp_path / "x.pt2").read_text() == "before"
+    monkeypatch.setattr(export_module, "to_onnx", lambda *args: (b"after", zeros))
+    with pytest.raises(UserError, match=r"x.onnx: not written: its logits differ from the model's by .* above 1e-03"):
+        export_plain(f"{tmp_path}/x.onnx", trained(DEIT))
+    assert (tmp_path / "x.onnx").read_text() == "before"
 
 
 def test_a_directory_that_cannot_be_written_stays(tmp_path, monkeypatch):
@@ -230,8 +219,8 @@ def test_a_directory_that_cannot_be_written_stays(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("target", "problem"),
     [
-        ("x.bin", "x.bin: no kind of export; choose a directory DIR/ or a file .safetensors, .onnx or .pt2"),
-        ("no/x.pt2", "no/x.pt2: no directory 'no'"),
+        ("x.bin", "x.bin: no kind of export; choose a directory DIR/ or a file .safetensors or .onnx"),
+        ("no/x.onnx", "no/x.onnx: no directory 'no'"),
         ("run/", "run/: the directory of a run; name another one"),
         (
             "made/x.safetensors",
@@ -272,9 +261,8 @@ def test_every_mechanism(name, tmp_path):
     export_plain(f"{tmp_path}/", checkpoint)
     assert torch.equal(timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()(images), model(images))
     description = describe_model(model, parse_run(checkpoint["config"], "x"), CLASSES)
-    for write in (to_pt2, to_onnx):
-        _, compute = write(model, images, description)
-        difference = export_module.largest_difference(model, compute, torch.randn(4, 3, *img_size))
-        print(f"{name} {write.__name__} {difference:.1e}")
-        assert difference < 1e-5
-        assert torch.equal(compute(images), compute(images))  # whatever a mechanism samples
+    _, compute = to_onnx(model, images, description)
+    difference = export_module.largest_difference(model, compute, torch.randn(4, 3, *img_size))
+    print(f"{name} {difference:.1e}")
+    assert difference < 1e-5
+    assert torch.equal(compute(images), compute(images))  # whatever a mechanism samples

@@ -56,10 +56,10 @@ def fit(model: nn.Module, state: dict[str, Tensor], source: nn.Module | None = N
     """Loads the weights that fit, and returns the outcome of each."""
     taken, outcome = fit_weights(model, Source(state, source), "init.weights=file")
     model.load_state_dict(taken, strict=False)
-    assert sorted(taken) == sorted(entry.name for entry in outcome["loaded"] + outcome["adapted"])
+    assert sorted(taken) == sorted(outcome["loaded"] | outcome["adapted"])
     of_model = [entries for kind, entries in outcome.items() if kind != "dropped"]
-    assert sorted(entry.name for entries in of_model for entry in entries) == sorted(model.state_dict())
-    return {kind: [*map(str, entries)] for kind, entries in outcome.items()}
+    assert sorted(name for entries in of_model for name in entries) == sorted(model.state_dict())
+    return {kind: [f"{name} {note}".rstrip() for name, note in entries.items()] for kind, entries in outcome.items()}
 
 
 def run_of(*overrides: str) -> Run:

@@ -179,11 +179,9 @@ def test_micro_batches_have_the_loss_and_the_gradients_of_their_batch(name, teac
 
 def main(arguments: Sequence[str]) -> None:
     world = init_distributed("cpu")
-    try:
+    with world.ending():
         for name in CASES:
             compare(name, Path(arguments[0]), world)
-    finally:
-        world.destroy()
 
 
 def test_two_ranks_have_the_loss_and_the_gradients_of_their_batch(teacher, fork_server, tmp_path):

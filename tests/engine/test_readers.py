@@ -18,8 +18,8 @@ from engine.config.schema import Data
 from engine.data.folders import open_class_folders
 from engine.data.identity import identify_split
 from engine.data.images import FORMATS, SUFFIXES, BrokenImage
-from engine.data.layout import classify
-from engine.data.splits import classes_of, describe_ignored, open_split
+from engine.data.layout import classify, describe_files
+from engine.data.splits import classes_of, open_split
 from engine.data.tar import TarReader
 from tests.support.refusals import assert_split_refused
 
@@ -81,7 +81,7 @@ def test_classes_are_the_first_level(open_paths):
             assert images.filename(i).endswith(file.read().decode())  # an inner tar file does not know its folder
         labels.append(label)
     assert labels == [0, 1, 1]
-    assert describe_ignored(images) == "ignored files: 1 *.txt ('b/notes.txt')"
+    assert describe_files(images.reader.ignored) == "ignored files: 1 *.txt ('b/notes.txt')"
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_hidden_files_and_those_of_operating_systems_are_no_data(open_paths):
     images = open_paths([*paths, *COPIES])
     assert classes_of(images) == ["a", "b"]
     assert {images.filename(i) for i in range(len(images))} == {*paths}
-    assert re.fullmatch(r"ignored files: \d+ hidden or of the system \('.*'\)", describe_ignored(images))
+    assert re.fullmatch(r"ignored files: \d+ hidden or of the system \('.*'\)", describe_files(images.reader.ignored))
 
 
 def test_the_identity_of_data_without_hidden_files_is_what_it_was(tmp_path):
@@ -168,7 +168,7 @@ def test_links_to_folders_and_files_elsewhere_are_followed(tmp_path):
 def test_an_empty_class_folder_is_refused(tmp_path):
     write_folder(tmp_path, ["a/1.png", "b/2.png"])
     (tmp_path / "train" / "a" / "empty").mkdir()
-    assert describe_ignored(split_of(tmp_path, "folder")) == ""
+    assert describe_files(split_of(tmp_path, "folder").reader.ignored) == ""
     (tmp_path / "train" / "c").mkdir()
     assert_split_refused("the class folder 'c' holds no image; remove it", root=str(tmp_path))
 
@@ -195,7 +195,7 @@ def test_suffixes_are_those_of_the_formats_that_are_decoded():
 
 def test_many_ignored_suffixes_are_one_line(tmp_path):
     write_folder(tmp_path, ["a/1.png", "a/x", "a/y", "a/\x1b[0m", *(f"a/{i}.s{i}" for i in range(20))])
-    text = describe_ignored(split_of(tmp_path, "folder"))
+    text = describe_files(split_of(tmp_path, "folder").reader.ignored)
     assert text.startswith("ignored files: 3 without suffix ('a/\\x1b[0m'), 1 *.s0 ('a/0.s0'), ")
     assert text.endswith("1 *.s8 ('a/8.s8'), ...")
 

@@ -367,7 +367,7 @@ def test_without_an_average_there_is_one_line(run_directory, tmp_path, capsys):
         (["state.pt"], "state.pt: no checkpoint of train.py: it holds no configuration; it seems to be weights of an"),
         (["timm.pth.tar"], "a checkpoint of timm's train.py, and `python -m engine.checkpoints.export timm.pth.tar "),
         (["other.pth"], "it seems to be weights of another program"),
-        (["old.pth"], "it seems to be weights of another program"),
+        (["old.pth"], "neither whole, of torch.save from torch 1.6 on, nor safetensors; save the weights anew"),
         (["plain.safetensors"], "it seems to be weights of another program"),
         (["good.pt", "--per-class", "nowhere/x.csv"], "nowhere/x.csv: no directory 'nowhere'"),
         (["good.pt", "data.rot=/data"], "data.rot: unknown option; did you mean 'root'?"),
