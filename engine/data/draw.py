@@ -12,19 +12,16 @@ scenes (see `draw_graded`); the held-out split does not change. Equal arguments 
 depend on the number of images.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from engine.data.idx import LIMIT, new_files, write_idx
+from engine.data.idx import LIMIT, write_splits
 from engine.runtime.arguments import SEED, ArgumentParser, Count
 from engine.runtime.errors import UserError, refuse_bad_input
 from engine.runtime.signals import end_at_interrupt
-from engine.runtime.terminal import progress
-
-SPLITS = ("train", "t10k")
 
 PIXELS = 4
 """Side of a token, pixels."""
@@ -90,39 +87,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--seed", type=SEED, default=0, help="seed of the random numbers (0)")
     args = parser.parse_args(arguments)
-    options = {name: value for name, value in vars(args).items() if name != "kind"}
+    options = {name: getattr(args, name) for name in ("tokens", "length", "distractors", "separation")}
     if any(count % 2 for count in args.images):
         parser.error(f"--images must be even, half of them of each class, got {args.images}")
     if args.scenes and args.scenes[0] > args.scenes[1]:
         parser.error(f"--scenes must be in ascending order, got {args.scenes}")
     if (size := max(args.images) * (PIXELS * args.tokens) ** 2) > LIMIT:
         parser.error(f"--images {max(args.images)} of {args.tokens} tokens a side: {size:,} bytes; at most {LIMIT:,}")
+
+    def draw_one(number: int, i: int) -> tuple[np.ndarray, int]:
+        """Every other image is of class 1; those of the first split are graded with `--scenes`."""
+        rng, label = np.random.default_rng((args.seed, number, i)), i % 2
+        is_graded = args.scenes and number == 0
+        return draw_graded(rng, label, args.scenes, **options) if is_graded else draw(rng, label, **options), label
+
     with refuse_bad_input():
-        make(**options)
-
-
-def make(output: Path, images: Sequence[int], scenes: tuple[int, int] | None, seed: int, **options: int) -> None:
-    """Writes the splits to `output`. Every other image is of class 1.
-
-    Args:
-        images: number of images of each split. scenes: of a graded training split, see `draw_graded`; None: not graded.
-        options: tokens, length, distractors, separation, see `draw`.
-    Raises:
-        UserError: there is no room for the paths, or a split exists already or cannot be written.
-    """
-    files = new_files(output, SPLITS)
-    for number, (split, (image_file, label_file), count) in enumerate(zip(SPLITS, files, images, strict=True)):
-        draw_one: Callable[..., np.ndarray] = draw
-        if scenes and split == "train":
-            draw_one = partial(draw_graded, scenes=scenes)
-        labels = np.arange(count) % 2
-        drawn = []
-        with progress(split, count, "images") as bar:
-            for i, label in enumerate(labels):
-                drawn.append(draw_one(np.random.default_rng((seed, number, i)), label, **options))
-                bar.update()
-        write_idx(image_file, np.stack(drawn))
-        write_idx(label_file, labels)
+        write_splits(args.output, args.images, draw_one)
 
 
 def draw(

@@ -8,7 +8,7 @@ import gzip
 import itertools
 import math
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +18,7 @@ from engine.data.layout import LayoutError
 from engine.runtime.errors import UserError
 from engine.runtime.files import make_directory, write_file
 from engine.runtime.reading import open_regular, parsing
+from engine.runtime.terminal import progress
 
 IMAGES, LABELS = "-images-idx3-ubyte", "-labels-idx1-ubyte"
 """Endings of the two files of a split, after its name."""
@@ -101,3 +102,22 @@ def write_idx(path: Path, values: np.ndarray) -> None:
     """
     header = struct.pack(f">{1 + values.ndim}I", UBYTE + values.ndim, *values.shape)
     write_file(path, gzip.compress(header + values.astype(np.uint8).tobytes(), mtime=0))
+
+
+def write_splits(directory: Path, counts: Sequence[int], draw: Callable[[int, int], tuple[np.ndarray, int]]) -> None:
+    """Writes the splits train and t10k, of so many images, to new files in `directory`.
+
+    Args:
+        draw: number of a split, and of an image -> its bytes, and its label.
+    Raises:
+        UserError: a split exists already or cannot be written; and those of `draw`.
+    """
+    splits = ("train", "t10k")
+    for number, (split, files, count) in enumerate(zip(splits, new_files(directory, splits), counts, strict=True)):
+        drawn = []
+        with progress(split, count, "images") as bar:
+            for i in range(count):
+                drawn.append(draw(number, i))
+                bar.update()
+        for path, values in zip(files, zip(*drawn, strict=True), strict=True):
+            write_idx(path, np.stack(values))

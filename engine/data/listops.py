@@ -18,13 +18,10 @@ from pathlib import Path
 
 import numpy as np
 
-from engine.data.idx import LIMIT, new_files, write_idx
+from engine.data.idx import LIMIT, write_splits
 from engine.runtime.arguments import SEED, ArgumentParser, Count
 from engine.runtime.errors import refuse_bad_input
 from engine.runtime.signals import end_at_interrupt
-from engine.runtime.terminal import progress
-
-SPLITS = ("train", "t10k")
 
 OPERATORS: dict[str, Callable[[list[int]], int]] = {
     "[MAX": max,
@@ -69,28 +66,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(f"--length must be ascending, to at least 4, got {args.length}")
     if (size := max(args.sequences) * largest) > LIMIT:
         parser.error(f"--sequences {max(args.sequences)} of {largest} tokens: {size:,} bytes; at most {LIMIT:,}")
+
+    def draw_one(number: int, i: int) -> tuple[np.ndarray, int]:
+        """A sequence is an image of one row."""
+        tokens, value = draw(random.Random(f"{args.seed} {number} {i}"), least, largest)
+        image = np.zeros((1, largest), np.uint8)
+        image[0, : len(tokens)] = [NUMBERS[token] for token in tokens]
+        return image, value
+
     with refuse_bad_input():
-        make(args.output, args.sequences, (least, largest), args.seed)
-
-
-def make(output: Path, sequences: Sequence[int], length: tuple[int, int], seed: int) -> None:
-    """Writes the splits to `output`, each sequence an image of one row.
-
-    Args:
-        sequences: number of each split. length: least and largest, tokens.
-    Raises:
-        UserError: a split exists already or cannot be written.
-    """
-    for number, (image_file, label_file) in enumerate(new_files(output, SPLITS)):
-        images = np.zeros((sequences[number], 1, length[1]), np.uint8)
-        labels = np.zeros(sequences[number], np.uint8)
-        with progress(SPLITS[number], len(labels), "sequences") as bar:
-            for i in range(len(labels)):
-                tokens, labels[i] = draw(random.Random(f"{seed} {number} {i}"), *length)
-                images[i, 0, : len(tokens)] = [NUMBERS[token] for token in tokens]
-                bar.update()
-        write_idx(image_file, images)
-        write_idx(label_file, labels)
+        write_splits(args.output, args.sequences, draw_one)
 
 
 def draw(rng: random.Random, least: int, largest: int) -> tuple[list[str], int]:
