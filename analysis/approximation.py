@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from analysis.budgets import options_text, size_option, with_budget
-from analysis.distributions import entropy
 from analysis.drop_in import CHUNK, Compute, Given, attended, drop_in, merge_modes, set_mode
 from analysis.trained import Trained
 from attention import OptionError
@@ -147,7 +146,8 @@ def softmax_entropy(layer: Layer, x: Tensor, others: dict[str, Any]) -> float:
     found = []
     for part in x.split(CHUNK):
         q, k, _ = layer.project(part, **others)
-        found.append(entropy((q @ k.mT * q.shape[-1] ** -0.5).softmax(-1)).mean(-1))
+        weights = (q @ k.mT * q.shape[-1] ** -0.5).softmax(-1)
+        found.append(torch.special.entr(weights).sum(-1))
     return torch.cat(found).mean().item()
 
 

@@ -1,4 +1,4 @@
-"""Attention matrices of every layer and head on images, and their entropy.
+"""Attention matrices of every layer and head on images.
 
     python analyze.py maps runs/softmax photo.jpg --output maps
     python analyze.py maps runs/softmax photos/ --attention eva '{name: local, window_size: 4}'
@@ -8,10 +8,14 @@ With --attention, other mechanisms use the run's weights, without training.
 """
 
 import argparse
+import math
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
+import torch
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -21,9 +25,8 @@ from torch import Tensor, nn
 
 from analysis import command_line
 from analysis.drop_in import drop_in
-from analysis.implied import LayerInput, NoMatrix, attention_inputs
+from analysis.implied import LayerInput, NoMatrix, attention_inputs, implied_matrix
 from analysis.laboratory import to_file_name
-from analysis.layer_maps import LayerMaps, Row, describe_layer, layers_csv, tabulate
 from analysis.trained import Trained, load_trained, read_images
 from attention import Grid, OptionError
 from engine.data.folders import FileReader, list_files
@@ -35,6 +38,21 @@ from engine.runtime.ownership import make_output
 from engine.runtime.terminal import progress
 from engine.runtime.text import one_line
 from models.base import attention_layers
+
+
+class LayerMaps(NamedTuple):
+    """Weights of a query in the heads of a layer.
+
+    Attributes:
+        grid, keys: (H, W) of the layer's tokens and of its keys. num_prefix_tokens: P.
+        query: index of the query among the P + N. weights: (h, P + M).
+    """
+
+    grid: Grid
+    keys: Grid
+    num_prefix_tokens: int
+    query: int
+    weights: Tensor
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,8 +68,8 @@ def main(args: argparse.Namespace) -> None:
     mechanisms = command_line.read_mechanisms(args.attention) if args.attention else {"": None}
     trained = load_trained(args, reads_images=False)
     images, _ = read_images(Images(FileReader(files)), range(len(files)), trained.run)
-    make_output(args.output, ["maps.csv"])
-    rows = []
+    make_output(args.output, [])
+    lines = []
     with progress("maps", len(files) * len(mechanisms), "images") as bar:
         for text, options in mechanisms.items():
             name = text or ", ".join(dict.fromkeys(layer.core.name() for layer in attention_layers(trained.model)))
@@ -59,8 +77,7 @@ def main(args: argparse.Namespace) -> None:
             try:
                 model = drop_in(trained, options, 0)[0] if text else trained.model
             except OptionError as error:
-                layers = range(len(attention_layers(trained.model)))
-                rows += [Row(name, file, layer, NoMatrix(str(error))) for file in files for layer in layers]
+                print(f"left out: {error}", file=sys.stderr)
                 bar.update(len(files))
                 continue
             title = f"attention {name}" + (" in place of the run's, without training" if text else "")
@@ -70,20 +87,16 @@ def main(args: argparse.Namespace) -> None:
                 layers, figure = examine(model.double(), trained, image, place, start)
                 path = directory / f"{number}_{Path(file).stem}.png"
                 make_output(directory, [path.name])
-                names = [text or layer.core.name() for layer in attention_layers(model)]  # which may differ
-                pairs = enumerate(zip(names, layers, strict=True))
-                rows += [Row(own, file, index, found) for index, (own, found) in pairs]
                 write_file(path, encode(figure))
+                lines += [str(path), *(str(layer) for layer in layers if isinstance(layer, NoMatrix))]
                 bar.update()
-    print(tabulate(rows))
-    write_file(args.output / "maps.csv", layers_csv(rows))
-    print(f"{args.output}: maps.csv, and by mechanism the maps of every image")
+    print(*dict.fromkeys(lines), sep="\n")
 
 
 def examine(
     model: nn.Module, trained: Trained, image: Tensor, place: Grid | None, title: str
 ) -> tuple[list[LayerMaps | NoMatrix], Figure]:
-    """Returns the attention matrices of a model in float64 on an image (C, H, W), and their figure.
+    """Returns the weights of a query in every layer of a model in float64 on an image (C, H, W), and their figure.
 
     Args:
         trained: the model with its own attention. place: see `choose_queries`.
@@ -97,11 +110,31 @@ def examine(
     return layers, draw(layers, f"What does {query} attend to?\n{title}")
 
 
+@torch.no_grad()
+def describe_layer(layer: LayerInput, query: int) -> LayerMaps | NoMatrix:
+    """Returns the weights of a query in a layer on one image, or the reason why it has no matrix."""
+    try:
+        weights = implied_matrix(layer.attn, layer.project(), layer.grid)[0].cpu()
+    except NoMatrix as problem:
+        return problem
+    P = layer.attn.num_prefix_tokens
+    return LayerMaps(layer.grid, key_grid(weights.shape[-1] - P, layer.grid), P, query, weights[:, query])
+
+
+def key_grid(num_keys: int, grid: Grid) -> Grid:
+    """Returns the grid of `num_keys` keys: the queries' grid or, for fewer keys, the grid of the most similar shape."""
+    H, W = grid
+    if num_keys == H * W:
+        return grid
+    grids = [(rows, num_keys // rows) for rows in range(1, num_keys + 1) if num_keys % rows == 0]
+    return min(grids, key=lambda found: abs(math.log(found[0] * W / (found[1] * H))))
+
+
 @in_style
 def draw(layers: Sequence[LayerMaps | NoMatrix], title: str) -> Figure:
     """Draws the weights of the chosen query in every layer (row) and head (column) on the token grid."""
     found = [layer for layer in layers if isinstance(layer, LayerMaps)]
-    num_heads = max([len(layer.entropy) for layer in found], default=1)
+    num_heads = max([len(layer.weights) for layer in found], default=1)
     height = 1.0 + (1.45 if found else 0.6) * len(layers)
     figure = new_figure(title, height, max(4.5, 1.4 + 1.3 * num_heads))
     panels = figure.subplots(len(layers), num_heads, squeeze=False)
@@ -113,7 +146,7 @@ def draw(layers: Sequence[LayerMaps | NoMatrix], title: str) -> Figure:
             row[0].text(0, 0.5, f"layer {number}: {text}", transform=row[0].transAxes, va="center")
             continue
         P = layer.num_prefix_tokens
-        for head, (axes, weights) in enumerate(zip(row, layer.of_query, strict=False)):
+        for head, (axes, weights) in enumerate(zip(row, layer.weights, strict=False)):
             text = f"head {head}: {100 * weights[P:].max():.2g} %"
             if P:
                 text += f"\nprefix {100 * weights[:P].sum():.2g} %"

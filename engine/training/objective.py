@@ -69,15 +69,16 @@ def create_teacher(run: Run, model: nn.Module, images: Images, world: World) -> 
         UserError: the teacher cannot be read, does not take the run's images, or has other classes.
     """
     distill, shape = run.distill, _image_shape(run)
+    is_aligned = distill.type == "attention"  # the teacher's predictions are not used
     name = cast(str, run.init.weights if distill.teacher == TEACHER_OF_INIT else distill.teacher)
     try:
         teacher = read_teacher(name, run).to(world.device)
-        check_teacher(teacher, shape, None if ignores_predictions(run) else classes_of(images), world.device)
-        if distill.type == "attention":
+        check_teacher(teacher, shape, None if is_aligned else classes_of(images), world.device)
+        if is_aligned:
             check_layers(teacher, model, shape, world.device)
     except UserError as error:
         raise UserError(f"distill.teacher={name}: {error}") from None
-    if run.model.get("dist_token") and distill.type != "attention":
+    if run.model.get("dist_token") and not is_aligned:
         cast(Deit, model).set_distilled_training()
     if world.is_primary:
         line = f"distill.teacher={name}: {distill.type}, alpha {distill.weight:g}"
@@ -85,7 +86,7 @@ def create_teacher(run: Run, model: nn.Module, images: Images, world: World) -> 
             line += f"; trained with images of {_text(teacher.shape)}, asked about {_text(shape)}"
         if teacher.note:
             line += f"; {teacher.note}"
-        if teacher.classes is None and not ignores_predictions(run):
+        if teacher.classes is None and not is_aligned:
             line += "; its classes are not known, and are taken for the data's, in order"
         print(line, flush=True)
     return teacher
@@ -144,11 +145,6 @@ def read_published(name: str, run: Run) -> Teacher:
     images = source.images.get("mean", own[0]), source.images.get("std", own[1])
     classes = None if source.classes is None else list(source.classes)
     return Teacher(model, _image_shape(run), classes, own, images)
-
-
-def ignores_predictions(run: Run) -> bool:
-    """Whether the teacher's predictions have no part in the loss of `run`."""
-    return run.distill.type == "attention"
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""analyze.py maps on a tiny model: its numbers, its files, and what it refuses."""
+"""analyze.py maps on a tiny model: its weights, its figures, and what it refuses."""
 
 import math
 
@@ -8,11 +8,10 @@ from PIL import Image
 
 import analyze
 from analysis.implied import NoMatrix, attention_inputs
-from analysis.layer_maps import LayerMaps, Row, describe_layer, tabulate
-from analysis.maps import draw
+from analysis.maps import LayerMaps, describe_layer, draw, key_grid
 from engine.runtime.ownership import MARKER
 from models import create_model
-from tests.analysis.models import read_rows, refusal, save_model
+from tests.analysis.models import refusal, save_model
 
 OPTIONS = ["model.depth=2", "model.embed_dim=24", "model.num_heads=2", "model.img_size=12", "model.patch_size=4"]
 OPTIONS += ["model.stem=linear", "model.class_token=true"]
@@ -45,41 +44,24 @@ def test_command(place, tmp_path, capsys):
     analyze.main(["maps", str(place), *images, "--attention", "softmax", "xca", "--output", str(output)])
     shown = capsys.readouterr()
     refusal = "attention(xca) has no attention matrix: it mixes the channels of its values, or has weights for each"
-    assert refusal in shown.out
-    assert "| softmax | 1 |" in shown.out
+    assert shown.out.splitlines() == [str(output / "softmax/1_photo.png"), str(output / "xca/1_photo.png"), refusal]
     written = sorted(str(path.relative_to(output)) for path in output.rglob("*.*") if path.name != MARKER)
-    assert written == ["maps.csv", "softmax/1_photo.png", "xca/1_photo.png"]
-    rows = read_rows(output / "maps.csv")
-    heads = [(row["attention"], row["layer"], row["head"]) for row in rows[:4]]
-    assert heads == [("softmax", layer, head) for layer in "01" for head in "01"]
-    assert {row["problem"] for row in rows[4:]} == {refusal}
-    assert float(rows[0]["equal_entropy"]) == pytest.approx(math.log(10))
-    assert 0 < float(rows[0]["entropy"]) < math.log(10)
+    assert written == ["softmax/1_photo.png", "xca/1_photo.png"]
 
 
 def test_numbers_are_those_of_the_weights():
     layers, (found, _) = describe(small(class_token=True), (3, 5), query=4)
     q, k, _ = layers[0].attn.project(layers[0].x, (3, 5))
     weights = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1)[0].detach()
-    torch.testing.assert_close(found.of_query, weights[:, 4], rtol=0, atol=1e-9)
-    torch.testing.assert_close(found.entropy, -(weights * weights.log()).sum(-1).mean(-1))
+    torch.testing.assert_close(found.weights, weights[:, 4], rtol=0, atol=1e-9)
     assert (found.grid, found.keys, found.num_prefix_tokens) == ((3, 5), (3, 5), 1)
-
-
-def test_what_has_no_matrix_is_no_part_of_a_mean_over_images():
-    _, (found, _) = describe(small(), (3, 5))
-    entropies = torch.tensor([[1.0, 4.0], [2.0, 8.0]]).double()
-    rows = [Row("softmax", name, 1, found._replace(entropy=e)) for name, e in zip("ab", entropies, strict=True)]
-    text = tabulate([*rows, Row("softmax", "c", 1, NoMatrix("why"))])
-    assert f"| softmax | 1 | 1.50 6.00 ({math.log(15):.2f}) |" in text
-    assert text.count("why") == 1
 
 
 def test_figures_show_the_weights_of_the_grid():
     _, maps = describe(small(class_token=True), (3, 5), query=4)
     figure = draw(maps, "title")
     shown = [axes.images[0].get_array() for axes in figure.axes if axes.images]
-    expected = [head[1:].view(3, 5) / head[1:].max() for layer in maps for head in layer.of_query]
+    expected = [head[1:].view(3, 5) / head[1:].max() for layer in maps for head in layer.weights]
     for array, weights in zip(shown, expected, strict=True):
         torch.testing.assert_close(torch.from_numpy(array.data), weights)
     assert [patch.get_xy() for patch in figure.axes[0].patches] == [(2.5, -0.5)] * 2  # token 4 is row 0, column 3
@@ -102,7 +84,14 @@ def test_a_pyramid_has_maps_of_fewer_keys():
 
 def test_a_mechanism_that_the_grid_cannot_have_is_left_out_with_the_reason(place, tmp_path, capsys):
     analyze.main(["maps", str(place), str(place / "photo.png"), "--output", str(tmp_path), "--attention", "lara"])
-    assert "| attention(lara).num_landmarks = 49" in capsys.readouterr().out
+    assert "left out: attention(lara).num_landmarks = 49" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("num_keys", "grid", "expected"), [(15, (3, 5), (3, 5)), (6, (16, 24), (2, 3)), (49, (28, 20), (7, 7))]
+)
+def test_key_grid(num_keys, grid, expected):
+    assert key_grid(num_keys, grid) == expected
 
 
 @pytest.mark.parametrize(
