@@ -63,15 +63,6 @@ def with_budget(attention: Mapping[str, Any], budget: int, num_tokens: Collectio
     return {**attention, **changed}
 
 
-def low_rank_share(entropy: float, num_tokens: int) -> float:
-    """Returns the low-rank part's share of a budget, mean entropy of rows (nats) / log N: 1 for uniform rows.
-
-    Scatterbrain's section 5.1 gives that part more memory if the entropy of observed matrices is high, without a rule.
-    The proportional rule is ours.
-    """
-    return entropy / math.log(num_tokens)
-
-
 def split_budget(budget: int, share: float, grid: Grid) -> dict[str, Any]:
     """Returns options of `scatterbrain` for a budget of numbers per row.
 

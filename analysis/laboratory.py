@@ -36,7 +36,7 @@ from engine.runtime.reading import parsing
 from models.base import attention_layers, is_same_attention
 
 NUM_COMPARED = 32
-"""Number of images on which errors of attention layers, and memory of a forward pass, are measured."""
+"""Number of images on which errors of attention layers are measured."""
 
 MEASUREMENTS_FILE = "measurements.jsonl"
 """File of the directory that keeps the measurements."""
@@ -45,14 +45,13 @@ MEASUREMENTS_FILE = "measurements.jsonl"
 class Own(NamedTuple):
     """Trained model with its own attention: its score, and tokens, grid, attended values and outputs of every layer.
 
-    predicted, losses: class of every image of the sample, and its cross-entropy. images: `NUM_COMPARED` of the sample,
-    evenly spaced, for which the layers are measured.
+    predicted, losses: class of every image of the sample, and its cross-entropy. Layers are measured for `NUM_COMPARED`
+    of them, evenly spaced.
     """
 
     score: Score
     predicted: Tensor
     losses: Tensor
-    images: Tensor
     inputs: Sequence[Given]
     attended: Sequence[Tensor]
     outputs: Sequence[Tensor]
@@ -154,7 +153,7 @@ def measure_own(trained: Trained, sample: Sample) -> Own:
     own = score(logits, classes, predicted, losses)
     if not is_score(own.loss):
         raise UserError(f"{trained.path}: its own loss is not finite; choose another checkpoint, or other weights")
-    return Own(own, predicted, losses, images, inputs, *found)
+    return Own(own, predicted, losses, inputs, *found)
 
 
 @torch.no_grad()

@@ -29,7 +29,7 @@ from analysis.implied import LayerInput, NoMatrix, attention_inputs, implied_mat
 from analysis.laboratory import to_file_name
 from analysis.trained import Trained, load_trained, read_images
 from attention import Grid, OptionError
-from engine.data.folders import FileReader, list_files
+from engine.data.folders import list_files, open_files
 from engine.data.splits import Images
 from engine.reporting.plots import encode, in_style, new_figure
 from engine.runtime.errors import UserError
@@ -67,7 +67,7 @@ def main(args: argparse.Namespace) -> None:
     place, files = parse_query(args.query), list_files(args.images)
     mechanisms = command_line.read_mechanisms(args.attention) if args.attention else {"": None}
     trained = load_trained(args, reads_images=False)
-    images, _ = read_images(Images(FileReader(files)), range(len(files)), trained.run)
+    images, _ = read_images(Images(open_files(files)), range(len(files)), trained.run)
     make_output(args.output, [])
     lines = []
     with progress("maps", len(files) * len(mechanisms), "images") as bar:

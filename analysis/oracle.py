@@ -22,7 +22,7 @@ from matplotlib.ticker import NullLocator
 from torch import Tensor
 
 from analysis import command_line
-from analysis.budgets import low_rank_share, split_budget
+from analysis.budgets import split_budget
 from analysis.decompositions import keep_largest, robust_pca, truncate
 from analysis.matrices import Layer, process1_layers, read_layers
 from attention import create_attention
@@ -38,7 +38,7 @@ SHARES = 1 / 4, 1 / 2, 3 / 4
 """Shares of the budget for low rank, for methods with both parts."""
 
 LOWEST_BUDGET = 8
-"""Lowest budget: a quarter of it is a rank of 1."""
+"""Lowest budget: a quarter of it is a rank of 1. Prefix tokens, which are exact, cost two more numbers per row each."""
 
 FLOOR = 1e-3
 """Smallest error that the figure resolves."""
@@ -111,24 +111,16 @@ def compressible(layers: Sequence[Layer], budgets: Sequence[int]) -> list[Layer]
     """
     left = []
     for layer in layers:
-        low, high = lowest_budget(layer), row_length(layer) - 1
+        tokens = layer.q.shape[2]
+        low, high = LOWEST_BUDGET + 2 * (tokens - math.prod(layer.grid)), tokens - 1
         if low <= budgets[0] and budgets[-1] <= high:
             left.append(layer)
         else:
             able = f"can have budgets of {low} to {high}" if low <= high else "are not longer than any budget"
-            print(f"{layer.name}: left out, as its rows of {row_length(layer)} {able}", file=sys.stderr)
+            print(f"{layer.name}: left out, as its rows of {tokens} {able}", file=sys.stderr)
     if not left:
         raise UserError(f"--budgets {' '.join(map(str, budgets))}: no layer is left; give others, or another run")
     return left
-
-
-def row_length(layer: Layer) -> int:
-    return layer.q.shape[2]
-
-
-def lowest_budget(layer: Layer) -> int:
-    """The lowest budget that can be split: prefix tokens, which are exact, cost two numbers per row each."""
-    return LOWEST_BUDGET + 2 * (row_length(layer) - math.prod(layer.grid))
 
 
 class Fit(NamedTuple):
@@ -185,9 +177,13 @@ def decomposition_fits(a: Tensor, low: Tensor, budget: int) -> dict[str, Fit]:
 
 
 def share_of(layer: Layer) -> float:
-    """Returns the `low_rank_share` of the layer from its matrices for the first image."""
+    """Returns the low-rank part's share of a budget for the layer, from its matrices for the first image.
+
+    It is the mean entropy of their rows / log N: 1 for uniform rows. Scatterbrain's section 5.1 gives that part more
+    memory if the entropy of observed matrices is high, without a rule. The proportional rule is ours.
+    """
     matrices = layer.matrices[0]
-    return low_rank_share(torch.special.entr(matrices).sum(-1).mean().item(), matrices.shape[-1])
+    return torch.special.entr(matrices).sum(-1).mean().item() / math.log(matrices.shape[-1])
 
 
 @torch.no_grad()

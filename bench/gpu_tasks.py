@@ -87,6 +87,10 @@ BEST = "compiled-cuda-graph"
 """Execution of train.py, and the fastest of timm's model."""
 
 
+def layout_of(run: Run) -> torch.memory_format:
+    return torch.channels_last if run.train.channels_last else torch.contiguous_format
+
+
 def captured(call: Call) -> Call:
     """Captures a call in a CUDA graph after a warm-up; returns the call itself on a CPU."""
     if not torch.cuda.is_available():
@@ -103,26 +107,14 @@ def captured(call: Call) -> Call:
     return graph.replay
 
 
-class Batch(NamedTuple):
-    """Random images and soft targets, as mixup makes them."""
-
-    images: Tensor
-    targets: Tensor
-
-    @property
-    def layout(self) -> torch.memory_format:
-        channels_last = self.images.is_contiguous(memory_format=torch.channels_last)
-        return torch.channels_last if channels_last else torch.contiguous_format
-
-
 class Update:
     """An update of a model as train.py makes it: forward and backward pass, clipped gradients, AdamW.
 
     Args:
-        network: what calls the model.
+        network: what calls the model. batch: images and soft targets.
     """
 
-    def __init__(self, model: nn.Module, network: Callable[[Tensor], Tensor], batch: Batch, run: Run):
+    def __init__(self, model: nn.Module, network: Callable[[Tensor], Tensor], batch: tuple[Tensor, Tensor], run: Run):
         self.network, self.batch, self.run = network, batch, run
         self.objective = Classification(label_loss(run, model))
         self.optimizer = create_optimizer(model, run.optim, run.train.total_batch_size)
@@ -130,7 +122,7 @@ class Update:
 
     def differentiate(self) -> None:
         self.optimizer.zero_grad()
-        with autocast(self.run.train.amp, self.batch.images.device):
+        with autocast(self.run.train.amp, self.batch[0].device):
             loss = self.objective(self.network, *self.batch)
         loss.backward()
 
@@ -260,13 +252,13 @@ class Worker:
         given += shape.smallest if self.smoke else []
         return load_run(f"configs/{shape.recipe}.yaml", given)
 
-    def prepare(self, model: nn.Module, shape: Shape, run: Run) -> Batch:
-        """Moves a model to the device, and returns its images."""
-        layout = torch.channels_last if run.train.channels_last else torch.contiguous_format
+    def prepare(self, model: nn.Module, shape: Shape, run: Run) -> tuple[Tensor, Tensor]:
+        """Moves a model to the device, and returns random images, and soft targets as mixup makes them."""
+        layout = layout_of(run)
         model.to(self.device, memory_format=layout).train()
         images = torch.randn(shape.batch, 3, *(2 * [run.model["img_size"]]), device=self.device)
         targets = torch.randn(shape.batch, run.model["num_classes"], device=self.device).softmax(1)
-        return Batch(images.contiguous(memory_format=layout), targets)
+        return images.contiguous(memory_format=layout), targets
 
     def timm_update(self, model: str, execution: str) -> Update:
         shape, run = self.shape(model), self.run_of(model, "softmax")
@@ -289,7 +281,7 @@ class Worker:
         stack.enter_context(compiled_blocks([net], run, world, **self.backend))
         update = Update(net, net, batch, run)
         if run.train.cuda_graph:
-            update.network, _ = graph_passes(update.objective, net, run, world, batch.layout)
+            update.network, _ = graph_passes(update.objective, net, run, world, layout_of(run))
         return update
 
     def built(self, make: Callable[[], Call]) -> Call:

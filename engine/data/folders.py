@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import BinaryIO
 
 import numpy as np
@@ -12,7 +12,7 @@ from engine.data.layout import (
     Layout,
     LayoutError,
     LayoutReader,
-    SplitReader,
+    Samples,
     classify,
     describe_files,
     is_hidden,
@@ -119,19 +119,6 @@ def find_files(root: str) -> Iterator[str]:
             yield prefix
 
 
-class FileReader(SplitReader):
-    """Reads the files `paths`; the label of each is its position. Opens regular files only."""
-
-    def __init__(self, paths: Sequence[str]):
-        super().__init__()
-        self.paths, self.labels = paths, np.arange(len(paths))
-        self.class_to_idx = {}
-
-    def __getitem__(self, index: int) -> tuple[BinaryIO, int]:
-        return open_regular(self.paths[index]), index
-
-    def _filename(self, index: int, basename: bool = False, absolute: bool = False) -> str:
-        return self.paths[index]
-
-    def fingerprints(self) -> np.ndarray:
-        return measure_files(self.paths)
+def open_files(paths: Iterable[str]) -> FolderReader:
+    """Opens the files `paths`; the label of each is its position."""
+    return FolderReader(Layout(Samples((number, [path]) for number, path in enumerate(paths)), {}, []), root="")

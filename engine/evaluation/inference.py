@@ -17,7 +17,7 @@ from engine.checkpoints.files import WEIGHTS, Weights, open_weights
 from engine.checkpoints.weights import build_model, check_predicts_classes
 from engine.config.schema import Data, num_channels
 from engine.data.augment import create_transform
-from engine.data.folders import FileReader
+from engine.data.folders import open_files
 from engine.data.images import convert
 from engine.data.loaders import ImageLoader, choose_batch_size, images_of
 from engine.data.splits import Images
@@ -86,7 +86,7 @@ def create_loader(trained: Trained, files: Sequence[str], batch_size: int | None
 
     A batch has `batch_size` images; None: `choose_batch_size`.
     """
-    images = Images(FileReader(files), trained.transform)
+    images = Images(open_files(files), trained.transform)
     _, height, width = trained.transform(Image.new("RGB", (1, 1))).shape
     batch_size = batch_size or choose_batch_size((height, width))
     workers = min(workers_of_rank(Data.workers), len(files) // batch_size)  # no worker starts for less than a batch

@@ -167,10 +167,10 @@ def check_layers(teacher: Teacher, model: nn.Module, shape: tuple[int, int, int]
     if len(theirs) != len(own):
         problem = f"it has {len(theirs)} attention layers, the model has {len(own)}"
         raise UserError(f"{problem}; set the options of model to the teacher's values")
-    for number, ((tokens, grid), (here, grid_here)) in enumerate(zip(theirs, own, strict=True)):
-        if (tokens, grid) != (here, grid_here):
-            there = f"its attention layer {number} gets {_text(tokens)} tokens of a {_text(grid)} grid"
-            problem = f"{there}, the model's {_text(here)} of a {_text(grid_here)} grid"
+    for number, pair in enumerate(zip(theirs, own, strict=True)):
+        there, here = (f"{_text(tokens)} tokens of a {_text(grid)} grid" for tokens, grid in pair)
+        if there != here:
+            problem = f"its attention layer {number} gets {there}, the model's {here}"
             raise UserError(f"{problem}; set model.patch_size, embed_dim, class_token, ... to the teacher's values")
 
 

@@ -9,7 +9,7 @@ from PIL import Image
 
 import analyze
 from analysis import oracle
-from analysis.budgets import low_rank_share, split_budget
+from analysis.budgets import split_budget
 from analysis.decompositions import keep_largest, robust_pca, truncate
 from analysis.matrices import Layer, capture, process1
 from analysis.oracle import Row, compressible, decomposition_fits, scatterbrain_fits, share_of
@@ -113,7 +113,7 @@ def test_every_method_keeps_to_the_budget_and_both_parts_are_no_worse_than_one(b
 def test_a_budget_is_split_by_entropy(budget, grid):
     """Rows with one entry leave one sample to low rank; uniform rows leave one token to the window."""
     entropies = 0.0, 0.5, 1.7, 2.9, math.log(30)
-    found = [split_budget(budget, low_rank_share(entropy, 30), grid) for entropy in entropies]
+    found = [split_budget(budget, entropy / math.log(30), grid) for entropy in entropies]
     samples = [options["num_samples"] for options in found]
     entries = [options["window_size"] ** (1 if grid[0] == 1 else 2) for options in found]
     assert samples == sorted(samples)
