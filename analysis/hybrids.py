@@ -38,7 +38,7 @@ class Hybrids:
     Args:
         mechanisms: text of the command line -> options. seed: seed of their untrained parameters and of alignment.
     Attributes:
-        layers: mechanism -> numbers of the layers that can have it.
+        layers: mechanism -> numbers of the layers that can have it. own_macs: those of the trained model.
     Raises:
         OptionError: no layer can have one of the mechanisms, or a layer has other sizes in another hybrid.
     """
@@ -49,6 +49,7 @@ class Hybrids:
         self.own: Choices = (OWN,) * sum(self.depths)
         self._macs: dict[Choices, int] = {}
         self._aligned: dict[str, nn.Module] = {}
+        self.own_macs = self.macs(self.own)
         self.layers = {name: self._find_layers(name) for name in mechanisms}
 
     def _find_layers(self, name: str) -> list[int]:
@@ -85,11 +86,6 @@ class Hybrids:
     def number(self) -> int:
         """Number of all hybrids."""
         return math.prod(1 + sum(layer == own for layer, _ in self.pairs) for own in range(len(self.own)))
-
-    @property
-    def own_macs(self) -> int:
-        """Multiply-accumulates of the trained model for one image."""
-        return self.macs(self.own)
 
     def single(self, layer: int, name: str) -> Choices:
         """Returns the hybrid with a mechanism in one layer alone."""

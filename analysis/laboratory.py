@@ -63,11 +63,12 @@ class Laboratory:
     Args:
         steps: number of alignment steps; None: no alignment.
     Attributes:
-        own: the trained model with its own attention. kept: measurements in the directory.
+        own: the trained model with its own attention. kept: measurements in the directory. aligned: directory in it, of
+            the aligned models.
     """
 
     def __init__(self, trained: Trained, sample: Sample, directory: Path, steps: int | None):
-        self.trained, self.sample, self.directory, self.steps = trained, sample, directory, steps
+        self.trained, self.sample, self.aligned, self.steps = trained, sample, directory / "aligned", steps
         self.training = None
         if steps is not None:
             self.training = open_training_images(trained, sample)
@@ -85,11 +86,6 @@ class Laboratory:
             basis |= identify_split("train", self.training[0])
             basis |= {"align": RECIPE, "steps": steps, "indices": len(self.training[1])}
         self.kept = Measurements(directory / MEASUREMENTS_FILE, basis)
-
-    @property
-    def aligned(self) -> Path:
-        """Directory of the aligned models."""
-        return self.directory / "aligned"
 
     def measure(self, name: str, attention: Any, layers: Sequence[int], seed: int) -> Draw:
         """Measures a mechanism in the place of `layers`, or returns the kept measurement.

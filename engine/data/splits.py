@@ -3,8 +3,7 @@
 import math
 import sys
 import tarfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -118,14 +117,24 @@ def open_split(data: Data, option: str, key: str | None = None) -> Images:
 
     Args:
         key: name of the option in errors; None: that of a configuration.
+    Raises:
+        OptionError: there is no such split, it cannot be read, or it has too few images.
     """
     is_validation = option == "val_split"
     option = "train_split" if data.held_out_by else option
     key = key or f"data.{option}"
     open_reader, path = find_split(data, getattr(data, option), key)
-    with refusing(key, path, data.dataset):
+    try:
         reader = open_reader(path)
         reader.class_to_idx = name_classes(reader.class_to_idx)
+    except (UserError, OptionError):
+        raise
+    except LayoutError as error:
+        raise OptionError(key, f"{path!r}: {error}") from error
+    except Exception as error:  # a parser raises many
+        reason = error if isinstance(error, OSError | tarfile.TarError) else describe_error(error)
+        problem = f"{path!r} is not a readable {data.dataset} file ({one_line(str(reason))})"
+        raise OptionError(key, problem) from error
     if data.classes is not None:
         reader = choose_classes(reader, data.classes)
     if data.subset is not None and option == "train_split":
@@ -133,20 +142,6 @@ def open_split(data: Data, option: str, key: str | None = None) -> Images:
     if data.held_out_by:
         reader = hold_out(reader, data)[is_validation]
     return Images(reader)
-
-
-@contextmanager
-def refusing(key: str, path: str, dataset: str) -> Iterator[None]:
-    """Context in which a split is read, whose failure of any kind becomes an OptionError: a parser raises many."""
-    try:
-        yield
-    except (UserError, OptionError):
-        raise
-    except LayoutError as error:
-        raise OptionError(key, f"{path!r}: {error}") from error
-    except Exception as error:
-        reason = error if isinstance(error, OSError | tarfile.TarError) else describe_error(error)
-        raise OptionError(key, f"{path!r} is not a readable {dataset} file ({one_line(str(reason))})") from error
 
 
 def find_split(data: Data, split: str, key: str) -> tuple[Callable[[str], SplitReader], str]:

@@ -18,7 +18,7 @@ from models.base import Backbone
 
 
 class CompilationFailed(Exception):
-    """The blocks of a model cannot be compiled."""
+    """The blocks of a model cannot be compiled, or its passes captured, and it is too late to train without that."""
 
 
 def describe_compilation(run: Run, world: World) -> str:

@@ -2,7 +2,6 @@
 
 import copy
 import importlib.util
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -53,12 +52,6 @@ def chosen_kernels(run: Run, network: Callable[[], nn.Module], progress: Progres
         gpu = device_name(world.device)
         if world.is_primary:
             speedups = time_kernels(run, network(), progress.kernels.get(gpu, {}), world)
-            if progress.kernels and speedups != progress.kernels.get(gpu):
-                print(
-                    "train.kernels: timed anew, for another GPU, model or precision than before",
-                    file=sys.stderr,
-                    flush=True,
-                )
         gpu, speedups = world.share((gpu, speedups))
         progress.kernels[gpu] = speedups
     with kernels.use(run.train.kernels, speedups):

@@ -11,7 +11,6 @@ from engine.data.workers import REMEDY, WorkersFailed
 from engine.runtime.distributed import World
 from engine.runtime.memory import is_out_of_memory
 from engine.training.compilation import CompilationFailed
-from engine.training.graphs import CaptureFailed
 
 FAILED = 1
 
@@ -21,7 +20,7 @@ def explain_failures(options: Train, world: World) -> Iterator[None]:
     """Context in which such a failure ends the process with one line and status `FAILED`; bugs pass."""
     try:
         yield
-    except (FloatingPointError, BrokenImage, DataError, WorkersFailed, CompilationFailed, CaptureFailed) as error:
+    except (FloatingPointError, BrokenImage, DataError, WorkersFailed, CompilationFailed) as error:
         _end(world, str(error))
     except OSError as error:
         what = error.strerror or str(error).strip().splitlines()[-1]

@@ -28,11 +28,8 @@ from engine.runtime.distributed import Amp, World, autocast
 from engine.runtime.errors import UserError
 from engine.runtime.memory import is_out_of_memory
 from engine.runtime.text import describe_error
+from engine.training.compilation import CompilationFailed
 from models.freeze import set_train_mode
-
-
-class CaptureFailed(Exception):
-    """The passes of a network cannot be captured, for a reason that showed too late to train without graphs."""
 
 
 class Uncapturable(Exception):
@@ -48,7 +45,7 @@ def graph_passes(
         layout: memory format of the images.
     Raises:
         UserError: train.cuda_graph is true, and a pass does what a graph cannot repeat.
-        CaptureFailed: the capture fails for another reason.
+        CompilationFailed: the capture fails for another reason.
     """
     network = graphed = objective.wrap(model)
     if not (reason := why_eager(run, world.on_cuda)):
@@ -121,7 +118,7 @@ class Capture:
             if is_out_of_memory(error):
                 raise
             problem = "train.cuda_graph: the passes of the network cannot be captured; set it to false"
-            raise CaptureFailed(f"{problem} ({describe_error(error)})") from error
+            raise CompilationFailed(f"{problem} ({describe_error(error)})") from error
         return graph.replay, result
 
 

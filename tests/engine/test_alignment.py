@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 import train
 from engine.checkpoints.initial_weights import create_initial_model
-from engine.checkpoints.progress import Progress
 from engine.config.schema import Run
 from engine.data.splits import open_split
 from engine.objectives.alignment import Alignment, relative_error
@@ -21,17 +20,15 @@ from engine.runtime.distributed import World, autocast
 from engine.runtime.errors import ConfigError, UserError
 from engine.training.compilation import compiled_blocks
 from engine.training.objective import create_objective
-from engine.training.resume import Checkpoints
 from models import create_model
 from models.base import attention_layers
-from tests.engine.test_distill import build
+from tests.engine.test_distill import build, leave
 from tests.support.launcher import ROOT
 
 WORLD = World(torch.device("cpu"))
 MODEL = ("img_size=24", "patch_size=4", "embed_dim=12", "depth=3", "num_heads=2", "stem=linear")
 SOFTMAX, LARA = "attention={name: softmax}", "attention={name: lara, num_landmarks: 4}"
 HYBRID = "attention=[{name: softmax, blocks: 0}, {name: eva, window_size: 3, num_landmarks: 4, blocks: 1-2}]"
-DIGITS = [str(digit) for digit in range(10)]
 
 
 def run_of(*overrides: str) -> Run:
@@ -40,11 +37,7 @@ def run_of(*overrides: str) -> Run:
 
 def leave_teacher(directory: Path, *overrides: str) -> nn.Module:
     """Leaves a checkpoint of a run with softmax attention in `directory`, and returns its model."""
-    run = run_of(SOFTMAX, *overrides)
-    model = build(run)
-    directory.mkdir(exist_ok=True)
-    Checkpoints(directory, run, WORLD, 100, {"classes": DIGITS}).save(Progress(step=1, images=8), {"model": model})
-    return model.eval()
+    return leave(directory, run_of(SOFTMAX, *overrides))
 
 
 def aligned_to(teacher: Path | str) -> list[str]:

@@ -45,10 +45,10 @@ def build(run: Run, seed: int = 0) -> nn.Module:
     return model
 
 
-def train(directory: Path, *overrides: str, classes: list[str] | None = DIGITS, **more: nn.Module) -> nn.Module:
-    """Leaves a checkpoint of a run in `directory`, and returns its model."""
-    run = run_of(*overrides)
+def leave(directory: Path, run: Run, classes: list[str] | None = DIGITS, **more: nn.Module) -> nn.Module:
+    """Leaves a checkpoint of `run` in `directory`, and returns its model."""
     model = build(run)
+    directory.mkdir(exist_ok=True)
     identity = {} if classes is None else {"classes": classes}
     Checkpoints(directory, run, WORLD, 100, identity).save(Progress(step=1, images=8), {"model": model} | more)
     return model.eval()
@@ -135,7 +135,7 @@ def test_half_precision_logits_make_a_loss_in_fp32(kind):
 @pytest.mark.parametrize("options", [(), ("distill.type=soft", "distill.tau=2.0")], ids=str)
 def test_gradients_of_a_step(options: tuple[str, ...], tmp_path: Path):
     """Gradients of both heads' logits equal the formulas, in float64."""
-    teacher = train(tmp_path, "model.embed_dim=16").double()
+    teacher = leave(tmp_path, run_of("model.embed_dim=16")).double()
     run = run_of(*DISTILLED, f"distill.teacher={tmp_path}", *options)
     model = build(run).double()
     criterion = criterion_of(run, model)
@@ -159,7 +159,7 @@ def test_a_teacher_sees_images_as_it_was_trained_with(tmp_path: Path):
     """It gets its own normalisation, and grey images as three equal channels; averaged weights are preferred."""
     own = "data.mean=[0.4, 0.5, 0.6]", "data.std=[0.2, 0.3, 0.25]"
     average = build(run_of(*own), seed=1).eval()
-    train(tmp_path, *own, model_ema=average)
+    leave(tmp_path, run_of(*own), model_ema=average)
     pixels = torch.rand(2, 3, 16, 16)
     mean, std = (torch.tensor(values)[:, None, None] for values in ((0.4, 0.5, 0.6), (0.2, 0.3, 0.25)))
     colour = criterion_of(run_of(f"distill.teacher={tmp_path}"))
@@ -181,7 +181,7 @@ def test_without_a_teacher_the_loss_is_of_the_targets_alone():
 
 def test_the_identity_is_of_the_weights(tmp_path: Path):
     """The digest is the same in a checkpoint and an export, and one bit changes it."""
-    model = train(tmp_path)
+    model = leave(tmp_path, run_of())
     export_checkpoint(tmp_path / "teacher.safetensors", torch.load(tmp_path / "step_1.pt"), "plain")
     sources = tmp_path, tmp_path / "step_1.pt", tmp_path / "teacher.safetensors"
     digests = {criterion_of(run_of(f"distill.teacher={source}")).identity["teacher_weights"] for source in sources}
@@ -243,8 +243,7 @@ def test_a_teacher_of_other_images_or_classes_or_no_model_is_refused(teacher, sa
     """A teacher is an option of its run and the names of its classes, or a file."""
     source = tmp_path / (teacher if isinstance(teacher, str) else "run")
     if isinstance(teacher, tuple):
-        source.mkdir()
-        train(source, teacher[0], classes=teacher[1])
+        leave(source, run_of(teacher[0]), classes=teacher[1])
     torch.save(build(run_of()).state_dict(), tmp_path / "weights.pth")
     with pytest.raises(UserError) as caught:
         criterion_of(run_of(f"distill.teacher={source}"))

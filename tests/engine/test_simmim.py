@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from attention import ATTENTION, OptionError
 from engine.checkpoints.adapt import fit_weights
@@ -19,8 +19,8 @@ from engine.run.load import load_run
 from engine.runtime.distributed import World, seed_everything
 from engine.runtime.errors import ConfigError, UserError
 from engine.training.objective import create_objective, read_teacher
-from engine.training.resume import Checkpoints
 from models import create_model
+from tests.engine.test_distill import build, leave
 from tests.support.launcher import ROOT
 from tests.support.refusals import refusal
 from validate import main as validate
@@ -32,16 +32,6 @@ SMALL = ("model.embed_dim=12", "model.depth=2", "model.num_heads=2", "attention=
 
 def run_of(*overrides: str) -> Run:
     return load_run(ROOT / "configs/quickstart.yaml", [*SMALL, *MASKED, *overrides])
-
-
-def build(run: Run) -> nn.Module:
-    """The model of `run`, with weights that are not small."""
-    torch.manual_seed(0)
-    model = create_model(attention=run.attention, **run.model)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.add_(torch.randn_like(weight), alpha=0.2)
-    return model.eval()
 
 
 def masked_l1_reference(pixels: Tensor, images: Tensor, masks: Tensor) -> Tensor:
@@ -83,7 +73,7 @@ def test_the_loss_of_an_image_on_paper():
 @pytest.mark.parametrize("tokens", [(), ("model.class_token=true", "model.reg_tokens=2")], ids=str)
 def test_masked_pixels_are_hidden_and_every_patch_is_reconstructed_in_its_place(tokens: tuple[str, ...]):
     run = run_of("model.img_size=[16, 24]", "model.in_chans=1", *tokens)
-    model, images, mask = build(run), torch.randn(2, 1, 16, 24), draw(2, 4, 6)
+    model, images, mask = build(run).eval(), torch.randn(2, 1, 16, 24), draw(2, 4, 6)
     hidden = mask.repeat_interleave(4, 1).repeat_interleave(4, 2)[:, None]
     pixels = model(images, mask)
     torch.testing.assert_close(model(torch.where(hidden, 7.0, images), mask), pixels)
@@ -175,7 +165,7 @@ def test_validation_masks_are_those_of_the_image_in_every_run():
 
 def test_an_evaluation_is_the_mean_over_images():
     run = run_of("model.img_size=16")
-    model, images, masks = build(run), torch.randn(13, 3, 16, 16), draw(13, 4, 4)
+    model, images, masks = build(run).eval(), torch.randn(13, 3, 16, 16), draw(13, 4, 4)
     criterion = create_objective(run, model, None, WORLD)
     batches = [(images[:10], masks[:10]), (images[10:], masks[10:])]
     found = evaluate(model, batches, WORLD, None, measure=criterion.measure)
@@ -192,21 +182,14 @@ def test_the_best_epoch_has_the_lowest_loss():
     assert progress.best() == {"best_loss": 0.3, "best_ema_loss": 0.5}
 
 
-def pre_train(directory: Path, *overrides: str) -> dict[str, Tensor]:
-    """Leaves a checkpoint of a run on masked images in `directory`, and returns its weights."""
-    run = run_of(*overrides)
-    model = build(run)
-    Checkpoints(directory, run, WORLD, 100, {}).save(Progress(step=1, images=8), {"model": model})
-    return model.state_dict()
-
-
 @pytest.mark.parametrize("token", ["false", "true"])
 def test_fine_tuning_takes_all_but_what_reconstructs(token: str, tmp_path: Path):
-    state = pre_train(tmp_path, f"model.class_token={token}", "attention={name: eva, window_size: 7}")
+    masked = run_of(f"model.class_token={token}", "attention={name: eva, window_size: 7}")
+    state = leave(tmp_path, masked, classes=None).state_dict()
     options = ["model.stem=linear", f"model.class_token={token}", "attention={name: eva, window_size: 7}"]
     run = load_run(ROOT / "configs/quickstart.yaml", [*SMALL, *options])
     taken, fitted = fit_weights(build(run), read_weights(str(tmp_path)), "init.weights")
-    outcome = {kind: [*map(str, entries)] for kind, entries in fitted.items()}
+    outcome = {kind: [*entries] for kind, entries in fitted.items()}
     unused = ["mask_token", "decoder.weight", "decoder.bias"]
     assert sorted(outcome.pop("loaded")) == sorted({*state} - {*unused})
     assert sorted(outcome.pop("dropped")) == sorted(unused)
@@ -216,7 +199,7 @@ def test_fine_tuning_takes_all_but_what_reconstructs(token: str, tmp_path: Path)
 
 
 def test_who_asks_for_classes_is_told_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture):
-    pre_train(tmp_path)
+    leave(tmp_path, run_of(), classes=None)
     problem = r"\.pt: pre-trained on masked images, it predicts no classes; train a classifier from it \(init.weights="
     with pytest.raises(UserError, match=problem):
         load(tmp_path)

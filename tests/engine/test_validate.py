@@ -346,15 +346,6 @@ def test_images_of_another_size_are_said(run_directory, capsys):
     assert output.out.splitlines()[1].split()[2] == f"{expected['top1']:.3f}"
 
 
-def test_without_an_average_there_is_one_line(run_directory, tmp_path, capsys):
-    _, checkpoint = newest_checkpoint(run_directory)
-    del checkpoint["model_ema"]
-    torch.save(checkpoint, tmp_path / "plain.pt")
-    report = read_report(capsys, tmp_path / "plain.pt")
-    assert report.keys() == {"plain"}
-    assert math.isfinite(report["plain"]["loss"])
-
-
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
@@ -373,7 +364,6 @@ def test_without_an_average_there_is_one_line(run_directory, tmp_path, capsys):
         (["good.pt", "data.rot=/data"], "data.rot: unknown option; did you mean 'root'?"),
         (["good.pt", "data.dataset=folder"], "data.root: required for data.dataset=folder"),
         (["good.pt", "model.num_classes=11"], "model.num_classes = 11, but the checkpoint names 10 classes"),
-        (["good.pt", "model.depth=2"], "model: the checkpoint's weights do not fit: 12 missing: blocks.1."),
         (["good.pt", "train.device=cuda"], "train.device: cuda is not available here; use auto or cpu"),
         *(([".", f"--{kind}", "x.csv"], "x.csv: cannot be written: Is a directory") for kind in TABLES),
         ([".", "--per-class", "x.png"], "x.png: --per-class writes .csv; name such a file"),
