@@ -23,6 +23,3 @@ OBJECTIVES: dict[str, type[Objective]] = {
 def choose_objective(run: Run) -> type[Objective]:
     """Returns the class of the objective of `run`."""
     return next(objective for objective in OBJECTIVES.values() if objective.applies(run))
-
-
-__all__ = ["OBJECTIVES", "choose_objective"]
