@@ -27,8 +27,8 @@ MAX_CONFIG = 2**22
 WRITTEN_BY_TIMM = "expected the description of a model by timm, as timm.models.save_for_hf writes it"
 """Remedy of a config.json that is damaged."""
 
-PREPROCESSING = ("interpolation", "crop_mode", "crop_pct", "mean", "std")
-"""Options of `Data` that a config.json has under the same names."""
+PREPROCESSING = ("mean", "std", "crop_pct", "crop_mode", "interpolation")
+"""Options of `Data` that a config.json, and the arguments of timm's train.py, have under the same names."""
 
 
 def describe_model(model: nn.Module, run: Run, classes: Sequence[str] | None) -> str:

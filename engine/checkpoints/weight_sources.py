@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from engine.checkpoints.files import WEIGHTS, open_weights
 from engine.checkpoints.format import check_plain
 from engine.checkpoints.identify import CONFIG, FOREIGN, Found, Kind, damaged, identify
-from engine.checkpoints.local_dir import read_description, read_label_names
+from engine.checkpoints.local_dir import PREPROCESSING, read_description, read_label_names
 from engine.checkpoints.released import Arguments, Unsupported
 from engine.config.schema import Run
 from engine.run.described import parse_described
@@ -30,9 +30,6 @@ NESTED = ("state_dict_ema", "model_ema", "state_dict", "model")
 
 LIGHTNING = "model."
 """Prefix of all names in files of Lightning, after the attribute that usually holds the model."""
-
-IMAGES = ("mean", "std", "crop_pct", "crop_mode", "interpolation")
-"""Arguments of timm's train.py about the images of evaluation, which `Data` has under the same names."""
 
 LOCAL = "local-dir:"
 """Beginning of the names of directories in timm's layout."""
@@ -190,7 +187,8 @@ def read_timm_arguments(found: Found) -> tuple[dict[str, Any], dict[str, Any]]:
     args, arch = Arguments(found.values().get("args")).values, str(found.values()["arch"])
     kwargs = args.get("model_kwargs")
     try:
-        check_plain([args.get(name) for name in ("gp", "img_size", "in_chans", "input_size", "model_kwargs", *IMAGES)])
+        names = ("gp", "img_size", "in_chans", "input_size", "model_kwargs", *PREPROCESSING)
+        check_plain([args.get(name) for name in names])
         options = {"global_pool": args.get("gp"), "img_size": args.get("img_size"), "in_chans": args.get("in_chans")}
         if args.get("input_size") is not None:
             options["in_chans"], *options["img_size"] = args["input_size"]
@@ -198,7 +196,7 @@ def read_timm_arguments(found: Found) -> tuple[dict[str, Any], dict[str, Any]]:
             is_own = arch in MODELS
             options |= {"num_heads": parse_model(arch, {}).num_heads, "attention": "softmax"} if is_own else {}
             options |= kwargs
-        images = {name: args[name] for name in IMAGES if args.get(name)}  # timm's default interpolation is ""
+        images = {name: args[name] for name in PREPROCESSING if args.get(name)}  # timm's default interpolation is ""
         for name in {"mean", "std"} & images.keys():
             values = [float(x) for x in images[name]]
             images[name] = values * 3 if len(values) == 1 and options["in_chans"] != 1 else values  # as timm does
