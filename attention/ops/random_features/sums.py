@@ -70,6 +70,8 @@ class Sums(torch.autograd.Function):
             dv, dk = bmm(of_k, dstate), None
             if divisor is None:
                 dk = bmm(v, dstate.mT)
+                if turned_q is not None:  # weights have none but rotated features
+                    dturned, dq, dk = (dq, dk), None, None
             elif turned_q is None:
                 dq.baddbmm_(dtotal, sums.mT, alpha=-1)
                 dk = baddbmm(bmm(dtotal.mT, q), v, dstate.mT, beta=-1)
