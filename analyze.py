@@ -18,7 +18,7 @@ from engine.runtime.memory import refuse_too_large
 from engine.runtime.signals import end_at_interrupt
 
 QUESTIONS: dict[str, str] = {
-    "maps": "attention maps of each layer and head on images, their entropies and distances",
+    "maps": "attention maps of each layer and head on images",
     "replace": "accuracy of a trained model with other attention; if asked, also aligned, and fine-tuned",
     "convert": "a trained model to a faster one: search, alignment, training, comparison, export",
     "search": "mechanism of every layer of a trained model under a budget: a front of loss against cost",
