@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from attention.mechanisms.performer import performer
 from attention.mechanisms.scatterbrain_lsh import scatterbrain_lsh
@@ -69,6 +70,32 @@ def test_scatterbrain_is_exact_on_its_clusters_and_unbiased_off_them_before_norm
         return scatterbrain_lsh(q, k, v, omega, directions.expand(len(omega), -1, -1), cluster_size=4)
 
     assert_exact_on_support_and_unbiased_off_it(op, hashed, q, k)
+
+
+def test_the_variance_of_the_estimate_is_performers_times_the_probability_that_a_pair_does_not_meet():
+    """Scatterbrain's Theorem 2, for unit vectors and any hash: no bias, and Var = (1 - p) Var of Performer's estimate.
+
+    The latter is exp(2 q.k) (exp(||q + k||^2) - 1) / s. A prefix token of logit 0 has the unnormalised weight 1.
+    """
+    draws, N = 20_000, 12
+    q, k = (draw(1, 1, N, d, seed=seed) for seed in (5, 6))
+    q, k = (x / x.norm(dim=-1, keepdim=True) for x in (q, k))
+    omega, directions = draw(draws, S, d, seed=3), draw(draws, 1, d + 2, seed=4)
+    tokens_q, tokens_k = (x.expand(1, draws, N, d) * d**0.25 for x in (q, k))  # logits are q.k
+    values = torch.eye(N + 1, dtype=torch.float64).expand(1, draws, -1, -1)
+    y = scatterbrain_lsh(tokens_q, F.pad(tokens_k, (0, 0, 1, 0)), values, omega, directions, cluster_size=4)[0]
+    kernel, sizes = (q @ k.mT)[0, 0].exp(), (q[0, 0, :, None] + k[0, 0]).square().sum(-1)
+    errors = y[..., 1:] / y[..., :1] - kernel
+    variance = kernel.square() * (sizes.exp() - 1) / S
+    met = same_cluster(tokens_q, tokens_k, directions, 4)[0, :, 0]
+    p = met.double().mean(0)
+    light = sizes < 2  # squared errors of longer sums have too heavy tails for this number of draws
+    assert light.sum() > N * N / 3
+    for deviations in (errors, errors.square() - variance * ~met):
+        scores = deviations.mean(0) / deviations.std(0) * draws**0.5
+        assert scores[light].abs().max() < 5
+    assert errors[met].abs().max() < 1e-9
+    assert torch.corrcoef(torch.stack([p.flatten(), kernel.flatten()]))[0, 1] > 0.8  # those that are close meet
 
 
 @every_grid
