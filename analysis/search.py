@@ -35,7 +35,7 @@ from engine.runtime.memory import limit_memory, refuse_too_large
 from engine.runtime.ownership import check_claim, make_output
 from engine.runtime.terminal import progress
 
-MECHANISMS = ("eva", "lara", "linear", "local", "performer")
+MECHANISMS = ("eva", "lara", "linear", "local", "monarch", "performer")
 """Default of --attention."""
 
 NUM_IMAGES = 1000
