@@ -119,6 +119,19 @@ def accuracies(settings: Sequence[Setting]) -> dict[str, str]:
     return {"top-1": "top1"} | ({"EMA top-1": "ema_top1"} if averages else {})
 
 
+def list_best(settings: Sequence[Setting]) -> dict[str, list[bool]]:
+    """Returns column of an accuracy -> whether each row has the highest mean, or differs from that by noise.
+
+    Single runs have no rank, and no such columns.
+    """
+    results, best = [setting.results() for setting in settings], {}
+    for name, key in accuracies(settings).items() if len(settings[0].cases) > 1 else ():
+        means = [own.spread.mean if own.spread else -math.inf for own in measure(results, key)]
+        differences = measure([results[means.index(max(means))], *results], key)[1:]
+        best[f"{name} (%)"] = [own.difference is not None and own.difference.is_noise for own in differences]
+    return best
+
+
 def tabulate_options(settings: Sequence[Setting]) -> Table:
     """Returns option, or base, that any setting changes -> YAML texts of the values that hold; empty without one."""
     return {option: [setting.text_of(option) for setting in settings] for option in changed_options(settings)}
