@@ -101,10 +101,10 @@ def draw_heat_map(caption: str, settings: Sequence[Setting]) -> Figure | None:
 
 
 def axis_of(option: str, values: Sequence[float], settings: Sequence[Setting]) -> tuple[str, list[str]]:
-    """Returns label and ticks of an axis, with the sizes of `LABELS` for the sides of windows and for landmarks."""
+    """Returns label and ticks of an axis, by the sweep's labels, or else `LABELS`."""
     names = {float(setting.changes[option]): name_change(setting, option) for setting in settings}
     symbols, _, ticks = zip(*(names[value].partition("=") for value in values), strict=True)
-    return LABELS.get(symbols[0], option), list(ticks)
+    return str(settings[0].labels.get(symbols[0], LABELS.get(symbols[0], option))), list(ticks)
 
 
 def numeric_axes(settings: Sequence[Setting]) -> list[tuple[str, list[float]]] | None:

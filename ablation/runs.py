@@ -4,7 +4,7 @@ import functools
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +117,7 @@ class Setting:
     Attributes:
         changes: option (or base) -> YAML text of its value. paper: figures of a paper. cases: a run per seed or fold.
         matched: the size that is solved for a cost; None if the sweep, or this setting, has no such size.
-        replicated_by: the option in which the runs differ, train.seed or data.fold.
+        replicated_by: the option in which the runs differ, train.seed or data.fold. labels: those of the sweep.
     """
 
     changes: dict[str, str]
@@ -125,6 +125,7 @@ class Setting:
     cases: tuple[Case, ...]
     matched: Matched | None = None
     replicated_by: str = "train.seed"
+    labels: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def run(self) -> Run:

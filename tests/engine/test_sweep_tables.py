@@ -206,6 +206,14 @@ def test_two_axes_of_numbers_make_a_heat_map(config):
     assert draw_heat_map("Windows", settings[::2]) is None  # one axis
 
 
+def test_labels_replace_words_of_names(config):
+    labels = "labels: {E: window, epochs: 7, poch: part}\n"
+    _, settings, _ = read(config, f"{labels}grid: {{attention.window_size: [1, 2], schedule.epochs: [10, 9]}}\n")
+    assert short_names(settings) == ["window=1, 7=10", "window=1, 7=9", "window=4, 7=10", "window=4, 7=9"]
+    axes = draw_heat_map("Windows", settings).axes[0]
+    assert (axes.get_ylabel(), axes.get_xlabel()) == ("window", "7")
+
+
 @pytest.mark.complete
 def test_a_figure_that_a_sweep_has_no_longer_is_removed(config):
     settings = grid_of_numbers(config)
