@@ -1,9 +1,10 @@
 """Runs of a sweep, and its settings, the rows of the table: options, costs and results."""
 
 import functools
+import itertools
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -168,10 +169,10 @@ class Setting:
             found.append(name_in(held))
         return to_text(found[0] if found.count(found[0]) == len(found) else found)
 
-    def results(self) -> dict[int, dict[str, Any]]:
-        """Returns seed, or fold, -> final record of train.py for the finished runs."""
-        results = zip(self.replicates, [case.result() for case in self.cases], strict=True)
-        return {number: result for number, result in results if result}
+    def results(self, left_out: Collection[Path] = ()) -> dict[int, dict[str, Any]]:
+        """Returns seed, or fold, -> final record of train.py for the finished runs, but in directories `left_out`."""
+        runs = zip(self.replicates, self.cases, strict=True)
+        return {number: result for number, case in runs if case.directory not in left_out and (result := case.result())}
 
 
 def name_in(value: Any) -> Any:
@@ -184,6 +185,22 @@ def name_in(value: Any) -> Any:
 def in_order(settings: Sequence[Setting]) -> list[Case]:
     """Returns the runs in the order of training: every setting with the first seed or fold, then with the next."""
     return [case for replicate in zip(*(setting.cases for setting in settings), strict=True) for case in replicate]
+
+
+def find_crowded(settings: Sequence[Setting]) -> set[Path]:
+    """Returns the directories of runs that trained on a machine's CPUs while another did, whose steps took longer."""
+    launches: list[tuple[Path, str, list[str]]] = []  # directory, host, times of records, which sort as text
+    for case in in_order(settings):
+        for record in find_records(case.directory):
+            if record["kind"] == "start" and "cuda" not in record:
+                launches.append((case.directory, str(record.get("host")), []))
+            if launches and launches[-1][0] == case.directory:
+                launches[-1][2].append(record.get("time", ""))
+    crowded = set()
+    for (a, host, own), (b, others_host, other) in itertools.combinations(launches, 2):
+        if a != b and host == others_host and max(own[0], other[0]) < min(own[-1], other[-1]):
+            crowded |= {a, b}
+    return crowded
 
 
 def replicate_of(settings: Sequence[Setting]) -> str:

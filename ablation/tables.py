@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ablation.names import short_names
-from ablation.runs import Case, Setting, changed_options, in_order, replicate_of
+from ablation.runs import Case, Setting, changed_options, find_crowded, in_order, replicate_of
 from engine.checkpoints.progress import is_score
 from engine.reporting.tables import Spread, plus_minus, spread, verdict
 
@@ -39,9 +39,10 @@ def tabulate(settings: Sequence[Setting], for_readers: bool = False) -> Table:
     `single_numbers` for programs.
 
     Accuracies are from the last epoch: "top-1" of the plain weights and, if any run keeps them, "EMA top-1" of averaged
-    weights. Step time and memory are means over runs; memory is measured on a GPU only.
+    weights. Step time and memory are means over runs, without `find_crowded`'s; memory is measured on a GPU only.
     """
-    results = [setting.results() for setting in settings]
+    results, crowded = [setting.results() for setting in settings], find_crowded(settings)
+    alone = [setting.results(crowded) for setting in settings]
     options = {
         **tabulate_options(settings),
         **tabulate_match(settings),
@@ -49,7 +50,7 @@ def tabulate(settings: Sequence[Setting], for_readers: bool = False) -> Table:
         "paper: parameters (M)": paper_cells(settings, "parameters", ".1f"),
         "MACs (G)": [f"{setting.costs.macs / 1e9:#.4g}" for setting in settings],
         "paper: MACs (G)": paper_cells(settings, "macs", ".1f"),
-        "step (s)": mean_cells(measure(results, "step_seconds"), ".3f"),
+        **if_any("step (s)", mean_cells(measure(alone, "step_seconds"), ".3f")),
         **if_any("paper: step (ms)", paper_cells(settings, "step_ms", "g")),
         **if_any("peak memory (MB)", mean_cells(measure(results, "memory_mb"), ".0f")),
         **if_any("paper: memory (GB)", paper_cells(settings, "memory_gb", "g")),
@@ -66,9 +67,10 @@ def tabulate(settings: Sequence[Setting], for_readers: bool = False) -> Table:
 
 def list_runs(settings: Sequence[Setting]) -> Table:
     """Returns a row for each run, in the order of training."""
-    runs = [(case, case.result() or {}) for case in in_order(settings)]
+    runs, crowded = [(case, case.result() or {}) for case in in_order(settings)], find_crowded(settings)
     columns = {f"{name} (%)": key for name, key in accuracies(settings).items()}
-    columns |= {"top-5 (%)": "top5", "loss": "loss", "epochs": "epoch", "step (s)": "step_seconds"}
+    columns |= {"top-5 (%)": "top5", "loss": "loss", "epochs": "epoch"}
+    steps = [None if case.directory in crowded else result.get("step_seconds") for case, result in runs]
     elapsed = [result.get("elapsed_seconds") for _, result in runs]  # without pauses
     hours = [format_number(seconds and seconds / 3600, ".4g") for seconds in elapsed]
     folds = [str(case.run.data.fold) for case, _ in runs] if replicate_of(settings) == "fold" else []
@@ -78,6 +80,7 @@ def list_runs(settings: Sequence[Setting]) -> Table:
         "train.seed": [str(case.run.train.seed) for case, _ in runs],
         **if_any("data.fold", folds),
         **{title: [format_number(result.get(key), ".6g") for _, result in runs] for title, key in columns.items()},
+        **if_any("step (s)", [format_number(seconds, ".6g") for seconds in steps]),
         **if_any("hours", hours),
         **if_any("peak memory (MB)", [format_number(result.get("memory_mb"), ".6g") for _, result in runs]),
         **if_any("changed", ["; ".join(case.changes()) for case, _ in runs]),
@@ -206,6 +209,8 @@ def list_notes(settings: Sequence[Setting], table: Table, left_out: Sequence[str
             notes.append(f"{name}: {count} of {num_runs} runs failed or diverged, and take no part.")
         if setting.paper and setting.paper.note:
             notes.append(f"{name}, not as the paper prints it: {setting.paper.note}.")
+    if crowded := find_crowded(settings):
+        notes.append(f"step (s) leaves out {len(crowded)} runs, which shared the CPUs of a machine with other runs.")
     for case in in_order(settings):
         if changes := case.changes():
             notes.append(f"{case.directory.name} changed options during training: {'; '.join(changes)}.")

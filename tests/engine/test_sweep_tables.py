@@ -95,12 +95,36 @@ def test_a_row_shows_what_its_runs_have_measured(config):
     assert f"\n{name} changed options during training: {text}.\n" in (config.parent / "out/table.md").read_text()
 
 
+def test_step_times_beside_other_runs_of_the_sweep_are_left_out(config):
+    """Of two runs on the CPUs of one machine that overlap; the third goes on after them, the fourth is elsewhere, the
+    fifth on a GPU.
+    """
+    _, settings, _ = read(config, "grid: {optim.lr: [0.1, 0.2, 0.3, 0.4, 0.5]}\n")
+    hosts = [{"host": "a"}] * 3 + [{"host": "b"}, {"host": "a", "cuda": "13.0"}]
+    launches = [("10:00", "12:00")], [("11:00", "13:00")], [("09:00", "10:00"), ("13:00", "14:00")]
+    for setting, host, spans in zip(settings, hosts, [*launches, *[[("10:00", "12:00")]] * 2], strict=True):
+        records = []
+        for begin, end in spans:
+            records += [{"kind": "start", "epoch": 0, "step": 0, "time": begin, **host}]
+            records += [{"kind": "stop", "epoch": 0, "step": 0, "time": end}]
+        final = {"kind": "final", "epoch": 1, "step": 9, "time": end, "top1": 90.0, "step_seconds": 0.5}
+        write_records(setting.cases[0], *records, final)
+    write_tables("", settings, config.parent / "out")
+    for name, alone in ("table", "0.500"), ("runs", "0.5"):
+        assert [row["step (s)"] for row in read_table(config.parent / f"out/{name}.csv")] == ["", "", *[alone] * 3]
+    note = "\nstep (s) leaves out 2 runs, which shared the CPUs of a machine with other runs.\n"
+    assert note in (config.parent / "out/table.md").read_text()
+    by_time = draw_pareto("", settings).axes[1]
+    assert len(by_time.containers) == 3
+    assert "step (s)" not in tabulate(settings[:2])
+
+
 def test_what_is_the_same_in_all_rows_goes_to_the_caption(config):
     grid = "grid: {attention.window_size: [1, 2], attention.position_bias: [table]}\n"
     ablation, settings, _ = read(config, f"caption: Windows\nbase: base.yaml\n{grid}")
     caption, same, header, *_, note = filter(None, report_sweep(ablation.caption, settings).split("\n"))
     assert (caption, same, note) == ("Windows", "All rows: attention.position_bias = table.", ONE_RUN)
-    columns = ["attention.window_size", "parameters (M)", "MACs (G)", "step (s)", "top-1 (%)"]
+    columns = ["attention.window_size", "parameters (M)", "MACs (G)", "top-1 (%)"]
     assert header == f"| {' | '.join(columns)} |"  # without a paper's, which gives none
     assert "attention.position_bias" in tabulate(settings)
 
