@@ -103,7 +103,7 @@ def test_keys_of_stages_are_those_of_the_size_and_of_one_mechanism(config):
     [
         ("caption", "captoin", "1: captoin: unknown option; did you mean 'caption'?"),
         ("base: base.yaml\n", "", "1: base: required, but not given"),
-        ("base.yaml", "absent.yaml", "3: grid: absent.yaml: No such file or directory"),
+        ("base.yaml", "absent.yaml", "2: base: absent.yaml: No such file or directory"),
         ("[1, 2]", "1", "4: grid.attention.window_size: expected a list of values, got 1"),
         ("[1, 2]", "[]", "4: grid.attention.window_size: expected a list of values, got []"),
         ("[1, 2]", "{a: 1}", "4: grid.attention.window_size: expected a list of values, got {'a': 1}"),
@@ -119,7 +119,7 @@ def test_keys_of_stages_are_those_of_the_size_and_of_one_mechanism(config):
         ("grid:", "seeds: three\ngrid:", "3: seeds: expected"),
         ("grid:", "seeds: 2\ngrid:\n  train.seed: [3, 4]", "4: grid: train.seed is given beside seeds; leave one of"),
         ("base: base.yaml", "base: base.yaml\nbases: [base.yaml]", "3: bases: given beside base; leave one"),
-        ("base: base.yaml", "bases: [base.yaml, absent.yaml]", "3: grid: absent.yaml: No such file"),
+        ("base: base.yaml", "bases: [base.yaml, absent.yaml]", "2: bases.1: absent.yaml: No such file"),
         (GRID, "bases:\n  - base.yaml\n  - absent.yaml", "3: bases.1: absent.yaml: No such file"),
         (GRID, "bases: [base.yaml, base.yaml]", "1: bases.1: a second run with"),
         (GRID, "base: base.yaml\n", "1: runs: no runs; give grid or runs"),
