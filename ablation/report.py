@@ -66,13 +66,12 @@ def report_sweep(caption: str, settings: Sequence[Setting], left_out: Sequence[s
 def to_latex(caption: str, settings: Sequence[Setting], left_out: Sequence[str] = (), label: str = "sweep") -> str:
     """Formats a sweep in LaTeX as ``tab:label``: `report_sweep` with names of rows in place of their options.
 
-    Accuracies of `list_best` are bold, columns of numbers aligned to the right, and notes comments below the table.
+    Accuracies of `list_best` are bold, and notes comments below the table.
     """
     table, stated, notes = make_report(settings, left_out)
     options, best = changed_options(settings), list_best(settings)
     table = {"setting": short_names(settings)} | {title: table[title] for title in table if title not in options}
     bold = "Bold: the highest mean, and those whose difference to it is noise." * any(map(any, best.values()))
-    is_number = [all(NUMBER.match(cell) or not cell for cell in column) for column in table.values()]
     columns = [
         [escape(title), *map(to_cell, texts, best.get(title, [False] * len(settings)))]
         for title, texts in table.items()
@@ -84,7 +83,7 @@ def to_latex(caption: str, settings: Sequence[Setting], left_out: Sequence[str] 
         "  \\centering",
         f"  \\caption{{{escape(' '.join(filter(None, [f'{caption}.' * bool(caption), stated, bold])))}}}",
         f"  \\label{{tab:{re.sub(r'[^A-Za-z0-9_-]+', '-', label)}}}",
-        f"  \\begin{{tabular}}{{{''.join('r' if right else 'l' for right in is_number)}}}",
+        f"  \\begin{{tabular}}{{l{'r' * (len(table) - 1)}}}",
         *("    \\toprule", head, "    \\midrule", *rows, "    \\bottomrule"),
         *("  \\end{tabular}", "\\end{table}", *(f"% {note}" for note in notes), ""),
     ]
@@ -148,10 +147,3 @@ def count_finished(settings: Sequence[Setting], jobs: int) -> str:
         return text
     seconds = fmean(speeds) * sum(epochs for epochs, final in runs if not final) / jobs
     return f"{text}, about {timedelta(seconds=round(seconds))} left"
-
-
-def describe_sweep(settings: Sequence[Setting], jobs: int) -> str:
-    """Returns the line of a dry run: how many rows, their seeds or folds, and the runs that are finished."""
-    first = settings[0]
-    values = ", ".join(map(str, first.replicates))
-    return f"{len(settings)} rows, {first.replicated_by} {values}; {count_finished(settings, jobs)}"

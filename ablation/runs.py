@@ -189,16 +189,14 @@ def in_order(settings: Sequence[Setting]) -> list[Case]:
 
 def find_crowded(settings: Sequence[Setting]) -> set[Path]:
     """Returns the directories of runs that trained on a machine's CPUs while another did, whose steps took longer."""
-    launches: list[tuple[Path, str, list[str]]] = []  # directory, host, times of records, which sort as text
+    launches, crowded = [], set[Path]()
     for case in in_order(settings):
-        for record in find_records(case.directory):
-            if record["kind"] == "start" and "cuda" not in record:
-                launches.append((case.directory, str(record.get("host")), []))
-            if launches and launches[-1][0] == case.directory:
-                launches[-1][2].append(record.get("time", ""))
-    crowded = set()
-    for (a, host, own), (b, others_host, other) in itertools.combinations(launches, 2):
-        if a != b and host == others_host and max(own[0], other[0]) < min(own[-1], other[-1]):
+        records = find_records(case.directory)
+        starts = [record for record in records if record["kind"] == "start" and "cuda" not in record]
+        for start in starts[-1:]:  # the launch whose steps were timed
+            launches.append((case.directory, start.get("host"), start.get("time", ""), records[-1].get("time", "")))
+    for (a, a_host, a_begin, a_end), (b, b_host, b_begin, b_end) in itertools.combinations(launches, 2):
+        if a_host == b_host and max(a_begin, b_begin) < min(a_end, b_end):  # times sort as text
             crowded |= {a, b}
     return crowded
 

@@ -10,8 +10,7 @@ from ablation.match import Match
 from ablation.runs import expand, to_text
 from attention.options import OptionError, option, parse_options
 from attention.plugins import load_plugin
-from engine.config.yaml_files import Tree, read_config
-from engine.runtime.errors import ConfigError
+from engine.config.yaml_files import Tree
 
 OF_ROWS = {"paper", "match"}
 """Keys of an item of `runs` that are no options of train.py."""
@@ -97,17 +96,15 @@ def list_rows(ablation: Ablation, folder: Path) -> list[Row]:
     """Returns the rows for each base: all combinations of `grid`, then `runs`; without both, the base as it is.
 
     Raises:
-        OptionError: a base cannot be read.
+        OptionError: a base is not there.
     """
     grid = ablation.grid or {}
     changes = [("grid", dict(zip(grid, values, strict=True))) for values in itertools.product(*grid.values()) if values]
     changes += [(f"runs.{i}", options) for i, options in enumerate(ablation.runs)]
     bases = [folder / base for base in ablation.bases or [ablation.base or ""]]
     for i, base in enumerate(bases):
-        try:
-            read_config(base)
-        except ConfigError as error:
-            raise OptionError(f"bases.{i}" if ablation.bases else "base", str(error)) from None
+        if not base.is_file():
+            raise OptionError(f"bases.{i}" if ablation.bases else "base", f"{base}: no such file")
     if not changes:
         return [Row(f"bases.{i}", base, {}) for i, base in enumerate(bases)]
     return [Row(key, base, options) for base, (key, options) in itertools.product(bases, changes)]

@@ -67,10 +67,9 @@ def tabulate(settings: Sequence[Setting], for_readers: bool = False) -> Table:
 
 def list_runs(settings: Sequence[Setting]) -> Table:
     """Returns a row for each run, in the order of training."""
-    runs, crowded = [(case, case.result() or {}) for case in in_order(settings)], find_crowded(settings)
+    runs = [(case, case.result() or {}) for case in in_order(settings)]
     columns = {f"{name} (%)": key for name, key in accuracies(settings).items()}
-    columns |= {"top-5 (%)": "top5", "loss": "loss", "epochs": "epoch"}
-    steps = [None if case.directory in crowded else result.get("step_seconds") for case, result in runs]
+    columns |= {"top-5 (%)": "top5", "loss": "loss", "epochs": "epoch", "step (s)": "step_seconds"}
     elapsed = [result.get("elapsed_seconds") for _, result in runs]  # without pauses
     hours = [format_number(seconds and seconds / 3600, ".4g") for seconds in elapsed]
     folds = [str(case.run.data.fold) for case, _ in runs] if replicate_of(settings) == "fold" else []
@@ -80,7 +79,6 @@ def list_runs(settings: Sequence[Setting]) -> Table:
         "train.seed": [str(case.run.train.seed) for case, _ in runs],
         **if_any("data.fold", folds),
         **{title: [format_number(result.get(key), ".6g") for _, result in runs] for title, key in columns.items()},
-        **if_any("step (s)", [format_number(seconds, ".6g") for seconds in steps]),
         **if_any("hours", hours),
         **if_any("peak memory (MB)", [format_number(result.get("memory_mb"), ".6g") for _, result in runs]),
         **if_any("changed", ["; ".join(case.changes()) for case, _ in runs]),

@@ -4,11 +4,12 @@ import math
 import re
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from engine.runtime.files import write_atomically
-from engine.runtime.reading import MAX_TEXT, parsing, read_bounded
+from engine.runtime.reading import MAX_TEXT, read_bounded
 
 HEARTBEAT = "metrics.prom"
 """File of a run directory."""
@@ -30,33 +31,12 @@ GAUGES = {
 """Name of a gauge, without its prefix -> its help text."""
 
 
-def label_of(directory: Path) -> str:
-    """Returns the path of a run's directory as the value of a label."""
-    return str(directory.resolve()).replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-
-
-def settle(directory: Path) -> None:
-    """Gives the heartbeat of a finished run, which may be a copy or was killed at its end, its directory and no launch.
-
-    UserError: it cannot be read.
-    """
-    path, label = directory / HEARTBEAT, label_of(directory)
-
-    def mend(line: re.Match[str]) -> str:
-        return f'{line[1]}{{run="{label}"}} {"0.0" if line[1] == "eav_running" else line[2]}'
-
-    if path.exists():
-        with parsing(path):
-            text = read_bounded(path, MAX_TEXT).decode()
-        write_atomically(path, re.sub(r'(?m)^(eav_\w+)\{run=".*"\} (\S+)$', mend, text).encode(), sync=False)
-
-
 class Heartbeat:
     """Writes the last values of the run in `directory`, at every record. It is written anew, whole."""
 
     def __init__(self, directory: Path):
         self.path, self.values = directory / HEARTBEAT, {"running": 1.0, "failed": 0.0}
-        self.run = label_of(directory)
+        self.run = str(directory.resolve()).replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
     def beat(self, values: Mapping[str, Any]) -> None:
         """Takes those of `values` that are gauges, None for a number that is not finite, and writes the file."""
@@ -69,3 +49,11 @@ class Heartbeat:
                 lines += [f"# HELP {gauge} {text}", f"# TYPE {gauge} gauge"]
                 lines.append(f'{gauge}{{run="{self.run}"}} {self.values[name]!r}')
         write_atomically(self.path, "\n".join([*lines, ""]).encode(), sync=False)
+
+    def settle(self) -> None:
+        """Gives the file of a finished run, which was copied or killed at its end, this directory and no launch."""
+        with suppress(FileNotFoundError):
+            text = read_bounded(self.path, MAX_TEXT).decode(errors="replace")
+            text = re.sub(r'run=".*"\}', lambda _: f'run="{self.run}"}}', text)
+            text = re.sub(r"(?m)^(eav_running\{.*\}) .*", r"\1 0.0", text)
+            write_atomically(self.path, text.encode(), sync=False)

@@ -59,13 +59,11 @@ def refuse_bad_input() -> Iterator[None]:
         yield
         sys.stdout.flush()
     except BrokenPipeError:
-        closed = select.poll()
-        for stream in (sys.stdout, sys.stderr):
-            closed.register(stream, 0)
-        if not (found := closed.poll(0)):  # the pipe is another
+        output = select.poll()
+        output.register(sys.stdout, 0)
+        if not output.poll(0):  # the pipe is another
             raise
-        for file, _ in found:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), file)  # Python writes the rest when it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes the rest when it ends
         raise SystemExit(128 + signal.SIGPIPE) from None
     except (UserError, OptionError) as error:
         rank = os.environ.get("RANK", "0")

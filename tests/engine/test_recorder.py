@@ -33,7 +33,7 @@ from engine.checkpoints.progress import Progress, Resumption
 from engine.config.schema import Data, Run, Schedule, Train
 from engine.reporting.charts import chosen_options
 from engine.reporting.metrics import TOTALS
-from engine.reporting.prometheus import Heartbeat, settle
+from engine.reporting.prometheus import Heartbeat
 from engine.reporting.recorder import Recorder, SilentRecorder
 from engine.run.load import load_run
 from engine.runtime.distributed import World
@@ -461,13 +461,13 @@ def test_the_heartbeat_of_a_finished_run_is_that_of_its_directory_and_of_no_laun
     first.mkdir()
     Heartbeat(first).beat({"step": 7, "loss": math.nan})
     before = gauges(first)
-    settle(first)
+    Heartbeat(first).settle()
     assert gauges(first)["running"] == 0
     shutil.copytree(first, copy)
-    settle(copy)
+    Heartbeat(copy).settle()
     found = gauges(copy)
     assert math.isnan(found["loss"])
     assert (found["running"], found["step"]) == (0, 7)
     assert found["record_time_seconds"] == before["record_time_seconds"]
-    settle(tmp_path)  # without one
+    Heartbeat(tmp_path).settle()  # without one
     assert not (tmp_path / "metrics.prom").exists()

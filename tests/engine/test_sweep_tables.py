@@ -110,8 +110,9 @@ def test_step_times_beside_other_runs_of_the_sweep_are_left_out(config):
         final = {"kind": "final", "epoch": 1, "step": 9, "time": end, "top1": 90.0, "step_seconds": 0.5}
         write_records(setting.cases[0], *records, final)
     write_tables("", settings, config.parent / "out")
-    for name, alone in ("table", "0.500"), ("runs", "0.5"):
-        assert [row["step (s)"] for row in read_table(config.parent / f"out/{name}.csv")] == ["", "", *[alone] * 3]
+    rows = {name: read_table(config.parent / f"out/{name}.csv") for name in ("table", "runs")}
+    assert [row["step (s)"] for row in rows["table"]] == ["", "", *["0.500"] * 3]
+    assert [row["step (s)"] for row in rows["runs"]] == ["0.5"] * 5
     note = "\nstep (s) leaves out 2 runs, which shared the CPUs of a machine with other runs.\n"
     assert note in (config.parent / "out/table.md").read_text()
     by_time = draw_pareto("", settings).axes[1]
