@@ -57,7 +57,7 @@ def refuse_bad_input() -> Iterator[None]:
     """
     try:
         yield
-        sys.stdout.flush()
+        print(end="", flush=True)  # nothing where there is no stdout
     except BrokenPipeError:
         output = select.poll()
         output.register(sys.stdout, 0)
