@@ -1,7 +1,6 @@
 """Runs an ablation: a YAML grid -> runs -> one table.
 
-    example = "python ablate.py configs/ablation/quickstart.yaml --output runs/ablation"
-    python ablate.py configs/ablation/quickstart.yaml --output runs/ablation_quickstart
+    python ablate.py configs/ablation/quickstart.yaml --output runs/ablation
     python ablate.py configs/ablation/eva_table6.yaml data.root=/data/imagenet --output runs/eva_table6 \\
         --launcher "torchrun --nproc_per_node=8"
 
@@ -24,7 +23,6 @@ from ablation.report import (
     FIGURES,
     TABLES,
     count_finished,
-    describe_sweep,
     lost_runs,
     report_sweep,
     write_figures,
@@ -63,8 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         report = functools.partial(report_sweep, ablation.caption, settings, left_out)
         if args.dry_run:
             check_claim(output, OUTPUT_FILES)
-            print(report(), describe_sweep(settings, args.jobs), sep="\n")
-            return print(*(shlex.join(case.command) for case in cases), sep="\n")
+            seeds = f"{settings[0].replicated_by} {', '.join(map(str, settings[0].replicates))}"
+            print(report(), f"{len(settings)} rows, {seeds}; {count_finished(settings, args.jobs)}", sep="\n")
+            return print(f"The first run: {shlex.join(cases[0].command)}")
         make_output(output, OUTPUT_FILES)
         store_sweep(args.config, args.overrides, output)
         for case in cases:  # this command tries failed runs again
@@ -97,7 +96,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--launcher", default="", help='command that starts train.py, e.g. "torchrun --nproc_per_node=8"')
     add("--jobs", type=PROCESSES, default=1, metavar="K", help="runs at the same time, each with its own GPUs (1)")
     add("--no-wait", action="store_true", help="end when all remaining runs are running elsewhere")
-    add("--dry-run", action="store_true", help="check all runs, show table and commands, and end")
+    add("--dry-run", action="store_true", help="check all runs, show the table and the first command, and end")
     return parser.parse_intermixed_args(arguments)
 
 

@@ -11,7 +11,6 @@ Exit status: 0 all images have a prediction, 1 some have none: a file was not re
 input was refused.
 """
 
-import os
 import sys
 from collections.abc import Sequence
 from itertools import chain
@@ -56,18 +55,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         trained = load(args.checkpoint, weights=args.weights, select=args.select)
     trained.model.to(device)
     loader, predictions, not_finite = create_loader(trained, files, args.batch_size), [], 0
-    try:
-        with progress_bar("prediction", len(files)) as bar:
-            for prediction in predict(trained, loader, args.top):
-                if args.output:
-                    predictions.append(prediction)
-                else:
-                    tqdm.write(one_line_prediction(prediction))
-                not_finite += not prediction.classes
-                bar.update()
-    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # which Python flushes when it ends
-        return
+    with refuse_bad_input(), progress_bar("prediction", len(files)) as bar:
+        for prediction in predict(trained, loader, args.top):
+            if args.output:
+                predictions.append(prediction)
+            else:
+                tqdm.write(one_line_prediction(prediction))
+            not_finite += not prediction.classes
+            bar.update()
     if args.output:
         with refuse_bad_input():
             write_file(args.output, predictions_csv(predictions))

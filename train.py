@@ -25,6 +25,7 @@ from engine.data.splits import classes_of, count_data_classes
 from engine.data.workers import workers_of_rank
 from engine.evaluation.evaluate import evaluate_all
 from engine.reporting.console import format_values
+from engine.reporting.prometheus import Heartbeat
 from engine.reporting.recorder import RUN_FILES, Recorder, SilentRecorder
 from engine.reporting.trackers import check_tracker
 from engine.run.load import load_run
@@ -117,6 +118,7 @@ class Trainer:
         if not progress.is_finished(self.run):
             self.begin()
         elif self.world.is_primary:
+            Heartbeat(self.output).settle()
             print_fields(f"{self.output} is finished:  {progress.epoch} epochs  {format_values(progress.metrics)}")
         while not progress.is_finished(self.run) and not stopped:
             self.sampler.set_epoch(progress.epoch, progress.images)

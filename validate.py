@@ -67,8 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             check_predicts_classes(run, source, of_metrics=not (outputs or args.real_labels or args.flip))
             results = validate(run, opened, world, args.batch_size, args.real_labels, records, args.flip)
     if world.is_primary:
-        print(to_json(results) if args.json else table(results))
         with refuse_bad_input():
+            print(to_json(results) if args.json else table(results))
             if records:
                 write_outputs(outputs, records[opened.weights], opened.weights)
 

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from ablation.names import name_change, short_names
-from ablation.runs import Setting, replicate_of, varied_options
+from ablation.runs import Setting, find_crowded, replicate_of, varied_options
 from ablation.tables import MEASURED_COSTS, Measured, measure
 from engine.reporting.plots import BLUE, GREY, ORANGE, PAGE, in_style, label_points, new_figure, write_cell
 from engine.reporting.tables import Spread, plus_minus
@@ -101,10 +101,10 @@ def draw_heat_map(caption: str, settings: Sequence[Setting]) -> Figure | None:
 
 
 def axis_of(option: str, values: Sequence[float], settings: Sequence[Setting]) -> tuple[str, list[str]]:
-    """Returns label and ticks of an axis, with the sizes of `LABELS` for the sides of windows and for landmarks."""
+    """Returns label and ticks of an axis, by the sweep's labels, or else `LABELS`."""
     names = {float(setting.changes[option]): name_change(setting, option) for setting in settings}
     symbols, _, ticks = zip(*(names[value].partition("=") for value in values), strict=True)
-    return LABELS.get(symbols[0], option), list(ticks)
+    return str(settings[0].labels.get(symbols[0], LABELS.get(symbols[0], option))), list(ticks)
 
 
 def numeric_axes(settings: Sequence[Setting]) -> list[tuple[str, list[float]]] | None:
@@ -129,7 +129,9 @@ def draw_pareto(caption: str, settings: Sequence[Setting]) -> Figure:
     macs = [setting.costs.macs for setting in settings]
     unit, scale = ("G", 1e9) if max(macs) > 1e9 else ("M", 1e6)
     costs = {f"multiply-accumulates of an image ({unit})": [Spread(value / scale, None, 1) for value in macs]}
-    measured = {label: [own.spread for own in measure(results, key)] for key, label in MEASURED_COSTS.items()}
+    crowded = find_crowded(settings)
+    alone = [setting.results(crowded) for setting in settings]
+    measured = {label: [own.spread for own in measure(alone, key)] for key, label in MEASURED_COSTS.items()}
     costs |= {label: spreads for label, spreads in measured.items() if any(spreads)}
     question = "Which settings are beaten by no other in both top-1 and cost? (named)"
     figure = new_figure(f"{caption}\n{question}", 3.4, PAGE if len(costs) > 1 else 0.7 * PAGE)

@@ -1,6 +1,7 @@
 """Short names of settings, by the options in which they differ."""
 
 import itertools
+import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ def short_names(settings: Sequence[Setting]) -> list[str]:
 
     A mechanism has the `SYMBOLS` of its sizes, and the options in which settings of the same mechanism differ. Where
     such names would not tell all settings apart, they have every option that varies, in full. Settings of the same name
-    have the size that is solved for `match` in theirs.
+    have the size that is solved for `match` in theirs. The sweep's labels replace words of the names.
     """
     varied = varied_options(settings)
     chosen = [
@@ -46,7 +47,7 @@ def short_names(settings: Sequence[Setting]) -> list[str]:
         ]
         if len(set(sized)) == len(sized):
             break
-    return sized
+    return [re.sub(r"[\w./-]+", lambda word: str(settings[0].labels.get(word[0], word[0])), name) for name in sized]
 
 
 def name_change(setting: Setting, option: str) -> str:

@@ -9,8 +9,9 @@ from statistics import fmean
 from matplotlib.figure import Figure
 
 from ablation.figures import draw_heat_map, draw_pareto, draw_results
+from ablation.names import short_names
 from ablation.runs import Case, Setting, changed_options, in_order
-from ablation.tables import Table, list_notes, list_runs, tabulate, tabulate_match
+from ablation.tables import Table, list_best, list_notes, list_runs, tabulate, tabulate_match
 from engine.reporting.plots import encode
 from engine.reporting.tables import markdown_table
 from engine.runtime.files import to_csv, write_file
@@ -62,36 +63,40 @@ def report_sweep(caption: str, settings: Sequence[Setting], left_out: Sequence[s
     return "\n\n".join([caption, *filter(None, [stated]), f"{text}\n"]) + "".join(f"\n{note}\n" for note in notes)
 
 
-def to_latex(caption: str, settings: Sequence[Setting], left_out: Sequence[str] = ()) -> str:
-    """Formats a sweep in LaTeX, with the contents of `report_sweep`; notes are comments below the table."""
+def to_latex(caption: str, settings: Sequence[Setting], left_out: Sequence[str] = (), label: str = "sweep") -> str:
+    """Formats a sweep in LaTeX as ``tab:label``: `report_sweep` with names of rows in place of their options.
+
+    Accuracies of `list_best` are bold, and notes comments below the table.
+    """
     table, stated, notes = make_report(settings, left_out)
-    title = " ".join(filter(None, [f"{caption}." * bool(caption), stated]))
-    text = latex_table(title, list(table), list(zip(*table.values(), strict=True)))
-    return text + "".join(f"% {note}\n" for note in notes)
-
-
-def latex_table(caption: str, titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Formats a table; columns of numbers are aligned to the right."""
-    is_number = [all(NUMBER.match(cell) or not cell for cell in column) for column in zip(*rows, strict=True)]
-    head = [
+    options, best = changed_options(settings), list_best(settings)
+    table = {"setting": short_names(settings)} | {title: table[title] for title in table if title not in options}
+    bold = "Bold: the highest mean, and those whose difference to it is noise." * any(map(any, best.values()))
+    columns = [
+        [escape(title), *map(to_cell, texts, best.get(title, [False] * len(settings)))]
+        for title, texts in table.items()
+    ]
+    head, *rows = [f"    {' & '.join(line)} \\\\" for line in zip(*columns, strict=True)]
+    lines = [
         "% needs \\usepackage{booktabs}",
         "\\begin{table}",
         "  \\centering",
-        f"  \\caption{{{escape(caption)}}}",
-        f"  \\begin{{tabular}}{{{''.join('r' if right else 'l' for right in is_number)}}}",
-        "    \\toprule",
+        f"  \\caption{{{escape(' '.join(filter(None, [f'{caption}.' * bool(caption), stated, bold])))}}}",
+        f"  \\label{{tab:{re.sub(r'[^A-Za-z0-9_-]+', '-', label)}}}",
+        f"  \\begin{{tabular}}{{l{'r' * (len(table) - 1)}}}",
+        *("    \\toprule", head, "    \\midrule", *rows, "    \\bottomrule"),
+        *("  \\end{tabular}", "\\end{table}", *(f"% {note}" for note in notes), ""),
     ]
-    lines = [" & ".join(map(to_cell, line)) for line in (titles, *rows)]
-    lines = [f"    {lines[0]} \\\\", "    \\midrule", *(f"    {line} \\\\" for line in lines[1:])]
-    return "\n".join([*head, *lines, "    \\bottomrule", "  \\end{tabular}", "\\end{table}", ""])
+    return "\n".join(lines)
 
 
-def to_cell(text: str) -> str:
+def to_cell(text: str, is_bold: bool) -> str:
     """Formats a cell: a number, or mean and deviation, in mathematics, so that signs are; the rest is escaped."""
     if not (found := NUMBER.match(text)):
         return escape(text)
     mean, deviation = found.groups()
-    return f"${mean}" + (f" \\pm {deviation}" if deviation else "") + "$" + escape(text[found.end() :])
+    number = f"${mean}" + (f" \\pm {deviation}" if deviation else "") + "$"
+    return (f"{{\\boldmath{number}}}" if is_bold else number) + escape(text[found.end() :])
 
 
 def escape(text: str) -> str:
@@ -103,7 +108,7 @@ def write_tables(caption: str, settings: Sequence[Setting], output: Path, left_o
     """Writes `TABLES` into `output`; for `left_out` see `make_report`."""
     with hold_lock(output / "lock", wait=True):
         write_file(output / "table.md", report_sweep(caption, settings, left_out).encode())
-        write_file(output / "table.tex", to_latex(caption, settings, left_out).encode())
+        write_file(output / "table.tex", to_latex(caption, settings, left_out, output.resolve().name).encode())
         for name, table in ("table.csv", tabulate(settings)), ("runs.csv", list_runs(settings)):
             write_file(output / name, to_csv(list(table), zip(*table.values(), strict=True)))
 
@@ -142,10 +147,3 @@ def count_finished(settings: Sequence[Setting], jobs: int) -> str:
         return text
     seconds = fmean(speeds) * sum(epochs for epochs, final in runs if not final) / jobs
     return f"{text}, about {timedelta(seconds=round(seconds))} left"
-
-
-def describe_sweep(settings: Sequence[Setting], jobs: int) -> str:
-    """Returns the line of a dry run: how many rows, their seeds or folds, and the runs that are finished."""
-    first = settings[0]
-    values = ", ".join(map(str, first.replicates))
-    return f"{len(settings)} rows, {first.replicated_by} {values}; {count_finished(settings, jobs)}"

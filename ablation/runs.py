@@ -1,10 +1,11 @@
 """Runs of a sweep, and its settings, the rows of the table: options, costs and results."""
 
 import functools
+import itertools
 import re
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,7 @@ class Setting:
     Attributes:
         changes: option (or base) -> YAML text of its value. paper: figures of a paper. cases: a run per seed or fold.
         matched: the size that is solved for a cost; None if the sweep, or this setting, has no such size.
-        replicated_by: the option in which the runs differ, train.seed or data.fold.
+        replicated_by: the option in which the runs differ, train.seed or data.fold. labels: those of the sweep.
     """
 
     changes: dict[str, str]
@@ -125,6 +126,7 @@ class Setting:
     cases: tuple[Case, ...]
     matched: Matched | None = None
     replicated_by: str = "train.seed"
+    labels: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def run(self) -> Run:
@@ -167,10 +169,10 @@ class Setting:
             found.append(name_in(held))
         return to_text(found[0] if found.count(found[0]) == len(found) else found)
 
-    def results(self) -> dict[int, dict[str, Any]]:
-        """Returns seed, or fold, -> final record of train.py for the finished runs."""
-        results = zip(self.replicates, [case.result() for case in self.cases], strict=True)
-        return {number: result for number, result in results if result}
+    def results(self, left_out: Collection[Path] = ()) -> dict[int, dict[str, Any]]:
+        """Returns seed, or fold, -> final record of train.py for the finished runs, but in directories `left_out`."""
+        runs = zip(self.replicates, self.cases, strict=True)
+        return {number: result for number, case in runs if case.directory not in left_out and (result := case.result())}
 
 
 def name_in(value: Any) -> Any:
@@ -183,6 +185,20 @@ def name_in(value: Any) -> Any:
 def in_order(settings: Sequence[Setting]) -> list[Case]:
     """Returns the runs in the order of training: every setting with the first seed or fold, then with the next."""
     return [case for replicate in zip(*(setting.cases for setting in settings), strict=True) for case in replicate]
+
+
+def find_crowded(settings: Sequence[Setting]) -> set[Path]:
+    """Returns the directories of runs that trained on a machine's CPUs while another did, whose steps took longer."""
+    launches, crowded = [], set[Path]()
+    for case in in_order(settings):
+        records = find_records(case.directory)
+        starts = [record for record in records if record["kind"] == "start" and "cuda" not in record]
+        for start in starts[-1:]:  # the launch whose steps were timed
+            launches.append((case.directory, start.get("host"), start.get("time", ""), records[-1].get("time", "")))
+    for (a, a_host, a_begin, a_end), (b, b_host, b_begin, b_end) in itertools.combinations(launches, 2):
+        if a_host == b_host and max(a_begin, b_begin) < min(a_end, b_end):  # times sort as text
+            crowded |= {a, b}
+    return crowded
 
 
 def replicate_of(settings: Sequence[Setting]) -> str:

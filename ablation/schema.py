@@ -46,6 +46,9 @@ class Ablation:
         None,
         "token_macs: multiply-accumulates of a token in attention for which the size of every mechanism is solved",
     )
+    labels: dict[str, Any] | None = option(
+        None, "word in the short names of rows -> its text in figures, LaTeX and notes: {E: '|E|'}"
+    )
     plugins: tuple[str, ...] = option((), "modules or .py files that register mechanisms of your own, see --plugin")
 
 
@@ -90,11 +93,18 @@ def parse_ablation(tree: Tree) -> Ablation:
 
 
 def list_rows(ablation: Ablation, folder: Path) -> list[Row]:
-    """Returns the rows for each base: all combinations of `grid`, then `runs`; without both, the base as it is."""
+    """Returns the rows for each base: all combinations of `grid`, then `runs`; without both, the base as it is.
+
+    Raises:
+        OptionError: a base is not there.
+    """
     grid = ablation.grid or {}
     changes = [("grid", dict(zip(grid, values, strict=True))) for values in itertools.product(*grid.values()) if values]
     changes += [(f"runs.{i}", options) for i, options in enumerate(ablation.runs)]
     bases = [folder / base for base in ablation.bases or [ablation.base or ""]]
+    for i, base in enumerate(bases):
+        if not base.is_file():
+            raise OptionError(f"bases.{i}" if ablation.bases else "base", f"{base}: no such file")
     if not changes:
         return [Row(f"bases.{i}", base, {}) for i, base in enumerate(bases)]
     return [Row(key, base, options) for base, (key, options) in itertools.product(bases, changes)]

@@ -131,7 +131,8 @@ class Planner:
         changes = {option: to_text(value) for option, value in row.options.items() if option not in OF_ROWS}
         if self.ablation.bases:
             changes = {"base": title(row.base)} | changes
-        return name, Setting(changes, self._paper(row), tuple(cases), matched, ["train.seed", *first][-1])
+        labels, varied = self.ablation.labels or {}, ["train.seed", *first][-1]
+        return name, Setting(changes, self._paper(row), tuple(cases), matched, varied, labels)
 
     def name(self, row: Row, size: Sequence[str] = ()) -> str:
         """Returns the name of a row in the file system, with the override `size` that `match` adds."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ablation.names import short_names
-from ablation.runs import Case, Setting, changed_options, in_order, replicate_of
+from ablation.runs import Case, Setting, changed_options, find_crowded, in_order, replicate_of
 from engine.checkpoints.progress import is_score
 from engine.reporting.tables import Spread, plus_minus, spread, verdict
 
@@ -39,9 +39,10 @@ def tabulate(settings: Sequence[Setting], for_readers: bool = False) -> Table:
     `single_numbers` for programs.
 
     Accuracies are from the last epoch: "top-1" of the plain weights and, if any run keeps them, "EMA top-1" of averaged
-    weights. Step time and memory are means over runs; memory is measured on a GPU only.
+    weights. Step time and memory are means over runs, without `find_crowded`'s; memory is measured on a GPU only.
     """
-    results = [setting.results() for setting in settings]
+    results, crowded = [setting.results() for setting in settings], find_crowded(settings)
+    alone = [setting.results(crowded) for setting in settings]
     options = {
         **tabulate_options(settings),
         **tabulate_match(settings),
@@ -49,7 +50,7 @@ def tabulate(settings: Sequence[Setting], for_readers: bool = False) -> Table:
         "paper: parameters (M)": paper_cells(settings, "parameters", ".1f"),
         "MACs (G)": [f"{setting.costs.macs / 1e9:#.4g}" for setting in settings],
         "paper: MACs (G)": paper_cells(settings, "macs", ".1f"),
-        "step (s)": mean_cells(measure(results, "step_seconds"), ".3f"),
+        **if_any("step (s)", mean_cells(measure(alone, "step_seconds"), ".3f")),
         **if_any("paper: step (ms)", paper_cells(settings, "step_ms", "g")),
         **if_any("peak memory (MB)", mean_cells(measure(results, "memory_mb"), ".0f")),
         **if_any("paper: memory (GB)", paper_cells(settings, "memory_gb", "g")),
@@ -117,6 +118,19 @@ def accuracies(settings: Sequence[Setting]) -> dict[str, str]:
     """Returns name -> key in the final record, for plain weights and, if any run keeps them, averaged weights."""
     averages = any(setting.run.train.ema_decay for setting in settings)
     return {"top-1": "top1"} | ({"EMA top-1": "ema_top1"} if averages else {})
+
+
+def list_best(settings: Sequence[Setting]) -> dict[str, list[bool]]:
+    """Returns column of an accuracy -> whether each row has the highest mean, or differs from that by noise.
+
+    Single runs have no rank, and no such columns.
+    """
+    results, best = [setting.results() for setting in settings], {}
+    for name, key in accuracies(settings).items() if len(settings[0].cases) > 1 else ():
+        means = [own.spread.mean if own.spread else -math.inf for own in measure(results, key)]
+        differences = measure([results[means.index(max(means))], *results], key)[1:]
+        best[f"{name} (%)"] = [own.difference is not None and own.difference.is_noise for own in differences]
+    return best
 
 
 def tabulate_options(settings: Sequence[Setting]) -> Table:
@@ -193,6 +207,8 @@ def list_notes(settings: Sequence[Setting], table: Table, left_out: Sequence[str
             notes.append(f"{name}: {count} of {num_runs} runs failed or diverged, and take no part.")
         if setting.paper and setting.paper.note:
             notes.append(f"{name}, not as the paper prints it: {setting.paper.note}.")
+    if crowded := find_crowded(settings):
+        notes.append(f"step (s) leaves out {len(crowded)} runs, which shared the CPUs of a machine with other runs.")
     for case in in_order(settings):
         if changes := case.changes():
             notes.append(f"{case.directory.name} changed options during training: {'; '.join(changes)}.")

@@ -45,14 +45,14 @@ def open_training_images(trained: Trained, sample: Sample) -> tuple[Images, Tens
         remedy = f"--align needs images; data.train_split={data.val_split} takes those that are not classified"
         raise OptionError(error.key, f"{str(error).removeprefix(error.key).removeprefix(': ')}; {remedy}") from None
     indices = torch.arange(len(images))
+    remedy = "name a larger split" if data.subset is None else f"raise data.subset = {data.subset}"
     if validates_on_training_images(trained):
         numbers = images.reader.indices if data.subset is not None else indices  # in the split
         indices = indices[~torch.isin(torch.as_tensor(numbers), torch.tensor(sample.indices))]
+        remedy = "lower --images, or name another split"
     if len(indices) < BATCH_SIZE:
-        problem = (
-            f" = {data.train_split!r} leaves {len(indices)} images for --align, below {BATCH_SIZE}, those of a step"
-        )
-        raise OptionError("data.train_split", f"{problem}; lower --images, or name another split")
+        problem = f"leaves {len(indices)} images for --align, below {BATCH_SIZE}, those of a step; {remedy}"
+        raise OptionError("data.train_split", f" = {data.train_split!r} {problem}")
     return images, indices
 
 

@@ -57,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> None:
     """Runs the parts that `args.output` does not have. args.train: the function of train.py's arguments."""
+    search.read_budgets(args.budget)
     if len(args.budget) > 1:
         raise UserError(f"--budget {' '.join(args.budget)}: a model is converted for one; give one")
     trained = load_trained(args)

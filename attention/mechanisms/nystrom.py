@@ -100,7 +100,8 @@ class Nystrom(Attention):
     class Config(Options):
         num_landmarks: int = option(49, "segments c, one landmark each", low=1)
         segments: Layout = option("2d", "rectangles of the grid, or chunks of the raster order")
-        pinv_iterations: int = option(6, "iterations of the pseudo-inverse", low=1, high=1000)
+        # In float32, outputs are within 1e-3 of float64 at 16 iterations and 7e-2 at 22; from 36 on they may be NaN.
+        pinv_iterations: int = option(6, "iterations of the pseudo-inverse", low=1, high=16)
         conv: Literal["1d", "2d", "none"] = option("1d", "convolution of values: of the raster order, the grid, none")
         conv_size: int = option(33, "length (1d) or side (2d) of the filter in tokens; odd", low=1)
         fit: bool = fit_option(

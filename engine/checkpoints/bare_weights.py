@@ -12,7 +12,7 @@ from engine.checkpoints.identify import FOREIGN, Found, Kind, identify
 from engine.checkpoints.initial_weights import load_initial_weights
 from engine.checkpoints.local_dir import preprocessing_of
 from engine.checkpoints.progress import Progress
-from engine.checkpoints.weight_sources import read_timm_arguments
+from engine.checkpoints.weight_sources import is_of_timm, read_timm_arguments
 from engine.config.schema import Init, Run
 from engine.run.load import dump_run, flatten, parse_run, plain
 from engine.runtime.distributed import World
@@ -29,7 +29,7 @@ def read_with_config(run: Run, path: Path) -> dict[str, Any]:
             configuration of their own.
     """
     found = identify(path)
-    if found.kind not in FOREIGN | {Kind.RELEASED, Kind.GRAPH}:
+    if found.kind not in FOREIGN | {Kind.RELEASED, Kind.GRAPH} and not is_of_timm(found):
         raise UserError(f"{path}: has its own configuration; leave --config out; options are key.path=value")
     model = create_model(attention=run.attention, **run.model)
     check_arguments(run, str(model.global_pool), found)

@@ -85,8 +85,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 print(f"{path}: {why}", file=sys.stderr)
             run = parse_described(checkpoint["config"], str(path), args.overrides, is_own=is_own)
         note = export(args.output, run, checkpoint, kind)
-    taken = "weights" if args.config else f"{kind} weights"
-    print(f"{args.output}: the {taken} of {args.checkpoint}, of the model {run.model['name']}{note}")
+        taken = "weights" if args.config else f"{kind} weights"
+        print(f"{args.output}: the {taken} of {args.checkpoint}, of the model {run.model['name']}{note}")
 
 
 def check_target(target: str) -> None:

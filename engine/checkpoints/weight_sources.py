@@ -70,8 +70,8 @@ def read_weights(name: str) -> Source:
         found = identify(name, follow_links=True)
     except UserError as error:
         raise UserError(f"{error}; {EXPECTED}") from None
-    if found.kind is Kind.HUB:
-        model = load_timm(name.removeprefix(TIMM))
+    if found.kind is Kind.HUB or is_of_timm(found):
+        model = load_timm(name.removeprefix(TIMM) if found.kind is Kind.HUB else f"{LOCAL}{found.path.parent}")
         config = model.pretrained_cfg
         images = {key: config[key] for key in ("mean", "std")}
         return Source(model.state_dict(), model, images, read_label_names(config, name), found.kind.value)
@@ -89,6 +89,12 @@ def read_weights(name: str) -> Source:
         if found.kind is Kind.RELEASED and isinstance(error, Unsupported | MissingOptions):
             return _read_state(found)  # a new run describes its model itself
         raise UserError(f"{error}; {EXPECTED}") from None
+
+
+def is_of_timm(found: Found) -> bool:
+    """Returns whether `found` is a directory that describes a model of timm's own, none of `MODELS`."""
+    there = read_description(found.path.parent) if found.kind is Kind.LOCAL_DIR else None
+    return isinstance(there, dict) and str(there.get("architecture")) not in MODELS
 
 
 def source_of(run: Run, state: dict[str, Tensor]) -> Source:

@@ -1,12 +1,15 @@
 """Heartbeat of a run: `metrics.prom`, in Prometheus' text format, for the textfile collector of node_exporter."""
 
 import math
+import re
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from engine.runtime.files import write_atomically
+from engine.runtime.reading import MAX_TEXT, read_bounded
 
 HEARTBEAT = "metrics.prom"
 """File of a run directory."""
@@ -46,3 +49,11 @@ class Heartbeat:
                 lines += [f"# HELP {gauge} {text}", f"# TYPE {gauge} gauge"]
                 lines.append(f'{gauge}{{run="{self.run}"}} {self.values[name]!r}')
         write_atomically(self.path, "\n".join([*lines, ""]).encode(), sync=False)
+
+    def settle(self) -> None:
+        """Gives the file of a finished run, which was copied or killed at its end, this directory and no launch."""
+        with suppress(FileNotFoundError):
+            text = read_bounded(self.path, MAX_TEXT).decode(errors="replace")
+            text = re.sub(r'run=".*"\}', lambda _: f'run="{self.run}"}}', text)
+            text = re.sub(r"(?m)^(eav_running\{.*\}) .*", r"\1 0.0", text)
+            write_atomically(self.path, text.encode(), sync=False)

@@ -24,8 +24,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="folders of runs")
     args = parser.parse_args(arguments)
     with refuse_bad_input():
-        runs = find_runs(args.paths)
-    print(align([["run", *COLUMNS], *([str(run), *summarise(run).values()] for run in runs)]))
+        rows = ([str(run), *summarise(run).values()] for run in find_runs(args.paths))
+        print(align([["run", *COLUMNS], *rows]))
 
 
 def find_runs(paths: Sequence[Path]) -> list[Path]:

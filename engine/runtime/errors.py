@@ -1,6 +1,8 @@
 """Errors of input, which the user can correct, and the end of a script with such an error."""
 
 import os
+import select
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -49,11 +51,20 @@ def as_config_error(prefix: str = "") -> Iterator[None]:
 def refuse_bad_input() -> Iterator[None]:
     """Context in which refused input ends a script with one line on stderr and exit status 2.
 
+    A reader of the output that has enough, as `head`, ends it silently, with the status that shells use.
     Of ranks that refuse the same input, one of each node prints the line: the first prints it at once, and the launcher
     ends the others. A rank that the launcher does not end within `PATIENCE` is alone with its refusal, and prints it.
     """
     try:
         yield
+        print(end="", flush=True)  # nothing where there is no stdout
+    except BrokenPipeError:
+        output = select.poll()
+        output.register(sys.stdout, 0)
+        if not output.poll(0):  # the pipe is another
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes the rest when it ends
+        raise SystemExit(128 + signal.SIGPIPE) from None
     except (UserError, OptionError) as error:
         rank = os.environ.get("RANK", "0")
         try:

@@ -88,10 +88,15 @@ def test_classified_images_are_not_aligned_on(checkpoint):
     images, indices = open_training_images(trained, sample)
     assert len(images) == 360
     assert sorted([*indices.tolist(), *sample.indices]) == [*range(360)]
-    with pytest.raises(
-        OptionError, match=r"data\.train_split = 'val' leaves 10 images for --align, below 24, those of a step"
-    ):
+    problem = r"data\.train_split = 'val' leaves 10 images for --align, below 24, those of a step; lower --images, or"
+    with pytest.raises(OptionError, match=problem):
         open_training_images(trained, read_sample(trained, 350))
+
+
+def test_few_training_images_are_refused_with_what_helps(checkpoint):
+    trained = load_model(checkpoint, "data.subset=0.01")
+    with pytest.raises(OptionError, match=r"leaves 10 images .*; raise data\.subset = 0\.01$"):
+        open_training_images(trained, read_sample(trained, 60))
 
 
 @pytest.mark.parametrize("subset", [0.5, 0.9])

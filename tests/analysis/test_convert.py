@@ -102,6 +102,10 @@ def test_other_options_in_a_directory_are_refused(checkpoint, tmp_path, monkeypa
     ("arguments", "expected"),
     [
         (["--budget", "macs=0.9", "macs=1"], "--budget macs=0.9 macs=1: a model is converted for one; give one"),
+        (
+            ["--budget", "macs=half", "data.root=/none"],
+            "--budget: 'macs=half': 'half' is not a number above 0; macs is",
+        ),
         (["data.train_split=val"], "--finetune would train on the images that it classifies; name another split"),
         (["--budget", "macs=0.1"], "--budget macs=0.1: the cheapest assignment of these mechanisms takes macs=0.9"),
     ],

@@ -483,7 +483,7 @@ def test_a_sweep_whose_workers_are_killed_is_that_of_one_worker(trainer, amount,
         tables = [rows(outputs[i]) for i in (0, number)]
         for table in tables:
             for row in table:
-                del row["step (s)"]
+                row.pop("step (s)", None)
         assert tables[0] == tables[1]
         assert all(row["seeds"] == "3" for row in tables[0])
     figure("X3", f"two of three workers killed, {amount} times ({trainer}): as one worker; {taken_over} runs resumed")
@@ -601,14 +601,21 @@ def test_a_sweep_that_is_stopped_shows_what_it_has(config, pictures, capfd):
         assert (config.parent / f"out/{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_dry_run_of_twelve_rows_fits_a_screen(config, capsys):
+    """40 lines of 80 columns."""
+    config.write_text("base: base.yaml\nseeds: 3\ngrid: {attention.window_size: [1, 2, 4], optim.lr: [1, 2, 3, 4]}\n")
+    ablate.main([str(config), "--output", str(config.parent / "out"), "--dry-run"])
+    out = capsys.readouterr().out
+    assert "\n12 rows, train.seed 0, 1, 2; 0 of 36 runs finished\n" in out
+    assert sum(max(1, -(-len(line) // 80)) for line in out.splitlines()) <= 40
+
+
 def test_dry_run_shows_everything_and_writes_nothing(config, capsys):
     before = sorted(config.parent.rglob("*"))
     ablate.main([str(config), "--output", str(config.parent / "out"), "--dry-run"])
     out = capsys.readouterr().out
-    for name in NAMES:
-        assert f"--output {config.parent / 'out' / name}\n" in out
-    assert "attention.position_bias=table --output" in out
-    assert "\n3 rows, train.seed 0; 0 of 3 runs finished\n" in out
+    assert "\n3 rows, train.seed 0; 0 of 3 runs finished\nThe first run: " in out
+    assert out.endswith(f"attention.position_bias=table --output {config.parent / 'out' / NAMES[0]}\n")
     assert sorted(config.parent.rglob("*")) == before
 
 

@@ -43,6 +43,16 @@ def test_weights_of_timm_become_an_export(stock, tmp_path, monkeypatch, capsys):
     assert "bilinear" in str(trained.transform)
 
 
+def test_a_directory_of_timms_own_architecture_is_read_as_its_file(stock, tmp_path):
+    """With heads and means, as by the name that timm has for it."""
+    timm.models.save_for_hf(stock, tmp_path / "hub", model_args=SIZES)
+    source = read_weights(str(tmp_path / "hub"))
+    assert (source.model.blocks[0].attn.num_heads, source.images["mean"]) == (2, [0.5] * 3)
+    export([str(tmp_path / "hub"), str(tmp_path / "out.safetensors"), "--config", str(tmp_path / "config.yaml")])
+    images = torch.randn(2, 3, 32, 32)
+    torch.testing.assert_close(load(tmp_path / "out.safetensors").model(images), stock(images))
+
+
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [

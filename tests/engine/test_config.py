@@ -6,6 +6,8 @@ import importlib
 import json
 import os
 import re
+import subprocess
+import sys
 import typing
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from engine.config.yaml_files import dump_yaml, read_yaml
 from engine.run.load import REMOVED, dump_run, find_config, load_run, parse_run
 from engine.runtime.errors import ConfigError, refuse_bad_input
 from models import create_model, parse_model, split_name
+from tests.support.launcher import ROOT
 
 VALID = """\
 model:
@@ -588,3 +591,17 @@ def test_a_refusal_names_its_rank(rank, said, monkeypatch, capsys):
         raise OptionError("model.name", "unknown")
     assert ended.value.code == 2
     assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "said"),
+    [("print('text')", 141, ""), ("print('text' * 9999)", 141, ""), ("raise BrokenPipeError", 1, "BrokenPipeError")],
+)
+def test_a_reader_that_has_enough_ends_a_script_silently(body, status, said):
+    """Text that Python writes at its end, and text that it writes at once; of another pipe, the error is a bug."""
+    reading, writing = os.pipe()
+    if not said:
+        os.close(reading)
+    code = f"from engine.runtime.errors import refuse_bad_input\nwith refuse_bad_input():\n    {body}"
+    done = subprocess.run([sys.executable, "-c", code], stdout=writing, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    assert (done.returncode, done.stderr.strip().rpartition("\n")[2]) == (status, said)

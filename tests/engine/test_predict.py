@@ -145,14 +145,15 @@ def test_a_line_for_each_image(capsys):
         assert line == "  ".join([f"{row['file']}:", *(f"{name} {100 * p:.2f} %" for name, p in pairs)])
 
 
-def test_a_reader_that_has_read_enough_ends_it(monkeypatch, capsys):
+def test_a_reader_that_has_read_enough_ends_it(monkeypatch, capfd):
     """`predict.py ... | head -1` closes the pipe early."""
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "w", buffering=1) as closed:
         monkeypatch.setattr(sys, "stdout", closed)
-        predict.main(["runs/eva", "few/deeper"])
-    assert not capsys.readouterr().err
+        with pytest.raises(SystemExit, match="141"):
+            predict.main(["runs/eva", "few/deeper"])
+    assert not capfd.readouterr().err
 
 
 def test_names_cannot_control_the_terminal(tmp_path, capsys):

@@ -10,6 +10,7 @@ import os
 import platform
 import re
 import resource
+import shutil
 import struct
 import subprocess
 import sys
@@ -32,6 +33,7 @@ from engine.checkpoints.progress import Progress, Resumption
 from engine.config.schema import Data, Run, Schedule, Train
 from engine.reporting.charts import chosen_options
 from engine.reporting.metrics import TOTALS
+from engine.reporting.prometheus import Heartbeat
 from engine.reporting.recorder import Recorder, SilentRecorder
 from engine.run.load import load_run
 from engine.runtime.distributed import World
@@ -450,3 +452,22 @@ def test_a_heartbeat_has_the_last_values(tmp_path: Path):
         raise OSError("no space")
     assert math.isnan(gauges(directory)["loss"])
     assert (gauges(directory)["running"], gauges(directory)["failed"]) == (0, 1)
+
+
+@pytest.mark.parametrize("name", ["copy", 'a "copy"'])
+def test_the_heartbeat_of_a_finished_run_is_that_of_its_directory_and_of_no_launch(tmp_path: Path, name: str):
+    """A copy has another name; a run that was killed after its last checkpoint has told no end."""
+    first, copy = tmp_path / "first", tmp_path / name
+    first.mkdir()
+    Heartbeat(first).beat({"step": 7, "loss": math.nan})
+    before = gauges(first)
+    Heartbeat(first).settle()
+    assert gauges(first)["running"] == 0
+    shutil.copytree(first, copy)
+    Heartbeat(copy).settle()
+    found = gauges(copy)
+    assert math.isnan(found["loss"])
+    assert (found["running"], found["step"]) == (0, 7)
+    assert found["record_time_seconds"] == before["record_time_seconds"]
+    Heartbeat(tmp_path).settle()  # without one
+    assert not (tmp_path / "metrics.prom").exists()

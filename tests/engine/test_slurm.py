@@ -4,11 +4,15 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+import train
+from engine.run.load import load_run
 from tests.engine.test_faults import wait_for
 from tests.support.launcher import ROOT
 
@@ -113,3 +117,21 @@ def test_a_task_of_a_sweeps_array_is_queued_again_where_it_was_stopped(status: s
     subprocess.run(["bash", "-c", command.replace("-c 12 ", "-c12 ")], env=environment, cwd=ROOT, timeout=60)
     assert cluster.lines("requests") == requests
     assert cluster.lines("ranks")[0].endswith("ablate.py SWEEP.yaml --output /shared/runs/sweep --no-wait")
+
+
+def test_the_example_of_submitit_calls_what_exists(monkeypatch):
+    """A stand-in for submitit starts the job at once. Its arguments are those of train.py, of a configuration here."""
+    said = []
+    executor = SimpleNamespace(
+        update_parameters=lambda **options: said.append(options), submit=lambda job, *arguments: job(*arguments)
+    )
+    environment = SimpleNamespace(export=lambda **options: said.append(options))
+    helpers = SimpleNamespace(Checkpointable=object, TorchDistributedEnvironment=lambda: environment)
+    stand_in = SimpleNamespace(helpers=helpers, AutoExecutor=lambda folder: executor)
+    monkeypatch.setitem(sys.modules, "submitit", stand_in)
+    monkeypatch.setattr(train, "main", lambda arguments: said.append(train.parse_arguments(arguments)))
+    (code,) = re.findall(r"```python\n(import submitit\n.*?)```", (ROOT / "docs/training.md").read_text(), re.DOTALL)
+    exec(code, {})
+    _, ranks, args = said
+    assert ranks == {"set_cuda_visible_devices": False}  # a rank takes the GPU of its number
+    assert load_run(args.config, args.overrides).data.root == "/data/imagenet"

@@ -12,7 +12,7 @@ from matplotlib.transforms import Bbox
 
 from ablation.figures import draw_heat_map, draw_pareto, draw_results, non_dominated
 from ablation.names import short_names
-from ablation.report import FIGURES, latex_table, report_sweep, to_latex, write_figures, write_tables
+from ablation.report import FIGURES, report_sweep, to_latex, write_figures, write_tables
 from ablation.runs import Case, Setting, failure_mark, in_order
 from ablation.sweep import read_ablation
 from ablation.tables import ONE_RUN, measure, tabulate
@@ -95,12 +95,37 @@ def test_a_row_shows_what_its_runs_have_measured(config):
     assert f"\n{name} changed options during training: {text}.\n" in (config.parent / "out/table.md").read_text()
 
 
+def test_step_times_beside_other_runs_of_the_sweep_are_left_out(config):
+    """Of two runs on the CPUs of one machine that overlap; the third goes on after them, the fourth is elsewhere, the
+    fifth on a GPU.
+    """
+    _, settings, _ = read(config, "grid: {optim.lr: [0.1, 0.2, 0.3, 0.4, 0.5]}\n")
+    hosts = [{"host": "a"}] * 3 + [{"host": "b"}, {"host": "a", "cuda": "13.0"}]
+    launches = [("10:00", "12:00")], [("11:00", "13:00")], [("09:00", "10:00"), ("13:00", "14:00")]
+    for setting, host, spans in zip(settings, hosts, [*launches, *[[("10:00", "12:00")]] * 2], strict=True):
+        records = []
+        for begin, end in spans:
+            records += [{"kind": "start", "epoch": 0, "step": 0, "time": begin, **host}]
+            records += [{"kind": "stop", "epoch": 0, "step": 0, "time": end}]
+        final = {"kind": "final", "epoch": 1, "step": 9, "time": end, "top1": 90.0, "step_seconds": 0.5}
+        write_records(setting.cases[0], *records, final)
+    write_tables("", settings, config.parent / "out")
+    rows = {name: read_table(config.parent / f"out/{name}.csv") for name in ("table", "runs")}
+    assert [row["step (s)"] for row in rows["table"]] == ["", "", *["0.500"] * 3]
+    assert [row["step (s)"] for row in rows["runs"]] == ["0.5"] * 5
+    note = "\nstep (s) leaves out 2 runs, which shared the CPUs of a machine with other runs.\n"
+    assert note in (config.parent / "out/table.md").read_text()
+    by_time = draw_pareto("", settings).axes[1]
+    assert len(by_time.containers) == 3
+    assert "step (s)" not in tabulate(settings[:2])
+
+
 def test_what_is_the_same_in_all_rows_goes_to_the_caption(config):
     grid = "grid: {attention.window_size: [1, 2], attention.position_bias: [table]}\n"
     ablation, settings, _ = read(config, f"caption: Windows\nbase: base.yaml\n{grid}")
     caption, same, header, *_, note = filter(None, report_sweep(ablation.caption, settings).split("\n"))
     assert (caption, same, note) == ("Windows", "All rows: attention.position_bias = table.", ONE_RUN)
-    columns = ["attention.window_size", "parameters (M)", "MACs (G)", "step (s)", "top-1 (%)"]
+    columns = ["attention.window_size", "parameters (M)", "MACs (G)", "top-1 (%)"]
     assert header == f"| {' | '.join(columns)} |"  # without a paper's, which gives none
     assert "attention.position_bias" in tabulate(settings)
 
@@ -124,19 +149,25 @@ def test_a_papers_table_has_the_papers_figures_beside_ours(tmp_path):
     assert "| paper: memory (GB) |" in report_sweep(ablation.caption, settings)
 
 
-def test_the_latex_table_is_that_of_markdown(config):
-    _, settings, _ = read(config, REPLICATED.replace("seeds: 3", "seeds: 2"))
-    for case in in_order(settings):
-        finish(case, top1=90.0 + case.run.train.seed)
-    text = to_latex("Windows & more", settings)
-    assert "  \\caption{Windows \\& more. All rows: " in text
-    assert "seeds = 2" in text
+def test_the_latex_table_has_names_a_label_and_the_best_rows_bold(config):
+    """Row 3 is the best of three seeds; row 1 differs from it by noise, and row 2 by 3, in each seed."""
+    _, settings, _ = read(config, REPLICATED)
+    for case, top1 in zip(in_order(settings), [90, 88, 91, 91, 89, 92, 92.5, 89, 92], strict=True):
+        finish(case, top1=top1)
+    write_tables("Windows & more", settings, config.parent / "out")
+    text = (config.parent / "out/table.tex").read_text()
+    assert "  \\caption{Windows \\& more. All rows: seeds = 3. Bold: the highest mean, and those whose " in text
+    assert "  \\label{tab:out}\n  \\begin{tabular}{lrrrrrr}\n    \\toprule\n    setting & parameters (M) & " in text
     assert text.count(" \\\\\n") == 4
-    assert "attention.window\\_size" in text
-    assert "$90.50 \\pm 0.71$ & $+0.00 \\pm 0.00$ (noise) \\\\\n" in text
-    assert text.index("\\toprule") < text.index("\\midrule") < text.index("\\bottomrule")
+    assert "\n    softmax & $" in text
+    assert "& {\\boldmath$91.17 \\pm 1.26$} &  \\\\\n    E=1 & $" in text
+    assert "& $88.67 \\pm 0.58$ & $-2.50 \\pm 0.87$ \\\\\n    E=4 & $" in text
+    assert "& {\\boldmath$91.67 \\pm 0.58$} & $+0.50 \\pm 0.87$ (noise) \\\\\n    \\bottomrule\n" in text
     assert "\n% ± is the standard deviation over seeds." in text
-    assert latex_table("", ["a", "b"], [["{x: 1}", "-2"]]).count("{lr}") == 1
+    single = read(config, RUNS)[1]
+    for case in in_order(single):
+        finish(case)
+    assert "boldmath" not in to_latex("", single)  # no rank
 
 
 def test_a_row_shows_the_seeds_that_are_finished(config):
@@ -198,6 +229,14 @@ def test_two_axes_of_numbers_make_a_heat_map(config):
     assert texts == {(1, 2): "90.00 ± 0.00", (0, 2): "91.00", (1, 0): "92.00", (0, 0): "93.00", (1, 1): "94.00"}
     assert draw_heat_map("Windows", settings[:-1]) is None  # a combination is missing
     assert draw_heat_map("Windows", settings[::2]) is None  # one axis
+
+
+def test_labels_replace_words_of_names(config):
+    labels = "labels: {E: window, epochs: 7, poch: part}\n"
+    _, settings, _ = read(config, f"{labels}grid: {{attention.window_size: [1, 2], schedule.epochs: [10, 9]}}\n")
+    assert short_names(settings) == ["window=1, 7=10", "window=1, 7=9", "window=4, 7=10", "window=4, 7=9"]
+    axes = draw_heat_map("Windows", settings).axes[0]
+    assert (axes.get_ylabel(), axes.get_xlabel()) == ("window", "7")
 
 
 @pytest.mark.complete
