@@ -5,7 +5,6 @@ The default follows the papers of EVA and LARA: no class token, and the mean ove
 the mean of two heads. Parameter names are those of timm's VisionTransformer and VisionTransformerDistilled.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -16,11 +15,9 @@ from timm.layers import (
     PatchDropout,
     global_pool_nlc,
     resample_abs_pos_embed,
-    to_2tuple,
     trunc_normal_,
 )
 from timm.models._features import feature_take_indices
-from timm.models._input import update_model_input_size
 from torch import Tensor, nn
 
 from attention import Grid, OptionError
@@ -35,7 +32,6 @@ from models.base import (
     intermediate_outputs,
 )
 from models.block import Block, run_blocks
-from models.convert import resized_layers
 from models.deit_options import DeitConfig
 from models.patches import Patches, conv_stem, pad_positions, unmasked_parts
 
@@ -60,7 +56,6 @@ class Deit(Backbone):
     def __init__(self, config: DeitConfig, attention: Sequence[LayerFactory]):
         poolings = ("token",) if config.dist_token else ("token", "avg") if config.class_token else ("avg",)
         super().__init__(config, config.embed_dim, (*poolings, ""))
-        self.layer_factories = attention
         dim = self.embed_dim = config.embed_dim
         sizes, strict = (config.img_size, config.patch_size, config.in_chans, dim), not config.dynamic_img_size
         self.patch_embed = Patches(*sizes, output_fmt="NHWC", strict_img_size=strict)
@@ -122,39 +117,6 @@ class Deit(Backbone):
                 problem = f" = {rate}: attention({attn.name()}) needs the whole grid; set it to 0, or use softmax"
                 raise OptionError("model.patch_drop_rate", problem)
         check_grids(self, (1, max(1, int(self.patch_embed.num_patches * (1 - rate)))))
-
-    def set_input_size(
-        self, img_size: int | tuple[int, int] | None = None, patch_size: int | tuple[int, int] | None = None
-    ) -> None:
-        """Takes images or patches of another size from now on, in pixels; resamples embeddings as timm does.
-
-        Attention layers that another grid changes are built anew, with their weights resampled.
-
-        Raises:
-            OptionError: sizes that the model cannot be built for, or whose attention layers have weights that cannot be
-                resampled; the model stays as it is.
-        """
-        changed = {} if img_size is None else {"img_size": to_2tuple(img_size)}
-        if patch_size is not None:
-            height, width = to_2tuple(patch_size)
-            is_fixed = self.config.stem == "conv" or self.config.vocab_size
-            if height != width or (is_fixed and height != self.config.patch_size):
-                problem = f" = {patch_size!r}: patches must be square, those of a conv stem and of tokens are fixed"
-                raise OptionError("patch_size", problem)
-            changed["patch_size"] = height
-        config, before = dataclasses.replace(self.config, **changed), self.grid
-        with torch.device("meta"):
-            resized = type(self)(config, self.layer_factories)
-        for name, layer in resized_layers(self, resized).items():
-            self.set_submodule(name, layer)
-        self.config = config
-        self.patch_embed.set_input_size(**changed)
-        if self.grid != before:
-            resampled = resample_abs_pos_embed(self.pos_embed, self.grid, before, self.num_prefix_tokens)
-            self.pos_embed = nn.Parameter(resampled.detach(), requires_grad=self.pos_embed.requires_grad)
-        for info in self.feature_info:
-            info["reduction"] = self.config.patch_size
-        update_model_input_size(self, self.patch_embed.img_size, patch_size=changed.get("patch_size"))
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Patterns that group parameters by depth, for timm's layer-wise learning rates."""

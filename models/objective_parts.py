@@ -2,7 +2,7 @@
 
 import torch
 import torch.nn.functional as F
-from timm.layers import to_2tuple, trunc_normal_
+from timm.layers import trunc_normal_
 from torch import Tensor, nn
 
 from attention import Grid, OptionError
@@ -46,14 +46,6 @@ class MaskedDeit(Deit):
         init_linears(self.decoder, self.init_std)
         super().init_weights()
         trunc_normal_(self.mask_token, std=0.02)
-
-    def set_input_size(
-        self, img_size: int | tuple[int, int] | None = None, patch_size: int | tuple[int, int] | None = None
-    ) -> None:
-        height, width = to_2tuple(self.config.patch_size if patch_size is None else patch_size)
-        if height == width != self.config.patch_size:
-            raise OptionError("patch_size", f" = {height}: the decoder to pixels is of {self.config.patch_size}")
-        super().set_input_size(img_size, patch_size)
 
     def embed(self, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Grid]:
         x, grid = self.embed_patches(x)

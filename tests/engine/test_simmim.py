@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention import ATTENTION, OptionError
+from attention import ATTENTION
 from engine.checkpoints.adapt import fit_weights
 from engine.checkpoints.progress import Progress
 from engine.checkpoints.weight_sources import read_weights
@@ -93,14 +93,6 @@ def test_a_mask_is_a_key_mask_to_a_model_without_mask_token():
     for function in (plain, plain.forward_features):
         assert torch.equal(function(images, mask), function(images, key_mask=mask))
         assert not torch.equal(function(images, mask), function(images))
-
-
-def test_patches_that_the_decoder_does_not_make_are_refused():
-    model = build(run_of())
-    size, before = 2 * model.config.patch_size, model.config
-    with pytest.raises(OptionError, match=rf"patch_size = {size}: the decoder to pixels is of {size // 2}"):
-        model.set_input_size(patch_size=size)
-    assert model.config == before
 
 
 @pytest.mark.parametrize("name", sorted(set(ATTENTION)))
