@@ -7,7 +7,6 @@ from typing import Any, ClassVar, cast
 import torch
 from timm.layers import calculate_drop_path_rates, register_notrace_module
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from attention import Attention, Grid, OptionError
 from models.block import INIT_STD, Block, compiled, init_linears
@@ -181,26 +180,6 @@ def attention_layers(module: nn.Module) -> list[Layer]:
 def drop_path_rates(rate: float, depth: int) -> list[float]:
     """Rates of stochastic depth of `depth` blocks, linear from 0 to `rate`."""
     return cast(list[float], calculate_drop_path_rates(rate, depth))  # timm's type includes lists by stages
-
-
-def check_grid(attn: Attention, grid: Grid) -> None:
-    """Raises the OptionError of an attention layer that cannot take an (H, W) grid; computes nothing."""
-    state = {name: value.to("meta") for name, value in [*attn.named_parameters(), *attn.named_buffers()]}
-    shape = 1, attn.num_prefix_tokens + math.prod(grid), attn.num_heads * attn.head_dim
-    functional_call(attn, state, (torch.empty(shape, device="meta"), grid))
-
-
-def check_grids(module: nn.Module, grid: Grid) -> None:
-    """Raises the OptionError of the first attention layer of `module` that cannot take an (H, W) grid.
-
-    Layers with the same class, options and numbers are checked once.
-    """
-    kinds: dict[Any, Attention] = {}
-    for layer in attention_layers(module):
-        attn = layer.core
-        kinds.setdefault(_kind(attn), attn)
-    for attn in kinds.values():
-        check_grid(attn, grid)
 
 
 def is_same_attention(layer: Layer, other: Layer) -> bool:

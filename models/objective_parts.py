@@ -29,7 +29,6 @@ class MaskedDeit(Deit):
             "stem": ("linear", "convolutions would see the masked pixels beside a patch"),
             "dist_token": (False, "there is no second head"),
             "global_pool": (None, "nothing is pooled"),
-            "patch_drop_rate": (0.0, "every patch is reconstructed"),
             "drop_rate": (0.0, "there is no classifier"),
         }
         for name, (value, reason) in why.items():
@@ -87,9 +86,8 @@ class TokenDeit(Deit):
         for name, value in {"patch_size": 1, "in_chans": 1, "stem": "linear", "mask_token": False}.items():
             if (given := getattr(config, name)) != value:
                 raise OptionError(f"model.{name}", f" = {given}: with vocab_size set it to {str(value).lower()}")
-        for name, value in {"patch_drop_rate": 0.0, "dynamic_img_size": False}.items():
-            if config.pad_token is not None and (given := getattr(config, name)) != value:
-                raise OptionError(f"model.{name}", f" = {given}: with pad_token set it to {str(value).lower()}")
+        if config.pad_token is not None and config.dynamic_img_size:
+            raise OptionError("model.dynamic_img_size", " = True: with pad_token set it to false")
 
     def create_stem(self) -> nn.Module:
         table = TokenEmbed(self.config.vocab_size, self.embed_dim)

@@ -206,7 +206,6 @@ def test_who_asks_for_classes_is_told_what_to_do(tmp_path: Path, capsys: pytest.
         (["model.num_classes=10"], "num_classes = 10: with mask_token there is no classifier; set it to 0"),
         (["model.stem=conv"], "stem = conv: with mask_token convolutions would see the masked pixels beside a patch;"),
         (["model.global_pool=avg"], "global_pool = avg: with mask_token nothing is pooled; leave it out"),
-        (["model.patch_drop_rate=0.1"], "patch_drop_rate = 0.1: with mask_token every patch is reconstructed; set it"),
         (["model.class_token=true", "model.dist_token=true"], "with mask_token there is no second head; set it to"),
         (["simmim.mask_size=12"], "simmim.mask_size = 12: 12 x 12 pixels of a 56 x 56 image .* valid: 4, 8, 28, 56"),
         (["simmim.mask_size=2"], "simmim.mask_size = 2: .* no whole patches of 4"),

@@ -214,14 +214,6 @@ def test_costs_are_sums(name):
     assert tuple(counted) == expected
 
 
-def test_patches_are_dropped_where_every_layer_ignores_their_order():
-    rate = {"patch_drop_rate": 0.5}
-    model = tiny_model("deit", [{"blocks": "0, 2", **SOFTMAX}, {"blocks": 1, "name": "mean"}], **rate)
-    assert model.train()(tiny_images("deit")).shape == (2, 5)
-    with pytest.raises(OptionError, match=r"model.patch_drop_rate = 0.5: attention\(eva\) needs the whole grid"):
-        tiny_model("deit", [{"blocks": "0, 2", **SOFTMAX}, {"blocks": 1, **EVA}], **rate)
-
-
 def test_key_masks_are_taken_if_every_layer_takes_them():
     images = tiny_images("deit").double()
     mask = torch.ones(2, 6, 5, dtype=torch.bool)

@@ -1,16 +1,12 @@
 """Calls that users of timm make, in addition to the parts of timm's contract in test_models.py."""
 
-import math
-
 import pytest
 import timm
 import torch
 
-from attention import ATTENTION, OptionError
+from attention import OptionError
 from models import create_model
-from models.base import check_grid
 from tests.models.test_models import EVA, TINY, families, tiny_images, tiny_model
-from tests.support.facts import FACTS
 
 
 @families
@@ -40,26 +36,6 @@ def test_a_new_classifier_is_in_the_mode_of_its_model(name):
     assert not any(module.training for module in model.modules())
     model.train().reset_classifier(0)
     assert all(module.training for module in model.modules())
-
-
-def refusal(function, *arguments):
-    """The message of the OptionError that a call raises; None if it raises none."""
-    try:
-        function(*arguments)
-    except OptionError as error:
-        return str(error)
-
-
-@pytest.mark.parametrize("name", ATTENTION)
-def test_grids_are_checked_as_the_layer_does_and_without_a_trace(name):
-    case = FACTS[name].CASES[0]
-    attn = case.build(torch.float32)
-    weights = {key: value.clone() for key, value in attn.state_dict().items()}
-    state = torch.get_rng_state()
-    refusals = [refusal(check_grid, attn, grid) for grid in (case.grid, (1, 1))]
-    assert torch.equal(state, torch.get_rng_state())
-    torch.testing.assert_close(attn.state_dict(), weights, rtol=0, atol=0)
-    assert refusals == [refusal(attn, torch.zeros(1, math.prod(grid), 12), grid) for grid in (case.grid, (1, 1))]
 
 
 @pytest.mark.parametrize("family", TINY)
@@ -95,13 +71,6 @@ def test_pretrained_weights_of_other_classes_and_channels(tmp_path):
     assert tokens.pretrained_cfg["first_conv"] is None
 
 
-def test_intermediates_are_of_all_patches():
-    model = tiny_model("deit", "softmax", patch_drop_rate=0.5)
-    with pytest.raises(ValueError, match=r"model.patch_drop_rate leaves out patches of the maps; set it to 0, or call"):
-        model.forward_intermediates(tiny_images("deit"))
-    assert model.eval().forward_intermediates(tiny_images("deit"))[1][0].shape == (2, 24, 6, 5)
-
-
 @families
 def test_output_dict(name):
     model = tiny_model(name).eval()
@@ -129,39 +98,3 @@ def test_dropout_after_position_embeddings():
     assert 0.4 < (tokens == 0).double().mean() < 0.6
     kept, _ = model.eval().embed(tiny_images("deit"))
     torch.testing.assert_close(tokens, torch.where(tokens == 0, 0, 2 * kept))
-
-
-@pytest.mark.parametrize("tokens", [{"class_token": True}, {"class_token": False, "global_pool": "avg"}])
-def test_patches_left_out_are_those_of_timm(tokens):
-    """A third of 30 patches, equal under the same seed, in value and gradient; none in evaluation."""
-    model = tiny_model("deit", "softmax", patch_drop_rate=0.35, **tokens)
-    stock = timm.create_model(
-        "vit_tiny_patch16_224", **TINY["deit"], **tokens, patch_drop_rate=0.35, fc_norm=False
-    ).train()
-    stock.load_state_dict(model.state_dict())
-    assert model.embed(tiny_images("deit"))[1] == (1, 19)
-    gradients = []
-    for net in (model, stock):
-        torch.manual_seed(3)
-        logits = net(tiny_images("deit"))
-        gradients.append(torch.autograd.grad(logits.square().sum(), net.parameters()))
-    torch.testing.assert_close(gradients[0], gradients[1])
-    assert model.eval().embed(tiny_images("deit"))[1] == (6, 5)
-    torch.testing.assert_close(model(tiny_images("deit")), stock.eval()(tiny_images("deit")))
-
-
-@pytest.mark.parametrize("name", ATTENTION)
-def test_patches_are_left_out_where_attention_ignores_order(name):
-    """Attention over the remaining tokens equals attention over an image of these tokens alone."""
-    case = FACTS[name].CASES[0]
-    options = {"img_size": (10, 14), "patch_size": 2, "embed_dim": 12, "depth": 1, "num_heads": 2}
-    options["patch_drop_rate"] = 0.2
-    attention = {"name": name, **case.options}
-    if not case.build().ignores_order():
-        with pytest.raises(OptionError, match=rf"patch_drop_rate = 0\.2: attention\({name}\) needs the whole grid; "):
-            create_model("deit", attention, **options)
-        return
-    model = create_model("deit", attention, **options)
-    model(torch.randn(2, 3, 10, 14)).sum().backward()
-    tokens, grid = model.embed(torch.randn(2, 3, 10, 14))
-    assert (tokens.shape[1], grid) == (28, (1, 28))
