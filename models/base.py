@@ -26,16 +26,6 @@ NO_DECAY = (
 register_notrace_module(Attention)
 
 
-def _transposed(graph: Any, x: Any) -> Any:
-    """`Tensor.mT` as an operator of ONNX."""
-    *batch, rows, columns = range(x.type().dim())
-    return graph.op("Transpose", x, perm_i=[*batch, columns, rows])
-
-
-# torch.onnx.export(dynamo=False), which timm's onnx_export calls by default, has no translation of this operator.
-torch.onnx.register_custom_op_symbolic("aten::mT", _transposed, 9)
-
-
 class Backbone(nn.Module):
     """Base of the model families.
 
