@@ -113,6 +113,17 @@ class Cost(NamedTuple):
     macs: int
 
 
+def projections(context: LayerContext, count: int) -> Cost:
+    """Cost of `count` C x C projections of every token, with a bias if `qkv` has one."""
+    C = context.dim
+    return Cost(count * C * (C + context.qkv_bias), count * context.num_tokens * C * C)
+
+
+def total(*costs: Cost) -> Cost:
+    """The sum of costs."""
+    return Cost(sum(cost.parameters for cost in costs), sum(cost.macs for cost in costs))
+
+
 class Attention(nn.Module):
     """Base of all mechanisms: owns the projections, with timm's parameter names; a mechanism writes `attend`.
 
@@ -129,6 +140,8 @@ class Attention(nn.Module):
     tokens by softmax; `attend` gets queries of the grid and keys of all P + N tokens, every token of the grid attends
     to the prefix tokens, and windows, landmarks and positions cover the grid alone.
     """
+    has_positions: ClassVar[bool] = False
+    """True if the mechanism itself depends on the positions of tokens, at all options."""
     key_mask_refusal: ClassVar[str] = "it does not declare what it does with masked tokens"
     """The reason that `refuses_key_mask` gives for a mechanism whose `attend` has no argument key_mask."""
     num_projections: ClassVar[int] = 3
@@ -181,7 +194,8 @@ class Attention(nn.Module):
     def ignores_order(self) -> bool:
         """True if a token's output depends on the set of tokens and not on their positions, so that tokens may be left
         out of the input; the grid is then (1, N)."""
-        return self.prefix_tokens == "plain" and not self.config.causal and not self.config.local
+        is_free = self.prefix_tokens == "plain" and not self.has_positions
+        return is_free and not self.config.causal and not self.config.local
 
     @classmethod
     def refuse(cls, name: str, value: Any, problem: str) -> NoReturn:
@@ -208,7 +222,7 @@ class Attention(nn.Module):
 
     @classmethod
     def cost(cls, context: LayerContext, config: Any) -> Cost:
-        """Exact cost of a layer beyond its four C x C projections (4 C^2 + 4 C parameters, 4 N C^2 MACs).
+        """Exact cost of a layer beyond its projections `qkv` and `proj`.
 
         Counts the multiply-accumulates of matrix products and convolutions, padding included, for one image in
         evaluation. Does not count prefix tokens, nor the local term of this class.
@@ -224,8 +238,9 @@ class Attention(nn.Module):
 
     @classmethod
     def layer_cost(cls, context: LayerContext, config: Any) -> Cost:
-        """`cost` and `local_cost` together: all that a layer costs beyond its four C x C projections."""
-        return Cost(*map(sum, zip(cls.cost(context, config), cls.local_cost(context, config), strict=True)))
+        """Cost beyond four C x C projections (4 C^2 + 4 C parameters, 4 N C^2 MACs), of which `qkv` may lack some."""
+        own = projections(context, cls.num_projections - 3)
+        return total(own, cls.cost(context, config), cls.local_cost(context, config))
 
     @classmethod
     def refuses_key_mask(cls, config: Any) -> str | None:

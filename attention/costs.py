@@ -13,17 +13,6 @@ from .parts.position import BiasKind, PositionBias
 from .window_options import windows_on
 
 
-def projections(context: LayerContext, count: int) -> Cost:
-    """Cost of `count` C x C projections of every token, with a bias if `qkv` has one."""
-    C = context.dim
-    return Cost(count * C * (C + context.qkv_bias), count * context.num_tokens * C * C)
-
-
-def total(*costs: Cost) -> Cost:
-    """The sum of costs."""
-    return Cost(sum(cost.parameters for cost in costs), sum(cost.macs for cost in costs))
-
-
 def linear_attention_macs(
     context: LayerContext, num_features: int, causal: bool = False, normalised: bool = True
 ) -> int:

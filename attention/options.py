@@ -103,18 +103,13 @@ def fit_option(**largest: Callable[[Any, Any, Any], tuple[Any, str]]) -> Any:
 
 
 def nearest(word: object, choices: Iterable[object]) -> str:
-    """``"; did you mean 'window_size'?"`` for the choice with the most similar spelling, or the list of all choices.
-
-    A word with another alphabet's letters, which may look the same, is repeated with escapes.
-    """
+    """``"; did you mean 'window_size'?"`` for the choice with the most similar spelling, or the list of all choices."""
     known = sorted(map(str, choices))
     spellings = {choice.lower(): choice for choice in known}
     match = difflib.get_close_matches(str(word).lower(), spellings, n=1)
     if not match:
         return f"; known: {', '.join(known) or 'none'}"
-    found, letters = spellings[match[0]], {*str(word)} - {*spellings[match[0]]}
-    got = "" if len(str(word)) != len(found) or "".join(letters).isascii() else f" (got {word!a})"
-    return f"; did you mean {found!r}?{got}"
+    return f"; did you mean {spellings[match[0]]!r}?"
 
 
 def parse_options(cls: type, options: Mapping[str, Any], path: str = "") -> Any:

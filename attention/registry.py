@@ -105,8 +105,6 @@ def _method_problem(cls: type[Attention]) -> str:
     """The missing or wrong method of a mechanism, and its remedy; "" if there is none."""
     if cls.attend is Attention.attend:
         return "defines no attend; write `def attend(self, q, k, v, grid): ...`, which returns (B, h, N, d)"
-    if not callable(cls.ignores_order):
-        return "has ignores_order as an attribute; write the method `def ignores_order(self): ...`, without @property"
     if getattr(cls.cost, "__func__", None) is getattr(Attention.cost, "__func__", ()):
         signature = "@classmethod def cost(cls, context, config): return Cost(parameters=..., macs=...)"
         return f"defines no cost; write `{signature}` (from attention.base import Cost; see Attention.cost)"

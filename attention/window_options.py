@@ -29,9 +29,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "causal": {"default": False, "meaning": "tokens attend to no later token, in raster order; needs layout 1d"},
 }
 
-NOT_RASTER = "causal attention follows the raster order; set layout: 1d"
-"""Reason for refusing other layouts with causal attention."""
-
 
 def window_option(name: str) -> Any:
     """The dataclass field `name` of a mechanism with windows."""
@@ -70,4 +67,4 @@ def position_bias(attn: Attention, context: LayerContext) -> PositionBias:
 def refuse_layout(attn: Attention) -> None:
     """Raises the OptionError for causal attention with another layout than 1d."""
     if attn.config.causal and attn.config.layout != "1d":
-        attn.refuse("layout", attn.config.layout, NOT_RASTER)
+        attn.refuse("layout", attn.config.layout, "causal attention follows the raster order; set layout: 1d")

@@ -7,6 +7,7 @@ returns the family's `Config`. All names are registered with timm: `timm.create_
 builds the same model. `replace_attention` gives other models of timm, and those of transformers, another attention.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import fields
@@ -188,16 +189,10 @@ def _entrypoint(name: str) -> Callable[..., nn.Module]:
         **options: Any,
     ) -> nn.Module:
         overlay = _layer_names(**options) | dict(pretrained_cfg_overlay or {})
-        built: list[Backbone] = []
-
-        def build(**given: Any) -> Backbone:
-            built.append(_build(name, **given))
-            return built[0]
-
         with nullcontext() if device is None else torch.device(device):
             features = {"out_indices": family.feature_indices, "feature_cls": "getter"}
             model = build_model_with_cfg(
-                build,
+                functools.partial(_build, name),
                 name,
                 pretrained,
                 pretrained_cfg_overlay=overlay,
@@ -205,10 +200,6 @@ def _entrypoint(name: str) -> Callable[..., nn.Module]:
                 feature_cfg=features,
                 **options,
             )
-        (backbone,) = built
-        if isinstance(backbone, Pvt):
-            side = backbone.min_side()
-            model.pretrained_cfg["min_input_size"] = (3, side, side)
         return model if dtype is None else model.to(dtype)
 
     construct.__name__ = name

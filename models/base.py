@@ -7,7 +7,6 @@ from typing import Any, ClassVar, cast
 import torch
 from timm.layers import calculate_drop_path_rates, register_notrace_module
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from attention import Attention, Grid, OptionError
 from models.block import INIT_STD, Block, compiled, init_linears
@@ -25,16 +24,6 @@ NO_DECAY = (
 
 # fx cannot trace the geometry that mechanisms compute from a grid, so attention layers are leaves of its graphs.
 register_notrace_module(Attention)
-
-
-def _transposed(graph: Any, x: Any) -> Any:
-    """`Tensor.mT` as an operator of ONNX."""
-    *batch, rows, columns = range(x.type().dim())
-    return graph.op("Transpose", x, perm_i=[*batch, columns, rows])
-
-
-# torch.onnx.export(dynamo=False), which timm's onnx_export calls by default, has no translation of this operator.
-torch.onnx.register_custom_op_symbolic("aten::mT", _transposed, 9)
 
 
 class Backbone(nn.Module):
@@ -181,26 +170,6 @@ def attention_layers(module: nn.Module) -> list[Layer]:
 def drop_path_rates(rate: float, depth: int) -> list[float]:
     """Rates of stochastic depth of `depth` blocks, linear from 0 to `rate`."""
     return cast(list[float], calculate_drop_path_rates(rate, depth))  # timm's type includes lists by stages
-
-
-def check_grid(attn: Attention, grid: Grid) -> None:
-    """Raises the OptionError of an attention layer that cannot take an (H, W) grid; computes nothing."""
-    state = {name: value.to("meta") for name, value in [*attn.named_parameters(), *attn.named_buffers()]}
-    shape = 1, attn.num_prefix_tokens + math.prod(grid), attn.num_heads * attn.head_dim
-    functional_call(attn, state, (torch.empty(shape, device="meta"), grid))
-
-
-def check_grids(module: nn.Module, grid: Grid) -> None:
-    """Raises the OptionError of the first attention layer of `module` that cannot take an (H, W) grid.
-
-    Layers with the same class, options and numbers are checked once.
-    """
-    kinds: dict[Any, Attention] = {}
-    for layer in attention_layers(module):
-        attn = layer.core
-        kinds.setdefault(_kind(attn), attn)
-    for attn in kinds.values():
-        check_grid(attn, grid)
 
 
 def is_same_attention(layer: Layer, other: Layer) -> bool:

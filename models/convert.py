@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from timm.layers import resample_abs_pos_embed
 from torch import Tensor, nn
 
-from attention import Attention, Grid, OptionError
-from models.base import is_same_attention
+from attention import Grid, OptionError
 
 StateDict = dict[str, Tensor]
 
@@ -24,42 +23,6 @@ def resample_weights(state_dict: StateDict, model: nn.Module) -> StateDict:
     """Adapts the state dict of a model for another image size to `model`: embeddings and tables of positions."""
     tables, _ = resample_bias_tables(state_dict, model)
     return resample_pos_embed(state_dict, model) | tables | resample_position_tables(state_dict, model)
-
-
-def resized_layers(model: nn.Module, resized: nn.Module) -> dict[str, Attention]:
-    """Attention layers that another image size changes in `model`, with its weights: name -> layer.
-
-    Args:
-        resized: the model built for that size, on the meta device; its layers are the ones returned.
-    Raises:
-        OptionError: a layer has weights that cannot be resampled.
-    """
-    state = model.state_dict()
-    tables, others = resample_bias_tables(state, resized, model)
-    tables |= resample_position_tables(state, resized, model)
-    modules, layers = dict(model.named_modules()), {}
-    for name, layer in resized.named_modules():
-        own = modules.get(name)  # None in a block that has been pruned
-        if not isinstance(layer, Attention) or not isinstance(own, Attention):
-            continue
-        weights = {key: tables.get(f"{name}.{key}", x) for key, x in own.state_dict().items()}
-        expected = layer.state_dict()
-        shared = [key for key in expected if key in weights]
-        misfits = [key for key in shared if weights[key].shape != expected[key].shape or f"{name}.{key}" in others]
-        is_resampled = any(f"{name}.{key}" in tables for key in shared)
-        if is_same_attention(own, layer) and not misfits and not is_resampled:
-            continue
-        if misfits := misfits + sorted(weights.keys() ^ expected.keys()):
-            problem = f"for this size {layer.label} has other weights, which cannot be resampled: {', '.join(misfits)}"
-            option = layer.size_option
-            is_null = option is not None and getattr(own.config, option) is None
-            remedy = f", or set {layer.label}.{option} instead of null" if is_null else ""
-            raise OptionError(name, f"{problem}; create a new model of this size{remedy}")
-        layer.load_state_dict(weights, assign=True)
-        for key, parameter in own.named_parameters():
-            layer.get_parameter(key).requires_grad_(parameter.requires_grad)
-        layers[name] = layer.train(own.training)
-    return layers
 
 
 def resample_pos_embed(state_dict: StateDict, model: nn.Module, grid: Grid | None = None) -> StateDict:

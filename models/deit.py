@@ -5,7 +5,6 @@ The default follows the papers of EVA and LARA: no class token, and the mean ove
 the mean of two heads. Parameter names are those of timm's VisionTransformer and VisionTransformerDistilled.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -13,29 +12,23 @@ import torch
 from timm.layers import (
     LayerNorm,
     Mlp,
-    PatchDropout,
     global_pool_nlc,
     resample_abs_pos_embed,
-    to_2tuple,
     trunc_normal_,
 )
 from timm.models._features import feature_take_indices
-from timm.models._input import update_model_input_size
 from torch import Tensor, nn
 
 from attention import Grid, OptionError
 from models.assignment import LayerFactory
 from models.base import (
     Backbone,
-    attention_layers,
-    check_grids,
     check_key_mask,
     drop_path_rates,
     fill_masked,
     intermediate_outputs,
 )
 from models.block import Block, run_blocks
-from models.convert import resized_layers
 from models.deit_options import DeitConfig
 from models.patches import Patches, conv_stem, pad_positions, unmasked_parts
 
@@ -60,7 +53,6 @@ class Deit(Backbone):
     def __init__(self, config: DeitConfig, attention: Sequence[LayerFactory]):
         poolings = ("token",) if config.dist_token else ("token", "avg") if config.class_token else ("avg",)
         super().__init__(config, config.embed_dim, (*poolings, ""))
-        self.layer_factories = attention
         dim = self.embed_dim = config.embed_dim
         sizes, strict = (config.img_size, config.patch_size, config.in_chans, dim), not config.dynamic_img_size
         self.patch_embed = Patches(*sizes, output_fmt="NHWC", strict_img_size=strict)
@@ -74,7 +66,6 @@ class Deit(Backbone):
         self.create_parts()
         self.pos_embed = nn.Parameter(torch.empty(1, self.num_prefix_tokens + self.patch_embed.num_patches, dim))
         self.pos_drop = nn.Dropout(config.pos_drop_rate)
-        self.patch_drop = PatchDropout(config.patch_drop_rate, self.num_prefix_tokens)
         where: dict[str, Any] = {"dim": dim, "num_heads": config.num_heads, "grid": self.grid, "depth": config.depth}
         where |= {"num_prefix_tokens": self.num_prefix_tokens, "qkv_bias": config.qkv_bias, "shared": {}}
         hidden_dim = int(dim * config.mlp_ratio)
@@ -84,7 +75,6 @@ class Deit(Backbone):
             mlp = TokenMlp(dim, hidden_dim, drop=config.proj_drop_rate)
             blocks.append(Block(dim, attn, mlp, drop_path, self.init_std))
         self.blocks = nn.ModuleList(blocks)
-        self._check_patch_drop()
         self.norm: nn.Module = LayerNorm(dim)
         info = {"num_chs": dim, "reduction": config.patch_size}
         self.feature_info = [{"module": f"blocks.{layer}", **info} for layer in range(config.depth)]
@@ -112,50 +102,6 @@ class Deit(Backbone):
         """The (H, W) of patches that the position embeddings are for."""
         return self.patch_embed.grid_size
 
-    def _check_patch_drop(self) -> None:
-        """Refuses to drop patches if attention needs the whole grid, or cannot take the remaining number of patches."""
-        rate = self.config.patch_drop_rate
-        if not rate:
-            return
-        for attn in (layer.core for layer in attention_layers(self)):
-            if not attn.ignores_order():
-                problem = f" = {rate}: attention({attn.name()}) needs the whole grid; set it to 0, or use softmax"
-                raise OptionError("model.patch_drop_rate", problem)
-        check_grids(self, (1, max(1, int(self.patch_embed.num_patches * (1 - rate)))))
-
-    def set_input_size(
-        self, img_size: int | tuple[int, int] | None = None, patch_size: int | tuple[int, int] | None = None
-    ) -> None:
-        """Takes images or patches of another size from now on, in pixels; resamples embeddings as timm does.
-
-        Attention layers that another grid changes are built anew, with their weights resampled.
-
-        Raises:
-            OptionError: sizes that the model cannot be built for, or whose attention layers have weights that cannot be
-                resampled; the model stays as it is.
-        """
-        changed = {} if img_size is None else {"img_size": to_2tuple(img_size)}
-        if patch_size is not None:
-            height, width = to_2tuple(patch_size)
-            is_fixed = self.config.stem == "conv" or self.config.vocab_size
-            if height != width or (is_fixed and height != self.config.patch_size):
-                problem = f" = {patch_size!r}: patches must be square, those of a conv stem and of tokens are fixed"
-                raise OptionError("patch_size", problem)
-            changed["patch_size"] = height
-        config, before = dataclasses.replace(self.config, **changed), self.grid
-        with torch.device("meta"):
-            resized = type(self)(config, self.layer_factories)
-        for name, layer in resized_layers(self, resized).items():
-            self.set_submodule(name, layer)
-        self.config = config
-        self.patch_embed.set_input_size(**changed)
-        if self.grid != before:
-            resampled = resample_abs_pos_embed(self.pos_embed, self.grid, before, self.num_prefix_tokens)
-            self.pos_embed = nn.Parameter(resampled.detach(), requires_grad=self.pos_embed.requires_grad)
-        for info in self.feature_info:
-            info["reduction"] = self.config.patch_size
-        update_model_input_size(self, self.patch_embed.img_size, patch_size=changed.get("patch_size"))
-
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Patterns that group parameters by depth, for timm's layer-wise learning rates."""
         return {
@@ -176,8 +122,7 @@ class Deit(Backbone):
     def add_positions(self, x: Tensor, grid: Grid, key_mask: Tensor | None = None) -> tuple[Tensor, Grid]:
         """Adds prefix tokens and position embeddings to the tokens (B, N, C) of a grid.
 
-        With `dynamic_img_size` and a key mask, each image has the embeddings of its own part of the grid. With
-        `patch_drop_rate`, some patches are left out in training; the grid of the others is (1, N).
+        With `dynamic_img_size` and a key mask, each image has the embeddings of its own part of the grid.
         """
         pos_embed: Tensor = self.pos_embed
         if key_mask is not None:
@@ -189,11 +134,7 @@ class Deit(Backbone):
         elif self.config.dynamic_img_size:
             pos_embed = self._positions(grid)
         prefix = [token.expand(x.shape[0], -1, -1) for token in self.prefix_tokens()]
-        x = self.pos_drop(torch.cat([*prefix, x], dim=1) + pos_embed)
-        if not (self.training and self.config.patch_drop_rate):
-            return x, grid
-        x = self.patch_drop(x)
-        return x, (1, x.shape[1] - self.num_prefix_tokens)
+        return self.pos_drop(torch.cat([*prefix, x], dim=1) + pos_embed), grid
 
     def _positions(self, grid: Grid) -> Tensor:
         """Position embeddings (1, prefix + H W, C), resampled for an (H, W) grid."""
@@ -203,8 +144,6 @@ class Deit(Backbone):
         check_key_mask(key_mask, shape)
         if self.config.stem == "conv":
             raise ValueError("key_mask: model.stem = conv sees the padding beside a patch; use stem: linear")
-        if self.training and self.config.patch_drop_rate:
-            raise ValueError("key_mask: model.patch_drop_rate leaves patches out by itself; set it to 0")
 
     def prefix_tokens(self) -> list[nn.Parameter]:
         """Existing prefix tokens, each (1, tokens, C), in order: class, distillation, registers."""
@@ -250,13 +189,8 @@ class Deit(Backbone):
             (B, C, H, W) or (B, N, C), in a pair with its prefix tokens if `return_prefix_tokens` and there are any.
             With `output_dict` the same under timm's keys: image_features, image_intermediates and, where they were in
             pairs, image_intermediates_prefix.
-        Raises:
-            ValueError: patches are left out, in training with `patch_drop_rate`.
         """
         assert output_fmt in ("NCHW", "NLC"), "the features of a DeiT are grids or tokens"
-        if self.training and self.config.patch_drop_rate:
-            problem = "in training, model.patch_drop_rate leaves out patches of the maps"
-            raise ValueError(f"forward_intermediates: {problem}; set it to 0, or call eval() first")
         taken, last = feature_take_indices(len(self.blocks), indices)
         intermediates, prefixes = [], []
         key_mask = self.key_mask_of(x)

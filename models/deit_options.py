@@ -47,9 +47,6 @@ class DeitConfig(Options):
         False, "accept images of any size, a multiple of the patch: position embeddings are resampled for each"
     )
     drop_rate: float = option(0.0, "dropout rate before the classifier", low=0, below=1)
-    patch_drop_rate: float = option(
-        0.0, "share of patches left out in training, where attention ignores their order", low=0, below=1
-    )
     pos_drop_rate: float = option(0.0, "dropout rate after the position embeddings", low=0, below=1)
     proj_drop_rate: float = option(0.0, "dropout rate after attention and MLP layers", low=0, below=1)
     drop_path_rate: float = option(0.0, "stochastic depth: rate of the last block, linear from 0", low=0, below=1)

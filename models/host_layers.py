@@ -5,7 +5,7 @@ import inspect
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -134,7 +134,7 @@ class Replaced(nn.Module):
         return (value,) if self.core.num_projections == 1 else (query, key, value, *self.extra)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _create_empty, (self.host,), self.__dict__
+        return create_empty, (Replaced, self.host), self.__dict__
 
 
 class _Projected(Exception):
@@ -192,12 +192,12 @@ def call_problem(
 
 
 @functools.cache
-def with_core(host: Any) -> type[Replaced]:
-    """The class of a host's attention module with a `core`."""
-    return cast(type[Replaced], type(f"Replaced{host.__name__}", (Replaced, host), {"host": host}))
+def with_mixin(mixin: Any, host: Any) -> Any:
+    """The class of a host, or of its attention module, with a mixin; its attribute `host` is the host's own."""
+    return type(f"{mixin.__name__}{host.__name__}", (mixin, host), {"host": host})
 
 
-def _create_empty(host: Any) -> Replaced:
+def create_empty(mixin: Any, host: Any) -> Any:
     """A module without attributes, which copies and pickles then have."""
-    cls = with_core(host)
+    cls = with_mixin(mixin, host)
     return cls.__new__(cls)

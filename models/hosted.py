@@ -10,7 +10,6 @@ of transformers becomes a part of its options. Its weights come by `init.weights
 import copy
 import dataclasses
 import difflib
-import functools
 import inspect
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -29,6 +28,7 @@ from attention.options import Options, option, parse_options
 from models.assignment import Mechanism
 from models.base import NO_DECAY
 from models.block import compiled
+from models.host_layers import create_empty, with_mixin
 from models.hosts import Call, attention_calls, on_meta, replace_calls
 from models.of_transformers import HF, RESERVED, WITHOUT_EFFECT, class_of, configuration, fetched_configuration, merged
 
@@ -113,7 +113,7 @@ class Hosted(nn.Module):
         return fitted
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _create_empty, (type(self).__bases__[0], self.host), self.__dict__
+        return create_empty, (type(self).__bases__[0], self.host), self.__dict__
 
 
 class OfTransformers(Hosted):
@@ -333,16 +333,5 @@ def _bounded() -> Iterator[None]:
 def _hosted(model: Any, mixin: Any, config: HostConfig) -> nn.Module:
     """A host's model with the class that has the `mixin`."""
     model.in_chans = config.in_chans
-    model.__class__ = _with_mixin(mixin, cast(Any, type(model)))
+    model.__class__ = with_mixin(mixin, cast(Any, type(model)))
     return cast(nn.Module, model)
-
-
-@functools.cache
-def _with_mixin(mixin: Any, host: Any) -> Any:
-    return type(f"Hosted{host.__name__}", (mixin, host), {"host": host})
-
-
-def _create_empty(mixin: Any, host: Any) -> Any:
-    """A model without attributes, which copies and pickles then have."""
-    cls = _with_mixin(mixin, host)
-    return cls.__new__(cls)

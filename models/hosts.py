@@ -23,7 +23,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from attention import Attention, Grid, OptionError
 from models.assignment import Mechanism, assign, layer_factories
-from models.host_layers import Calls, PassGrid, call_problem, with_core
+from models.host_layers import Calls, PassGrid, Replaced, call_problem, with_mixin
 
 Host = TypeVar("Host", bound=nn.Module)
 
@@ -137,7 +137,7 @@ def replace_calls(model: Host, layers: Sequence[Call], attention: Mechanism | Se
     for call, (core, extra) in zip(layers, cores, strict=True):
         module: Any = model.get_submodule(call.name)
         like = next(module.parameters(), next(model.parameters()))
-        module.__class__ = with_core(module.__class__)
+        module.__class__ = with_mixin(Replaced, module.__class__)
         module.core = core.to(like.device, like.dtype).train(module.training)
         module.host_name, module.extra = call.name, extra
         module.pass_grid = grids.setdefault(call.image, PassGrid()) if call.has_order else None
@@ -228,15 +228,15 @@ def _model_problem(model: nn.Module) -> str:
         return "takes text as well; give its vision_model"
     if any(isinstance(module, Attention) for module in modules):
         return "has attention of this package already; create it anew, or give `models.create_model` another attention"
-    if any(isinstance(module, torch.jit.ScriptModule | torch.fx.GraphModule) for module in modules):
-        return "is a frozen graph; replace the attention before it is scripted, traced or exported"
-    if any(hasattr(module, "_orig_mod") or module._compiled_call_impl is not None for module in modules):
-        return "is compiled; replace the attention before torch.compile"
-    if isinstance(model, DistributedDataParallel | DataParallel):
-        return "is wrapped for several devices; replace the attention of its module before"
-    is_packed = any(".quantized." in type(module).__module__ for module in modules)
-    if is_packed or any(type(x.data) is not Tensor or not x.is_floating_point() for x in model.parameters()):
-        return "has quantised or sharded weights; replace the attention before"
+    changed = (
+        isinstance(module, torch.jit.ScriptModule | torch.fx.GraphModule | DistributedDataParallel | DataParallel)
+        or hasattr(module, "_orig_mod")
+        or module._compiled_call_impl is not None
+        or ".quantized." in type(module).__module__
+        for module in modules
+    )
+    if any(changed) or any(type(x.data) is not Tensor or not x.is_floating_point() for x in model.parameters()):
+        return "is compiled, traced, quantised, sharded or wrapped; replace the attention of the model itself before"
     return ""
 
 

@@ -2,7 +2,7 @@
 
 import torch
 import torch.nn.functional as F
-from timm.layers import to_2tuple, trunc_normal_
+from timm.layers import trunc_normal_
 from torch import Tensor, nn
 
 from attention import Grid, OptionError
@@ -29,7 +29,6 @@ class MaskedDeit(Deit):
             "stem": ("linear", "convolutions would see the masked pixels beside a patch"),
             "dist_token": (False, "there is no second head"),
             "global_pool": (None, "nothing is pooled"),
-            "patch_drop_rate": (0.0, "every patch is reconstructed"),
             "drop_rate": (0.0, "there is no classifier"),
         }
         for name, (value, reason) in why.items():
@@ -46,14 +45,6 @@ class MaskedDeit(Deit):
         init_linears(self.decoder, self.init_std)
         super().init_weights()
         trunc_normal_(self.mask_token, std=0.02)
-
-    def set_input_size(
-        self, img_size: int | tuple[int, int] | None = None, patch_size: int | tuple[int, int] | None = None
-    ) -> None:
-        height, width = to_2tuple(self.config.patch_size if patch_size is None else patch_size)
-        if height == width != self.config.patch_size:
-            raise OptionError("patch_size", f" = {height}: the decoder to pixels is of {self.config.patch_size}")
-        super().set_input_size(img_size, patch_size)
 
     def embed(self, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Grid]:
         x, grid = self.embed_patches(x)
@@ -95,9 +86,8 @@ class TokenDeit(Deit):
         for name, value in {"patch_size": 1, "in_chans": 1, "stem": "linear", "mask_token": False}.items():
             if (given := getattr(config, name)) != value:
                 raise OptionError(f"model.{name}", f" = {given}: with vocab_size set it to {str(value).lower()}")
-        for name, value in {"patch_drop_rate": 0.0, "dynamic_img_size": False}.items():
-            if config.pad_token is not None and (given := getattr(config, name)) != value:
-                raise OptionError(f"model.{name}", f" = {given}: with pad_token set it to {str(value).lower()}")
+        if config.pad_token is not None and config.dynamic_img_size:
+            raise OptionError("model.dynamic_img_size", " = True: with pad_token set it to false")
 
     def create_stem(self) -> nn.Module:
         table = TokenEmbed(self.config.vocab_size, self.embed_dim)

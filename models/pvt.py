@@ -7,19 +7,17 @@ names are those of timm's PyramidVisionTransformerV2, except for the joint `qkv`
 
 import math
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any, Literal
 
 from timm.layers import LayerNorm, to_2tuple
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
-from attention import Grid, OptionError
+from attention import Grid
 from attention.options import Options, option
 from models.assignment import LayerFactory
 from models.base import (
     Backbone,
-    check_grids,
     check_heads,
     check_key_mask,
     check_tokens,
@@ -147,17 +145,6 @@ class Pvt(Backbone):
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Patterns that group parameters by stage, as timm's do, for its layer-wise learning rates."""
         return {"stem": r"^patch_embed", "blocks": r"^stages\.(\d+)"}
-
-    def min_side(self) -> int:
-        """Side of the smallest square image, in steps of the last stage's stride, that the attention takes; pixels."""
-        stages = {4 * 2**s: stage for s, stage in enumerate(self.stages)}
-        largest, step = max(to_2tuple(self.config.img_size)), max(stages)
-        for side in range(step, largest, step):
-            with suppress(OptionError):
-                for stride, stage in reversed(stages.items()):  # the smallest grid first
-                    check_grids(stage, (side // stride, side // stride))
-                return side
-        return largest
 
     def forward_features(self, x: Tensor, key_mask: Tensor | None = None) -> Tensor:
         """Images -> the last stage's normalised grid (B, C, H, W); masked tokens are the mean of the others."""

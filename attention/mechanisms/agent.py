@@ -24,8 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..base import Attention, Cost, LayerContext, up_to_side
-from ..costs import total
+from ..base import Attention, Cost, LayerContext, total, up_to_side
 from ..options import Options, attn_drop_option, fit_option, local_option, option, released_option
 from ..parts.geometry import Grid, split_prefix
 from ..parts.groups import Groups, group_mean, pools_option, segments, up_to_bins
@@ -58,6 +57,7 @@ def agent_reference(q, k, v, b_1, b_2, *, grid, bins, attn_drop=0.0):
 
 class Agent(Attention):
     prefix_tokens = "plain"
+    has_positions = True  # agents belong to bins, biases to positions
     key_mask_refusal = "its agents average every token of their bins"
     local_size = 3
     local_by_head = False
@@ -103,9 +103,6 @@ class Agent(Attention):
         bias = (images + rows[:, :, None] + columns[:, None]).flatten(1)
         bias = bias if self.prefix_bias is None else torch.cat([self.prefix_bias, bias], 1)
         return bias.unflatten(0, (2, self.num_heads, -1))
-
-    def ignores_order(self) -> bool:
-        return False  # agents belong to bins, biases to positions
 
     @classmethod
     def cost(cls, context: LayerContext, config: Any) -> Cost:

@@ -101,6 +101,7 @@ def hamming_clusters(bits: Tensor, num_clusters: int, num_iterations: int) -> Te
 
 class Clustered(Attention):
     prefix_tokens = "plain"
+    has_positions = True  # clusters start at positions
     key_mask_refusal = "its clusters are those of all queries"
     size_option = "num_clusters"
     eval_planes: Tensor
@@ -116,9 +117,6 @@ class Clustered(Attention):
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
         self.register_buffer("eval_planes", torch.randn(self.num_heads, config.num_bits, self.head_dim + 1))
-
-    def ignores_order(self) -> bool:
-        return False  # clusters start at positions
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:

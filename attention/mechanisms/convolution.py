@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext, up_to_filter
-from ..costs import projections
 from ..options import Options, fit_option, option
 from ..parts.geometry import Grid
 from ..parts.local_term import LocalTerm
@@ -55,9 +54,8 @@ class Convolution(Attention):
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:
-        absent, taps = projections(context, 2), config.kernel_size**2
-        parameters = context.head_dim * (taps + 1)
-        return Cost(parameters - absent.parameters, taps * context.num_tokens * context.dim - absent.macs)
+        taps = config.kernel_size**2
+        return Cost(context.head_dim * (taps + 1), taps * context.num_tokens * context.dim)
 
     def attend(self, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         return convolution(v, self.filters, grid=grid, key_mask=key_mask)

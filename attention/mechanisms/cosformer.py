@@ -22,7 +22,7 @@ from ..options import Options, local_option, option
 from ..parts.features import full_precision
 from ..parts.geometry import Grid, raster, split_prefix
 from ..parts.masking import of_grid
-from ..window_options import NOT_RASTER, window_option
+from ..window_options import refuse_layout, window_option
 
 
 @full_precision
@@ -82,8 +82,7 @@ class Cosformer(Attention):
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
-        if config.causal and config.layout != "1d":
-            self.refuse("layout", config.layout, NOT_RASTER)
+        refuse_layout(self)
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:

@@ -20,8 +20,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..base import Attention, Cost, LayerContext, up_to_side
-from ..costs import group_cost, num_padded, total, window_cost
+from ..base import Attention, Cost, LayerContext, total, up_to_side
+from ..costs import group_cost, num_padded, window_cost
 from ..ops.group_values.landmarks import Landmarks, Mean, Pool, Transform, landmark_option
 from ..ops.group_values.op import Visibility, attended_summaries, group_logits, group_prior, group_values
 from ..ops.joint_softmax.op import attended_in_window, joint_softmax, mix_reference

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..base import Attention, Cost, LayerContext, up_to_side, up_to_tokens
-from ..costs import group_cost, num_padded, total, window_cost
+from ..base import Attention, Cost, LayerContext, total, up_to_side, up_to_tokens
+from ..costs import group_cost, num_padded, window_cost
 from ..ops.group_values.landmarks import Landmarks, Mean, Transform, landmark_option
 from ..ops.joint_softmax.op import attended_in_window, joint_softmax, mix_reference
 from ..ops.kernels import first_order, with_fast_path

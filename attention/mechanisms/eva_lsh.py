@@ -14,8 +14,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..base import Attention, Cost, LayerContext, up_to_tokens
-from ..costs import group_cost, num_padded, total, window_macs
+from ..base import Attention, Cost, LayerContext, total, up_to_tokens
+from ..costs import group_cost, num_padded, window_macs
 from ..ops.group_values.landmarks import Landmarks, Mean, Pool, Transform, landmark_option
 from ..options import Options, fit_option, local_option, option, released_option
 from ..parts.features import full_precision

@@ -23,8 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..base import Attention, Cost, LayerContext, up_to_side
-from ..costs import total
+from ..base import Attention, Cost, LayerContext, total, up_to_side
 from ..ops.random_features.maps import focused, of_both
 from ..ops.random_features.op import linear_attention, weighted_values_reference
 from ..options import Options, fit_option, local_option, option
@@ -64,6 +63,7 @@ NO_STRETCH = "acts with reduction above 1 and local"
 
 class FocusedLinear(Attention):
     prefix_tokens = "plain"
+    has_positions = True  # keys depend on their positions
     reduction: int
     sr: nn.Module | None
 
@@ -92,9 +92,6 @@ class FocusedLinear(Attention):
             self.refuse_unused({"stretch": "image"}, NO_STRETCH)
         self.key_positions = KeyPositions(context.dim, shrunk(context.grid, config.reduction))
         self.feature_scale = nn.Parameter(torch.zeros(context.dim))
-
-    def ignores_order(self) -> bool:
-        return False  # keys depend on their positions
 
     @classmethod
     def cost(cls, context: LayerContext, config: Any) -> Cost:

@@ -19,8 +19,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..base import Attention, Cost, LayerContext
-from ..costs import landmark_cost, total
+from ..base import Attention, Cost, LayerContext, total
+from ..costs import landmark_cost
 from ..ops.group_values.op import group_mean
 from ..ops.kernels import with_fast_path
 from ..ops.random_features import fused, proposals

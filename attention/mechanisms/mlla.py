@@ -20,8 +20,8 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..base import Attention, Cost, LayerContext
-from ..costs import linear_attention_macs, projections, total
+from ..base import Attention, Cost, LayerContext, projections, total
+from ..costs import linear_attention_macs
 from ..ops.random_features.maps import elu_plus_one
 from ..ops.random_features.op import linear_attention
 from ..options import Options, local_option, option

@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..base import Attention, Cost, LayerContext
-from ..costs import linear_attention_macs, projections, total
+from ..base import Attention, Cost, LayerContext, projections, total
+from ..costs import linear_attention_macs
 from ..ops.random_features.maps import of_both, powers_by_sign
 from ..ops.random_features.op import linear_attention
 from ..options import Options, local_option, option
@@ -58,6 +58,7 @@ def polaformer_reference(q, k, v, scale, power, *, alpha):
 
 class Polaformer(Attention):
     prefix_tokens = "plain"
+    has_positions = True  # keys depend on their positions
 
     class Config(Options):
         alpha: float = option(4.0, "range of the learned exponents, which lie between 1 and 1 + alpha", above=0)
@@ -68,9 +69,6 @@ class Polaformer(Attention):
         self.key_positions = KeyPositions(context.dim, context.grid)
         self.feature_scale, self.feature_power = (nn.Parameter(torch.zeros(context.dim)) for _ in range(2))
         self.gate = init_linear(nn.Linear(context.dim, context.dim, bias=context.qkv_bias))
-
-    def ignores_order(self) -> bool:
-        return False  # keys depend on their positions
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:

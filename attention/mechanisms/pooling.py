@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext, up_to_filter
-from ..costs import projections
 from ..options import Options, fit_option, option
 from ..parts.features import full_precision
 from ..parts.geometry import Grid
@@ -68,8 +67,7 @@ class Pooling(Attention):
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:
-        absent = projections(context, 2)
-        return Cost(-absent.parameters, -absent.macs)
+        return Cost(0, 0)
 
     def attend(self, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         return pooling(v, grid=grid, pool_size=self.config.pool_size, key_mask=key_mask).to(v.dtype)

@@ -21,8 +21,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from ..base import Attention, Cost, LayerContext
-from ..costs import linear_attention_macs, projections, total
+from ..base import Attention, Cost, LayerContext, projections, total
+from ..costs import linear_attention_macs
 from ..ops.random_features.maps import elu_plus_one, of_both, within
 from ..ops.random_features.op import linear_attention
 from ..options import Options, local_option
@@ -59,6 +59,7 @@ def rala_reference(q, k, v, *, grid):
 
 class Rala(Attention):
     prefix_tokens = "plain"
+    has_positions = True  # rotations depend on positions
     local_by_head = False
 
     class Config(Options):
@@ -67,9 +68,6 @@ class Rala(Attention):
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
         self.gate = init_linear(nn.Linear(context.dim, context.dim, bias=context.qkv_bias))
-
-    def ignores_order(self) -> bool:
-        return False  # rotations depend on positions
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:

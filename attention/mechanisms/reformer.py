@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
-from ..costs import projections
 from ..options import Options, local_option, option
 from ..parts.features import compute_dtype, full_precision
 from ..parts.geometry import Grid, gather_tokens, split_prefix
@@ -149,10 +148,10 @@ class Reformer(Attention):
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:
         N, C = context.num_tokens, context.dim
-        c, absent = min(config.chunk_size, N), projections(context, 1)
+        c = min(config.chunk_size, N)
         n = -(-N // c)
         hashes, attention = N * sum(rotation_counts(n, c)) * C, 2 * n * c * (2 * c if n > 1 else c) * C
-        return Cost(-absent.parameters, config.num_rounds * (hashes + attention) - absent.macs)
+        return Cost(0, config.num_rounds * (hashes + attention))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         chunk_size, same_bucket = self.config.chunk_size, self.config.same_bucket

@@ -23,6 +23,7 @@ from .relu_linear import relu_linear
 
 class Slab(Attention):
     prefix_tokens = "plain"
+    has_positions = True  # keys depend on their positions
 
     class Config(Options):
         local: bool = local_option(True)
@@ -30,9 +31,6 @@ class Slab(Attention):
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
         self.key_positions = KeyPositions(context.dim, context.grid)
-
-    def ignores_order(self) -> bool:
-        return False  # keys depend on their positions
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:

@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..base import Attention, Cost, LayerContext, up_to_side
-from ..costs import total
+from ..base import Attention, Cost, LayerContext, total, up_to_side
 from ..options import Options, attn_drop_option, fit_option, option
 from ..parts.geometry import Grid, split_heads, split_prefix
 from ..parts.linear import is_plain, linear_part

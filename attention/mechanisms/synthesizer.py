@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..base import Attention, Cost, LayerContext
-from ..costs import projections
 from ..options import Options, attn_drop_option, local_option, option
 from ..parts.features import upcast
 from ..parts.geometry import Grid, resample
@@ -38,6 +37,7 @@ def synthesizer_reference(r_1, r_2, v, attn_drop=0.0):
 
 class Synthesizer(Attention):
     prefix_tokens = "plain"
+    has_positions = True  # weights belong to positions
     key_mask_refusal = "its learned weights are of all positions of the grid, the same for every image"
     num_projections = 1
     size_option = "rank"
@@ -53,15 +53,10 @@ class Synthesizer(Attention):
         self.factors = nn.Parameter(torch.empty(2, self.num_heads, config.rank, rows))
         nn.init.trunc_normal_(self.factors, std=0.02)
 
-    def ignores_order(self) -> bool:
-        return False  # weights belong to positions
-
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:
         N, C, h = context.num_tokens, context.dim, context.num_heads
-        absent = projections(context, 2)
-        weights, values = h * config.rank * N * N, N * N * C
-        return Cost(2 * h * config.rank * N - absent.parameters, weights + values - absent.macs)
+        return Cost(2 * h * config.rank * N, h * config.rank * N * N + N * N * C)  # weights, values
 
     def attend(self, v: Tensor, grid: Grid) -> Tensor:
         prefix, tokens = self.factors.tensor_split([self.factors.shape[-1] - self.grid[0] * self.grid[1]], -1)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from attention.options import OptionError, nearest
+from attention.options import OptionError
 from engine.checkpoints.files import load_checkpoint, save_checkpoint
 from engine.config.schema import Data
 from engine.data import prepare
@@ -83,9 +83,3 @@ def test_names_in_a_checkpoint_are_read_in_nfc(tmp_path):
     written = [unicodedata.normalize("NFD", name) for name in NAMES]
     save_checkpoint(tmp_path / "nfd.pt", load_checkpoint(tmp_path / "x.pt") | {"classes": written})
     assert load_checkpoint(tmp_path / "nfd.pt")["classes"] == NAMES
-
-
-def test_a_suggestion_that_looks_alike_says_what_was_given():
-    assert nearest("\u0435va", ["eva", "lara"]) == "; did you mean 'eva'? (got '\\u0435va')"
-    assert nearest("\xe9l\xe9phan", ["\xe9l\xe9phant"]) == "; did you mean '\xe9l\xe9phant'?"
-    assert nearest("evb", ["eva", "lara"]) == "; did you mean 'eva'?"

@@ -122,7 +122,6 @@ def test_the_model_is_trained_and_validated_on_tokens(root: Path, tmp_path: Path
         ("attention={name: sra, reduction: 1}", NO_MASK),
         ("attention=[{blocks: 0, name: softmax}, {blocks: 1, name: sra, reduction: 1}]", NO_MASK),
         ("model.dynamic_img_size=true", "with pad_token set it to false"),
-        ("model.patch_drop_rate=0.5", "with pad_token set it to 0.0"),
     ],
 )
 def test_options_that_take_pixels_or_padding_are_refused(override: str, message: str, root: Path):

@@ -29,6 +29,7 @@ from engine.run.load import dump_run, load_run
 from engine.runtime.errors import UserError
 from engine.runtime.files import check_output, write_file
 from models import create_model
+from models.convert import resample_weights
 
 ROOT = Path(__file__).parents[2]
 NAMES = ["zero", "o,ne", "$two$", "three", "four", "five", "six", "seven", "\x1b[0m", "馬"]
@@ -366,11 +367,11 @@ def test_images_of_another_size(attention, img_size):
     path = ROOT / "configs/quickstart.yaml"
     small, large = (load_run(path, [*options, *more]) for more in ([], [f"model.img_size={img_size}"]))
     torch.manual_seed(0)
-    expected = create_model(attention=small.attention, **small.model).eval()
-    state = {f"module.{name}": x.clone() for name, x in expected.state_dict().items()}
-    checkpoint = {"config": dump_run(small), "model": state}
+    state = create_model(attention=small.attention, **small.model).state_dict()
+    checkpoint = {"config": dump_run(small), "model": {f"module.{name}": x for name, x in state.items()}}
     model, line = restore_model(large, checkpoint, "plain")
-    expected.set_input_size(large.model["img_size"])
+    expected = create_model(attention=large.attention, **large.model).eval()
+    expected.load_state_dict(resample_weights(state, expected))
     images = torch.randn(2, 1, *expected.patch_embed.img_size)
     with torch.no_grad():
         torch.testing.assert_close(model.eval()(images), expected(images), rtol=1e-5, atol=1e-6)

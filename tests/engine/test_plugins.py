@@ -127,7 +127,6 @@ class Blocks(Options):
         (mechanism(Config=NoField), "an option window_size that is no option(); write `window_size: int = option(7"),
         (mechanism(Config=Blocks), "RowMean has an option blocks, a key of its own beside"),
         (mechanism(cost=None), "RowMean defines no cost; write `@classmethod def cost(cls, context, config): return"),
-        (mechanism(ignores_order=property(lambda layer: True)), "RowMean has ignores_order as an attribute; write the"),
         (mechanism(attend=None), "RowMean defines no attend; write `def attend(self, q, k, v, grid): ...`"),
     ],
     ids=lambda value: None,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention import ATTENTION, OptionError
+from attention import ATTENTION
 from engine.checkpoints.adapt import fit_weights
 from engine.checkpoints.progress import Progress
 from engine.checkpoints.weight_sources import read_weights
@@ -93,14 +93,6 @@ def test_a_mask_is_a_key_mask_to_a_model_without_mask_token():
     for function in (plain, plain.forward_features):
         assert torch.equal(function(images, mask), function(images, key_mask=mask))
         assert not torch.equal(function(images, mask), function(images))
-
-
-def test_patches_that_the_decoder_does_not_make_are_refused():
-    model = build(run_of())
-    size, before = 2 * model.config.patch_size, model.config
-    with pytest.raises(OptionError, match=rf"patch_size = {size}: the decoder to pixels is of {size // 2}"):
-        model.set_input_size(patch_size=size)
-    assert model.config == before
 
 
 @pytest.mark.parametrize("name", sorted(set(ATTENTION)))
@@ -214,7 +206,6 @@ def test_who_asks_for_classes_is_told_what_to_do(tmp_path: Path, capsys: pytest.
         (["model.num_classes=10"], "num_classes = 10: with mask_token there is no classifier; set it to 0"),
         (["model.stem=conv"], "stem = conv: with mask_token convolutions would see the masked pixels beside a patch;"),
         (["model.global_pool=avg"], "global_pool = avg: with mask_token nothing is pooled; leave it out"),
-        (["model.patch_drop_rate=0.1"], "patch_drop_rate = 0.1: with mask_token every patch is reconstructed; set it"),
         (["model.class_token=true", "model.dist_token=true"], "with mask_token there is no second head; set it to"),
         (["simmim.mask_size=12"], "simmim.mask_size = 12: 12 x 12 pixels of a 56 x 56 image .* valid: 4, 8, 28, 56"),
         (["simmim.mask_size=2"], "simmim.mask_size = 2: .* no whole patches of 4"),

@@ -25,6 +25,8 @@ from engine.evaluation.evaluate import evaluate
 from engine.evaluation.inference import load
 from engine.run.load import parse_run
 from engine.runtime.distributed import World
+from models import create_model
+from models.convert import resample_weights
 from tests.support.refusals import refusal
 
 ROOT = Path(__file__).parents[2]
@@ -338,9 +340,10 @@ def test_images_of_another_size_are_said(run_directory, capsys):
     output = capsys.readouterr()
     resampled = "resampled: pos_embed (1, 4, 16) -> (1, 9, 16)"
     assert output.err == f"model.img_size = 12, trained at 8; {resampled}\n"
-    model, _, _ = load(run_directory, weights="plain")
-    model.set_input_size(12)
+    small, _, _ = load(run_directory, weights="plain")
     run = parse_run(open_weights(run_directory).checkpoint["config"], "x", ["model.img_size=12"])
+    model = create_model(attention=run.attention, **run.model).eval()
+    model.load_state_dict(resample_weights(small.state_dict(), model))
     loader = create_val_loader(run, World(torch.device("cpu")), img_size=12)
     expected = evaluate(model, loader, World(torch.device("cpu")), None)
     assert output.out.splitlines()[1].split()[2] == f"{expected['top1']:.3f}"

@@ -214,25 +214,6 @@ def test_costs_are_sums(name):
     assert tuple(counted) == expected
 
 
-def test_patches_are_dropped_where_every_layer_ignores_their_order():
-    rate = {"patch_drop_rate": 0.5}
-    model = tiny_model("deit", [{"blocks": "0, 2", **SOFTMAX}, {"blocks": 1, "name": "mean"}], **rate)
-    assert model.train()(tiny_images("deit")).shape == (2, 5)
-    with pytest.raises(OptionError, match=r"model.patch_drop_rate = 0.5: attention\(eva\) needs the whole grid"):
-        tiny_model("deit", [{"blocks": "0, 2", **SOFTMAX}, {"blocks": 1, **EVA}], **rate)
-
-
-def test_the_smallest_image_is_that_of_all_layers():
-    """The first layer of a stage, or of the model, would take a smaller one."""
-    eva_last = [{"stage": s, "blocks": 0, "name": "softmax"} for s in range(4)]
-    eva_last += [{"stage": s, "blocks": 1, "name": "eva" if s == 2 else "softmax"} for s in range(4)]
-    model = create_model("pvtv2_b0", eva_last, device="meta")
-    assert model.pretrained_cfg["min_input_size"] == (3, 128, 128)
-    model = tiny_model("deit", [{"blocks": "0-1", **SOFTMAX}, {"blocks": 2, **EVA}])
-    with pytest.raises(OptionError, match=r"attention\(eva\).window_size = 3: larger than the 1x1 grid"):
-        model.set_input_size(img_size=8)
-
-
 def test_key_masks_are_taken_if_every_layer_takes_them():
     images = tiny_images("deit").double()
     mask = torch.ones(2, 6, 5, dtype=torch.bool)

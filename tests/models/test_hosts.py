@@ -319,12 +319,12 @@ def changed(problem):
 @pytest.mark.parametrize(
     ("problem", "message"),
     [
-        ("scripted", "GraphModule is a frozen graph; replace the attention before it is scripted"),
+        ("scripted", "GraphModule is compiled, traced, quantised, .*; replace the attention of the model itself"),
         ("exported", "object is no torch.nn.Module; give a model of timm or transformers"),
-        ("compiled", "OptimizedModule is compiled; replace the attention before torch.compile"),
-        ("block compiled", "VisionTransformer is compiled; replace"),
-        ("quantised", "has quantised or sharded weights; replace the attention before"),
-        ("parallel", "DataParallel is wrapped for several devices; replace the attention of its module before"),
+        ("compiled", "OptimizedModule is compiled"),
+        ("block compiled", "VisionTransformer is compiled"),
+        ("quantised", "VisionTransformer is compiled, traced, quantised"),
+        ("parallel", "DataParallel is .* or wrapped"),
         ("replaced", "has attention of this package already; create it anew"),
         ("unfused", r"blocks.1.attn has fused_attn = False, .*; call timm.layers.set_fused_attn"),
         ("dropout", r"blocks.1.attn drops attention weights \(dropout 0.1; make it 0, and set .* attn_drop\)"),

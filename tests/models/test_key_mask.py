@@ -150,7 +150,6 @@ def test_padding_is_left_out_of_features(options: dict):
         ({}, torch.zeros(2, 5, 4, dtype=torch.bool), "rectangle at the upper left"),
         ({}, torch.eye(5, dtype=torch.bool)[None, :, :4].repeat(2, 1, 1), "rectangle at the upper left"),
         ({"stem": "conv"}, torch.ones(2, 5, 4, dtype=torch.bool), "model.stem = conv sees the padding"),
-        ({"patch_drop_rate": 0.5}, torch.ones(2, 5, 4, dtype=torch.bool), "model.patch_drop_rate leaves patches out"),
     ],
 )
 def test_masks_that_are_refused(options: dict, mask: Tensor, message: str):

@@ -22,7 +22,7 @@ from models import MODELS, create_model
 
 pytestmark = [pytest.mark.timm, pytest.mark.filterwarnings("default")]
 
-ATTENTION = ["softmax", "local", "eva", "lara"]
+ATTENTION = ["softmax", *({"name": name, "fit": True} for name in ("local", "eva", "lara"))]
 DEIT = [name for name in MODELS if name.startswith("deit")]
 PVT = [name for name in MODELS if name.startswith("pvt")]
 SMALLEST = ["deit_tiny_p16", "deit_tiny_p8", "pvtv2_b0", "pvtv2_b0_2xheads"]

@@ -4,10 +4,8 @@ import math
 
 import pytest
 import torch
-from timm.utils.onnx import onnx_export
 from torch import Tensor, nn
 
-from models import create_model
 from models.costs import costs_of
 from tests.support.cases import Case
 from tests.support.facts import CASES, ORDINARY
@@ -49,15 +47,3 @@ def test_layers_are_traced(case):
     if not kinds & UNCOUNTED:
         layer, x = layer.to("meta"), x.to("meta")
         assert traced_macs(traced.inlined_graph) == costs_of(layer, x).macs
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_timm_exports_a_network_to_onnx(tmp_path):
-    """timm's default mode: torch.onnx.export of a traced network."""
-
-    for package in ("onnx", "onnxruntime"):
-        pytest.importorskip(package)
-    size = {"img_size": (40, 56), "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3, "num_classes": 5}
-    model = create_model("deit", {"name": "eva", "window_size": 3, "num_landmarks": 6}, **size)
-    onnx_export(model, str(tmp_path / "x.onnx"), torch.randn(2, 3, 40, 56), check_forward=True)
-    assert (tmp_path / "x.onnx").stat().st_size > 1e5

@@ -51,24 +51,19 @@ GROUPS = 16
 
 
 class Geometry:
-    """Sizes of a call, and launches of its kernels."""
+    """Sizes of a call, and launches of its kernels.
 
-    def __init__(
-        self,
-        qkv: Tensor,
-        keys: Tensor | None,
-        weights: list[Tensor],
-        grid: list[int],
-        window: list[int],
-        origin: list[int],
-        tile: list[int],
-    ):
-        (self.B, length, _, self.h, self.d), self.grid, self.tile = qkv.shape, grid, tile
-        self.window, self.origin, self.across = window, origin, grid[1] // tile[1]
+    sides: rows and columns of the grid, of windows, where the first window begins, and of groups.
+    """
+
+    def __init__(self, qkv: Tensor, keys: Tensor | None, weights: list[Tensor], sides: list[int]):
+        self.B, length, _, self.h, self.d = qkv.shape
+        grid, window, origin, tile = zip(sides[::2], sides[1::2], strict=True)
+        self.grid, self.window, self.origin, self.tile, self.across = grid, window, origin, tile, grid[1] // tile[1]
         self.N, self.m = math.prod(grid), 0 if keys is None else keys.shape[2]
         self.P, self.c = length - self.N, self.m + (grid[0] // tile[0] * self.across if weights else 0)
-        sides = zip(grid, window, origin, strict=True)
-        self.num_windows = math.prod(triton.cdiv(side - first, size) for side, size, first in sides)
+        axes = zip(grid, window, origin, strict=True)
+        self.num_windows = math.prod(triton.cdiv(side - first, size) for side, size, first in axes)
         self.parts = triton.cdiv(self.num_windows, PART)
 
     def splits(self, length: int) -> int:
@@ -99,10 +94,7 @@ def _packed(
     prior: Tensor | None,
     noise: Tensor | None,
     weights: list[Tensor],
-    grid: list[int],
-    window: list[int],
-    origin: list[int],
-    tile: list[int],
+    sides: list[int],
     mu_scale: float,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -112,8 +104,8 @@ def _packed(
     term of the logits on all landmarks, (windows, c), in units of log 2. weights: W, b, gain and shift of the
     transforms of means of queries and keys; none without groups.
     """
-    G = Geometry(qkv, keys, weights, grid, window, origin, tile)
-    y, lse, *summaries = _empty_outputs(qkv, keys, weights, grid, tile)
+    G = Geometry(qkv, keys, weights, sides)
+    y, lse, *summaries = _empty_outputs(G, qkv)
     if keys is not None:
         for table, x in zip(summaries[3:5], (keys, values), strict=True):
             table[:, :, : G.m] = x
@@ -126,11 +118,10 @@ def _packed(
     return y, lse, *summaries
 
 
-def _empty_outputs(qkv, keys, weights: list[Tensor], grid: list[int], tile: list[int]) -> tuple[Tensor, ...]:
+def _empty_outputs(G: Geometry, qkv: Tensor) -> tuple[Tensor, ...]:
     """Empty tensors of the tokens of the grid and of landmarks: outputs (B, N, h, d), log-sum-exps (B, h, N); (B, h, c,
     ...) means of queries and keys, samples, keys, values and log masses, of given landmarks only keys and values.
     """
-    G = Geometry(qkv, keys, weights, grid, [1, 1], [0, 0], tile)
     B, N, h, d, c = G.B, G.N, G.h, G.d, G.c
     q_bar, k_bar, k_tilde = (qkv.new_empty(B, h, c, d) for _ in range(3))
     omega, beta, mass, lse = (qkv.new_empty(B, h, *x, dtype=torch.float32) for x in ((c, d), (c, d), (c,), (N,)))
@@ -138,8 +129,8 @@ def _empty_outputs(qkv, keys, weights: list[Tensor], grid: list[int], tile: list
 
 
 @_packed.register_fake
-def _(qkv, bias, keys, values, prior, noise, weights, grid, window, origin, tile, mu_scale, eps):
-    return _empty_outputs(qkv, keys, weights, grid, tile)
+def _(qkv, bias, keys, values, prior, noise, weights, sides, mu_scale, eps):
+    return _empty_outputs(Geometry(qkv, keys, weights, sides), qkv)
 
 
 @torch.library.custom_op(f"{NAMESPACE}::packed_attention_backward", mutates_args=())
@@ -151,10 +142,7 @@ def _packed_backward(
     keys: Tensor | None,
     prior: Tensor | None,
     weights: list[Tensor],
-    grid: list[int],
-    window: list[int],
-    origin: list[int],
-    tile: list[int],
+    sides: list[int],
     mu_scale: float,
     eps: float,
     of_bias: bool,
@@ -164,8 +152,8 @@ def _packed_backward(
 
     saved: the outputs of the forward pass.
     """
-    G, (y, lse, *summaries) = Geometry(qkv, keys, weights, grid, window, origin, tile), saved
-    dqkv, *shares = _empty_gradients(qkv, bias, keys, weights, grid, window, origin, tile, of_bias)
+    G, (y, lse, *summaries) = Geometry(qkv, keys, weights, sides), saved
+    dqkv, *shares = _empty_gradients(G, qkv, bias if of_bias else None, weights)
     dqkv[:, : G.P] = 0  # prefix tokens are landmarks, and their queries are not the kernels'
     of_landmarks, of_groups, of_tokens, delta = (None,) * 2, (None,) * 4, (None,) * 3, None
     if G.c:
@@ -200,10 +188,9 @@ def _programs(length: int, each: int) -> int:
     return triton.cdiv(length, triton.cdiv(length, most))
 
 
-def _empty_gradients(qkv, bias, keys, weights, grid, window, origin, tile, of_bias) -> list[Tensor]:
-    G = Geometry(qkv, keys, weights, grid, window, origin, tile)
+def _empty_gradients(G: Geometry, qkv: Tensor, bias: Tensor | None, weights: list[Tensor]) -> list[Tensor]:
     gradients = [torch.empty_like(qkv)]
-    if of_bias:
+    if bias is not None:
         programs = _programs(G.B * G.parts, G.h)
         gradients.append(qkv.new_empty(programs, *bias.shape, dtype=torch.float32))
     if weights:
@@ -215,8 +202,8 @@ def _empty_gradients(qkv, bias, keys, weights, grid, window, origin, tile, of_bi
 
 
 @_packed_backward.register_fake
-def _(dy, saved, qkv, bias, keys, prior, weights, grid, window, origin, tile, mu_scale, eps, of_bias):
-    return _empty_gradients(qkv, bias, keys, weights, grid, window, origin, tile, of_bias)
+def _(dy, saved, qkv, bias, keys, prior, weights, sides, mu_scale, eps, of_bias):
+    return _empty_gradients(Geometry(qkv, keys, weights, sides), qkv, bias if of_bias else None, weights)
 
 
 def _save(ctx, inputs, output):
@@ -338,6 +325,6 @@ def attend_on(
     if prior is not None:
         num_landmarks = (0 if keys is None else keys.shape[2]) + (tiles.num_windows if tiles else 0)
         prior = F.pad(prior, (num_landmarks - prior.shape[1], 0)).expand(windows.num_windows, -1).contiguous()
-    geometry = list(windows.grid), list(windows.size), list(origin), list(tiles.size) if tiles else [1, 1]
+    sides = [*windows.grid, *windows.size, *origin, *(tiles.size if tiles else (1, 1))]
     weights = [x.contiguous() for x in weights]
-    return _packed(qkv.contiguous(), bias, keys, values, prior, noise, weights, *geometry, mu_scale, eps)[0]
+    return _packed(qkv.contiguous(), bias, keys, values, prior, noise, weights, sides, mu_scale, eps)[0]
