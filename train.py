@@ -12,6 +12,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
+from engine.training.command_line import parse_arguments
+
+if __name__ == "__main__":
+    parse_arguments()  # help, and refusals of arguments, wait for none of the imports below
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -33,7 +38,6 @@ from engine.runtime.errors import refuse_bad_input
 from engine.runtime.locks import lock_directory
 from engine.runtime.signals import STOPPED, SignalHandler, end_at_interrupt
 from engine.runtime.terminal import ConsoleLog, print_fields
-from engine.training.command_line import parse_arguments
 from engine.training.compilation import compiled_blocks
 from engine.training.device import check_device, chosen_kernels
 from engine.training.exchange import UpdateExchange

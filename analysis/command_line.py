@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from attention import AttentionFactory
-from engine.checkpoints.files import WEIGHTS
+from engine.checkpoints.contents import WEIGHTS
 from engine.config.yaml_files import Tree, override, read_yaml
-from engine.run.load import find_config
-from engine.runtime.arguments import Count
+from engine.runtime.arguments import Count, find_config
 
 EVERY_MECHANISM = "configs/ablation/mechanisms.yaml"
 """File of every mechanism with options for a 14x14 grid, which a name without options stands for."""

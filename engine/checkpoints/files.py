@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from attention.options import parse_options
+from engine.checkpoints.contents import IDENTITY, WEIGHTS, Weights
 from engine.checkpoints.format import check_plain, read_archive
 from engine.checkpoints.identify import CHECKPOINT_NAME, Found, Kind, damaged, identify, identify_file, list_checkpoints
 from engine.checkpoints.local_dir import read_local_dir
@@ -31,16 +32,8 @@ from engine.runtime.text import names_to_nfc
 METADATA = ("config", "processes", "images", "progress")
 """Metadata of every checkpoint."""
 
-IDENTITY = ("classes", "train_files", "train_content", "val_files", "val_content", "teacher_weights")
-"""Metadata of the data (`engine.data.identity.identify_data`); also the teacher's digest if the run has a teacher."""
-
 TRAINED = "trained_config"
 """Metadata of an export: the `config` of the training, where `config` is that of the exported model."""
-
-Weights = Literal["plain", "ema"]
-
-WEIGHTS: dict[Weights, str] = {"plain": "model", "ema": "model_ema"}
-"""Kind of weights, as trained or averaged -> its state dict in a checkpoint."""
 
 NOISE = 2.0
 """Standard errors of a difference of accuracies that count as noise."""

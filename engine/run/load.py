@@ -5,10 +5,8 @@ the geometry of the model, which is built once on the meta device, without memor
 one line: the file and line (or the override), the dotted path, the value and the remedy.
 """
 
-import argparse
 import copy
 import dataclasses
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -24,7 +22,6 @@ from engine.config.yaml_files import Tree, override, parse_yaml, read_config
 from engine.run.advice import naming_origins
 from engine.run.checks import check_run
 from engine.runtime.errors import ConfigError, OptionErrors
-from engine.runtime.text import one_line
 from models import create_model, is_host, parse_model, split_name
 from models.assignment import Entry, as_option, assign, split_place
 from models.base import attention_layers
@@ -34,31 +31,9 @@ from models.hosted import described
 MISSING = "???"
 """Value of an option that the user must give, as in OmegaConf: a checkpoint of other code may lack it."""
 
-_SHIPPED = Path(__file__).parents[2]
-"""Directory that holds `configs`: the root of a clone, or of the installed packages."""
-
 
 class MissingOptions(ConfigError):
     """A configuration with options that are `MISSING`."""
-
-
-def find_config(path: str) -> Path:
-    """Returns the file for a command line's `path`: the project's if only the project has such a ``configs/...``.
-
-    So ``configs/quickstart.yaml`` means the same file in a clone and, with the project installed, in any directory.
-
-    Raises:
-        argparse.ArgumentTypeError: there is no such file, but one of the project's has a similar name.
-    """
-    shipped = _SHIPPED / path
-    if Path(path).exists():
-        return Path(path)
-    if path.startswith("configs/") and shipped.exists():
-        return shipped
-    known = [file.relative_to(_SHIPPED).as_posix() for file in (_SHIPPED / "configs").rglob("*.yaml")]
-    if found := difflib.get_close_matches(f"configs/{path.removeprefix('configs/')}", known, 1, 0.8):
-        raise argparse.ArgumentTypeError(f"{one_line(path)}: no such file; did you mean {found[0]}?")
-    return Path(path)
 
 
 def load_run(

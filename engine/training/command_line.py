@@ -7,11 +7,10 @@ import typing
 from collections.abc import Sequence
 from pathlib import Path
 
-from engine.checkpoints.files import IDENTITY
+from engine.checkpoints.contents import IDENTITY
 from engine.config.option_pages import sections
 from engine.config.schema import Run
-from engine.run.load import find_config
-from engine.runtime.arguments import ArgumentParser
+from engine.runtime.arguments import ArgumentParser, find_config
 
 OPTIONS = """\
 options of a mechanism: python -m attention NAME
@@ -25,7 +24,7 @@ CHANGEABLE = f"what may differ: an option, processes, images, {', '.join(IDENTIT
 """Help on --allow-change: possible differences from the run that is continued."""
 
 
-def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Returns the arguments of `train.py`, by default those of this process; `--help` shows the sections of a run."""
     example = "python train.py configs/quickstart.yaml schedule.epochs=3 --output runs/a"
     parser = ArgumentParser(description=f"Train a model.\n\n    {example}", epilog=describe_sections())

@@ -16,7 +16,8 @@ import yaml
 from attention import AttentionFactory, OptionError
 from engine.config.schema import Augment, Optim, Run
 from engine.config.yaml_files import dump_yaml, read_yaml
-from engine.run.load import REMOVED, dump_run, find_config, load_run, parse_run
+from engine.run.load import REMOVED, dump_run, load_run, parse_run
+from engine.runtime.arguments import find_config
 from engine.runtime.errors import ConfigError, refuse_bad_input
 from models import create_model, parse_model, split_name
 
@@ -374,17 +375,14 @@ def test_the_data_says_the_number_of_classes(tmp_path):
 @pytest.mark.parametrize(
     ("name", "meant"),
     {
-        "quickstart.yml": "configs/quickstart.yaml",
-        "configs/deit_tiny_16/eva.yaml": "configs/deit_tiny_p16/eva.yaml",
+        "quickstart.yml": r"; did you mean configs/quickstart\.yaml\?",
+        "configs/deit_tiny_16/eva.yaml": r"; did you mean configs/deit_tiny_p16/eva\.yaml\?",
         "/data/nothing.yaml": "",
     }.items(),
 )
-def test_a_file_of_a_similar_name_is_named(name: str, meant: str):
-    if meant:
-        with pytest.raises(argparse.ArgumentTypeError, match=f"no such file; did you mean {meant}"):
-            find_config(name)
-    else:
-        assert find_config(name) == Path(name)
+def test_a_file_that_is_not_there_is_refused_and_one_of_a_similar_name_named(name: str, meant: str):
+    with pytest.raises(argparse.ArgumentTypeError, match=f"{name}: no such file{meant}$"):
+        find_config(name)
 
 
 NONSENSE = {  # option: values that have no sense, each refused for itself; the test below has those beyond a bound
