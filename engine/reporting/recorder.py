@@ -32,7 +32,7 @@ from engine.reporting.prometheus import HEARTBEAT, Heartbeat
 from engine.reporting.speed import StepSpeed
 from engine.reporting.trackers import Tracker
 from engine.run.load import dump_run
-from engine.runtime.distributed import World
+from engine.runtime.distributed import World, precision
 from engine.runtime.files import append_whole, naming, write_atomically
 from engine.runtime.provenance import provenance
 from engine.runtime.reading import open_regular
@@ -163,11 +163,15 @@ class Recorder(SilentRecorder):
         write_atomically(self.directory / CONFIG, dump_yaml(dump_run(self.run)).encode())
         self.tracker = Tracker(self.run, self.directory, self.run_id)
         values |= (origin := provenance(self.device))
+        values["precision"] = precision(self.run.train.amp, self.device)
         if resumption.checkpoint is not None:
-            names = [name for name in ("compile", "cuda_graph", *origin) if name != "command" and name in self.former]
+            taken = ("compile", "cuda_graph", "precision")
+            names = [name for name in (*taken, *origin) if name != "command" and name in self.former]
             others = {name: (self.former[name], values[name]) for name in names}
             print(f"resumes from {resumption.describe(self._place(epoch), others)}", flush=True)
         self.num_gpus = processes if self.device.type == "cuda" else 0
+        if self.run.train.amp == "auto":
+            print(f"train.amp = auto: {values['precision']} on this device", flush=True)
         for name in sorted({"kernels", "compile"} & values.keys()) if self.num_gpus else ():
             print(f"train.{name} = {values[name]}", flush=True)
         values |= {

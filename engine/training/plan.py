@@ -23,7 +23,7 @@ from engine.data.sampler import EpochSampler
 from engine.data.splits import classes_of
 from engine.run.checks import why_eager
 from engine.run.load import dump_run
-from engine.runtime.distributed import World, autocast
+from engine.runtime.distributed import World, autocast, precision
 from engine.runtime.memory import saved_storages
 from engine.runtime.text import describe_error
 from engine.training.compilation import describe_compilation
@@ -85,6 +85,7 @@ def print_plan(run: Run, world: World, output: Path, allowed: Sequence[str] = ()
         "images": f"{sampler.num_images:,} to train, {len(images_of(val)):,} to validate",
         "steps": f"{steps:,}: {epochs:,} epochs of {sampler.updates_per_epoch:,}",
         "batch": f"{batch:,} images: processes x passes x images of a pass = {passes}",
+        "precision": precision(run.train.amp, world.device),
         "kernels": taken,
         "compile": describe_compilation(run, world),
         "CUDA graph": f"off: {reason}" if (reason := why_eager(run, world.on_cuda)) else "on",
