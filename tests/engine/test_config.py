@@ -43,8 +43,7 @@ def refusal(path: Path, *overrides: str) -> str:
     with pytest.raises(ConfigError) as caught:
         load_run(path, overrides)
     message = str(caught.value)
-    assert all(line.isprintable() for line in message.split("\n"))
-    assert len(message) <= 500
+    assert all(line.isprintable() and len(line) <= 500 for line in message.split("\n"))
     return message.replace(f"{path.parent}/", "")
 
 
@@ -355,11 +354,18 @@ def test_contradictions_are_refused(tmp_path, overrides):
 
 
 def test_every_refusal_comes_at_once(tmp_path):
-    """Wrong options first, and then contradictions, a line each with its place."""
+    """Wrong options first, those of model and attention too, and then contradictions, a line each with its place."""
     path, wrong = write(tmp_path, VALID), ["data.rot=/x", "optim.lr=-1", "train.amp=fp8", "schedul.epochs=3"]
     lines = refusal(path, *wrong).split("\n       ")
     assert sorted(line.split("': ")[0] for line in lines) == sorted(f"override '{text}" for text in wrong)
     assert any(line.endswith("data.rot: unknown option; did you mean 'root'?") for line in lines)
+    parts = ["model.num_heads=-1", "model.depth=x", "attention.windw=7", "attention.overlap=-3"]
+    for given in (parts, [*wrong, *parts]):
+        lines = refusal(path, *given).split("\n       ")
+        assert sorted(line.split("': ")[0] for line in lines) == sorted(f"override '{text}" for text in given)
+    lines = refusal(path, "train.total_batch_size=9", "attention.window_size=99").split("\n       ")
+    keys = ["attention(local).window_size", "train.total_batch_size", "schedule.min_lr"]
+    assert [line.partition(": ")[2].partition(" ")[0] for line in lines] == keys
     lines = refusal(path, "train.total_batch_size=9", "schedule.epochs=5", "optim.opt=adamv").split("\n       ")
     keys = ["train.total_batch_size", "schedule.warmup_epochs", "optim.opt"]
     assert [line.partition(": ")[2].partition(" ")[0] for line in lines] == keys
