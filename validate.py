@@ -23,8 +23,7 @@ if __name__ == "__main__":
     parse_validate()  # help, and refusals of arguments, wait for none of the imports below
 
 from engine.checkpoints.adapt import restore_model
-from engine.checkpoints.contents import Weights
-from engine.checkpoints.files import Opened, open_weights
+from engine.checkpoints.files import Opened, Weights, open_weights
 from engine.checkpoints.origin import is_made_here
 from engine.checkpoints.weights import check_predicts_classes
 from engine.config.schema import Data, Run

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from attention import AttentionFactory
-from engine.checkpoints.contents import WEIGHTS
 from engine.config.yaml_files import Tree, override, read_yaml
+from engine.evaluation.command_lines import add_weights
 from engine.runtime.arguments import Count, find_config
 
 EVERY_MECHANISM = "configs/ablation/mechanisms.yaml"
@@ -18,8 +18,7 @@ def add_run(parser: argparse.ArgumentParser, also: str = "") -> None:
     """Adds RUN, the choice of its weights, and the directory of results."""
     add = parser.add_argument
     add("checkpoint", type=Path, metavar="RUN", help=f"run directory, checkpoint or export{also}")
-    add("--weights", choices=tuple(WEIGHTS), help="kind of weights (ema if kept and no worse)")
-    add("--select", choices=("best", "last"), default="best", help="checkpoint of a run (best)")
+    add_weights(parser)
     directory = "directory of tables and figures (current directory)"
     add("--output", type=Path, default=Path(), metavar="DIR", help=directory)
 

@@ -19,11 +19,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from attention.options import parse_options
-from engine.checkpoints.contents import IDENTITY, WEIGHTS, Weights
 from engine.checkpoints.format import check_plain, read_archive
 from engine.checkpoints.identify import CHECKPOINT_NAME, Found, Kind, damaged, identify, identify_file, list_checkpoints
 from engine.checkpoints.local_dir import read_local_dir
-from engine.checkpoints.progress import Progress, check_progress
+from engine.checkpoints.progress import WEIGHTS, Progress, Weights, check_progress
 from engine.checkpoints.released import Unsupported, from_released_file
 from engine.runtime.errors import UserError
 from engine.runtime.files import write_atomically
@@ -31,6 +30,9 @@ from engine.runtime.text import names_to_nfc
 
 METADATA = ("config", "processes", "images", "progress")
 """Metadata of every checkpoint."""
+
+IDENTITY = ("classes", "train_files", "train_content", "val_files", "val_content", "teacher_weights")
+"""Metadata of the data (`engine.data.identity.identify_data`); also the teacher's digest if the run has a teacher."""
 
 TRAINED = "trained_config"
 """Metadata of an export: the `config` of the training, where `config` is that of the exported model."""

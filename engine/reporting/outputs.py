@@ -44,12 +44,12 @@ def chosen_outputs(args: argparse.Namespace) -> dict[Path, Writer]:
         UserError: a file cannot be written, or is named twice.
     """
     found: dict[Path, Writer] = {}
-    for name, (_, suffix) in OUTPUTS.items():
+    for (name, (_, suffix)), write in zip(OUTPUTS.items(), WRITERS, strict=True):
         if path := getattr(args, name.replace("-", "_")):
             check_file(path, f"--{name}", [suffix])
             if path in found:
                 raise UserError(f"{path}: named twice; choose another --{name}")
-            found[path] = WRITERS[name]
+            found[path] = write
     return found
 
 
@@ -215,11 +215,5 @@ def _draw_image(axes: Axes, found: PredictionTable, row: int) -> None:
     axes.set_title(title, parse_math=False)
 
 
-WRITERS: dict[str, Writer] = {
-    "per-class": classes_csv,
-    "predictions": predictions_csv,
-    "confusion": confusion_picture,
-    "calibration": calibration_picture,
-    "mistakes": mistakes_picture,
-}
-"""Option of `OUTPUTS` -> function that makes the content of its file."""
+WRITERS: tuple[Writer, ...] = classes_csv, predictions_csv, confusion_picture, calibration_picture, mistakes_picture
+"""Functions that make the content of the files of `OUTPUTS`, in their order."""

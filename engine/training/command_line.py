@@ -7,7 +7,6 @@ import typing
 from collections.abc import Sequence
 from pathlib import Path
 
-from engine.checkpoints.contents import IDENTITY
 from engine.config.option_pages import sections
 from engine.config.schema import Run
 from engine.runtime.arguments import ArgumentParser, find_config
@@ -20,9 +19,6 @@ options of one run, as they are resolved: --dry-run
 """
 """Ways to list the options."""
 
-CHANGEABLE = f"what may differ: an option, processes, images, {', '.join(IDENTITY[:-1])} or {IDENTITY[-1]}"
-"""Help on --allow-change: possible differences from the run that is continued."""
-
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Returns the arguments of `train.py`, by default those of this process; `--help` shows the sections of a run."""
@@ -32,7 +28,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("config", type=find_config, help="YAML file, see configs/")
     add("overrides", nargs="*", metavar="key.path=value", help="options in place of the file's: optim.lr=1e-3")
     add("--output", type=Path, required=True, help="directory of the run; an unfinished run resumes")
-    add("--allow-change", action="append", default=[], metavar="KEY", help=f"{CHANGEABLE}; repeatable")
+    add("--allow-change", action="append", default=[], metavar="KEY", help="what may differ, by name; repeatable")
     text = "print the resolved configuration, parameters, MACs, steps, images, memory, and what would be resumed"
     add("--dry-run", action="store_true", help=f"{text}; start and write nothing")
     kinds = [(name, kind) for name, kind in typing.get_type_hints(Run).items() if dataclasses.is_dataclass(kind)]

@@ -222,7 +222,7 @@ def test_what_can_be_written_is_unchanged_until_it_is(tmp_path, monkeypatch):
 
 
 def test_a_file_is_named_once(tmp_path):
-    options = {name.replace("-", "_"): None for name in outputs.WRITERS}
+    options = {name.replace("-", "_"): None for name in outputs.OUTPUTS}
     twice = SimpleNamespace(**options | {"per_class": tmp_path / "x.csv", "predictions": tmp_path / "x.csv"})
     with pytest.raises(UserError, match=r"x\.csv: named twice; choose another --predictions"):
         outputs.chosen_outputs(twice)
