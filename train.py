@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
-from engine.training.command_line import parse_arguments
+from engine.training.command_line import parse_arguments, quoted_top1
 
 if __name__ == "__main__":
     parse_arguments()  # help, and refusals of arguments, wait for none of the imports below
@@ -63,10 +63,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             check_tracker(run.report)
             check_device(run, world.device)
             if args.dry_run:
-                return print_plan(run, world, args.output, args.allow_change)
+                return print_plan(run, world, args.output, args.allow_change, quoted_top1(args.config))
             trainer = Trainer(run, world, args.output, args.allow_change, cleanup)
             if not trainer.progress.is_finished(run):  # the log of a finished run stays as it is
                 console.keep(args.output)
+                world.tell(quoted_top1(args.config))
             finished = trainer.train()
         world.tell("" if finished else "saved; the same command continues the run")
     if not finished:

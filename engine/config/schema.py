@@ -209,8 +209,7 @@ class Train:
     device: Literal["auto", "cuda", "cpu"] = option("auto", "auto: cuda where there is one")
     amp: Literal["auto", "bf16", "fp16"] | None = option(
         "auto",
-        "automatic mixed precision; null: off; auto: bf16, but off on a CPU without instructions for it (AMX,"
-        " AVX512_BF16), where it is slower than fp32",
+        "automatic mixed precision; null: off; auto: bf16, on a CPU only with instructions for it (AMX, AVX512_BF16)",
     )
     tf32: bool = option(
         False,

@@ -7,9 +7,6 @@ from pathlib import Path
 from engine.checkpoints.progress import WEIGHTS
 from engine.runtime.arguments import ArgumentParser, Count
 
-CHECKPOINT = "directory of a run, or a checkpoint file"
-BATCH_SIZE = "images per step and process (128, fewer if they are large)"
-
 OUTPUTS = {
     "per-class": ("precision, recall, F1 and support of every class", ".csv"),
     "predictions": ("class and probable classes of every image", ".csv"),
@@ -25,10 +22,9 @@ def parse_validate(arguments: Sequence[str] | None = None) -> argparse.Namespace
     example = "python validate.py runs/eva --per-class classes.csv"
     parser = ArgumentParser(description=f"Evaluate a checkpoint.\n\n    {example}")
     add = parser.add_argument
-    add("checkpoint", type=Path, help=CHECKPOINT)
-    add_weights(parser, "each that is kept")
+    add_checkpoint(parser, default="each that is kept")
     add("overrides", nargs="*", metavar="key.path=value", help="options in place of the checkpoint's")
-    add("--batch-size", type=Count(), help=BATCH_SIZE)
+    add("--batch-size", type=Count(), help="images per step and process (128, fewer if they are large)")
     add("--flip", action="store_true", help="mean logits of each image and its mirror image")
     add("--real-labels", metavar="FILE", help="ImageNet's ReaL labels too: real.json, or timm for its")
     for name, (title, suffix) in OUTPUTS.items():
@@ -42,17 +38,22 @@ def parse_predict(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     example = "python predict.py runs/eva photo.jpg FOLDER"
     parser = ArgumentParser(description=f"Predict the classes of images.\n\n    {example}")
     add = parser.add_argument
-    add("checkpoint", type=Path, help=CHECKPOINT)
-    add_weights(parser)
+    add_checkpoint(parser)
     add("images", nargs="+", metavar="IMAGE", help="image, folder of images, or - for a list on stdin")
     add("--top", type=Count(), default=5, help="classes to name for each image (5)")
     add("--output", type=Path, metavar="FILE", help="write FILE (.csv) instead of printing")
-    add("--batch-size", type=Count(), help=BATCH_SIZE)
+    add("--batch-size", type=Count(), help="images per step and process (128, fewer if they are large)")
     add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: cuda if there is a GPU")
     return parser.parse_args(arguments)
 
 
-def add_weights(parser: argparse.ArgumentParser, default: str = "ema if kept and no worse") -> None:
-    """Adds the choice of weights of a checkpoint or run directory. default: kind of weights, for the help text."""
+def add_checkpoint(
+    parser: argparse.ArgumentParser,
+    name: str | None = None,
+    text: str = "directory of a run, or a checkpoint file",
+    default: str = "ema if kept and no worse",
+) -> None:
+    """Adds the checkpoint and the choice of its weights. name, text: of the first; default: kind of weights."""
+    parser.add_argument("checkpoint", type=Path, metavar=name, help=text)
     parser.add_argument("--weights", choices=tuple(WEIGHTS), help=f"kind of weights ({default})")
     parser.add_argument("--select", choices=("best", "last"), default="best", help="checkpoint of a run (best)")

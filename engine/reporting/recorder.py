@@ -115,6 +115,7 @@ class Recorder(SilentRecorder):
         self.former: dict[str, Any] = {}  # the last start
         self.spent = {"elapsed_seconds": 0.0, "gpu_hours": 0.0}
         self.tracker: Tracker | None = None
+        self.is_estimated = False
         self.metrics = directory / METRICS
         self.charts, self.heartbeat = Charts(directory, self.step), Heartbeat(directory)
         self._go_on()
@@ -200,7 +201,11 @@ class Recorder(SilentRecorder):
         self.bar.update(self.run.train.total_batch_size)
 
     def train(self, epoch: int, **values: float) -> None:
-        self._record("train", epoch, {**values, **self.speed.since_last()})
+        self._record("train", epoch, values := {**values, **self.speed.since_last()})
+        if not self.is_estimated and time.monotonic() - self.began > 60:
+            self.is_estimated, hours = True, (self.total_steps - self.step) * values["step_seconds"] / 3600
+            gpus = f", {hours * self.num_gpus:.1f} GPU-hours" * (self.num_gpus > 0)
+            print(f"by these steps, {hours:.1f} hours{gpus} are left, without evaluations", flush=True)
 
     def eval(self, epoch: int, metrics: Mapping[str, float]) -> None:
         self._record("eval", epoch, metrics)

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import numpy as np
@@ -91,6 +92,19 @@ def test_records(tmp_path: Path, capsys: pytest.CaptureFixture):
     assert final["kind"] == "final"
     assert final["step_seconds"] == train["step_seconds"]
     assert "memory_mb" not in final  # on a CPU it would be that of the process
+
+
+def test_the_hours_that_are_left_are_told_once_after_a_minute(tmp_path: Path, capsys: pytest.CaptureFixture):
+    recorder = Recorder(tmp_path, RUN, Progress(), total_steps=1000, world=WORLD)
+    recorder.start(0, processes=4)
+    recorder.speed = SimpleNamespace(since_last=lambda: {"step_seconds": 36.0})
+    recorder.num_gpus = 4
+    for seconds in (0, 61, 61):
+        recorder.began -= seconds
+        recorder.train(1, loss=2.5)
+    recorder.close()
+    told = [line for line in capsys.readouterr().out.splitlines() if "hours" in line]
+    assert told == ["by these steps, 10.0 hours, 40.0 GPU-hours are left, without evaluations"]
 
 
 def test_a_metric_that_is_no_score_is_said(tmp_path: Path, capsys: pytest.CaptureFixture):
