@@ -11,13 +11,17 @@ The tables (table.md, table.tex, table.csv, runs.csv) are rewritten after every 
 and heat_map, as .png and .pdf) at the end or at a stop signal.
 """
 
-import argparse
 import functools
 import shlex
 import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from ablation.command_line import parse_arguments
+
+if __name__ == "__main__":
+    parse_arguments()  # help, and refusals of arguments, wait for none of the imports below
 
 from ablation.report import (
     FIGURES,
@@ -31,8 +35,6 @@ from ablation.report import (
 from ablation.runs import Case, check_begun, failure_mark, in_order
 from ablation.sweep import read_ablation
 from ablation.worker import is_busy, train_all
-from engine.run.load import find_config
-from engine.runtime.arguments import PROCESSES, ArgumentParser
 from engine.runtime.errors import ConfigError, refuse_bad_input
 from engine.runtime.files import check_directory, write_file
 from engine.runtime.locks import hold_lock
@@ -84,20 +86,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         finally:
             write(is_last=True)
     exit_unless_finished(cases)
-
-
-def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    example = "python ablate.py configs/ablation/quickstart.yaml --output runs/ablation"
-    parser = ArgumentParser(description=f"Run an ablation: a YAML grid -> runs -> one table.\n\n    {example}")
-    add = parser.add_argument
-    add("config", type=find_config, help="YAML file, see configs/ablation/")
-    add("overrides", nargs="*", metavar="key.path=value", help="options of every run")
-    add("--output", type=Path, required=True, help="directory of the runs and the table")
-    add("--launcher", default="", help='command that starts train.py, e.g. "torchrun --nproc_per_node=8"')
-    add("--jobs", type=PROCESSES, default=1, metavar="K", help="runs at the same time, each with its own GPUs (1)")
-    add("--no-wait", action="store_true", help="end when all remaining runs are running elsewhere")
-    add("--dry-run", action="store_true", help="check all runs, show the table and the first command, and end")
-    return parser.parse_intermixed_args(arguments)
 
 
 def check_output(cases: Sequence[Case], output: Path) -> None:

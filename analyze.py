@@ -14,7 +14,6 @@ from importlib import import_module
 from engine.config.schema import Run
 from engine.runtime.arguments import ArgumentParser
 from engine.runtime.errors import refuse_bad_input
-from engine.runtime.memory import refuse_too_large
 from engine.runtime.signals import end_at_interrupt
 
 QUESTIONS: dict[str, str] = {
@@ -35,16 +34,19 @@ OVERRIDE = re.compile(rf"(({'|'.join(Run.__dataclass_fields__)})|\w+(\.\w+)+)=")
 def main(arguments: Sequence[str] | None = None) -> None:
     example = "python analyze.py replace runs/softmax --attention eva lara"
     parser = ArgumentParser(description=f"Analyse attention in a trained model.\n\n    {example}")
+    texts = sys.argv[1:] if arguments is None else arguments
     questions = parser.add_subparsers(dest="question", required=True, metavar="QUESTION")
     for name, shows in QUESTIONS.items():
         question = questions.add_parser(
             name, help=shows, description=shows, epilog="key.path=value, anywhere: overrides an option of the run"
         )
-        import_module(f"analysis.{name}").add_arguments(question)
-    texts = sys.argv[1:] if arguments is None else arguments
+        if name in texts:  # the only one that is needed, for torch is imported with it
+            import_module(f"analysis.{name}").add_arguments(question)
     args = parser.parse_args([text for text in texts if not OVERRIDE.match(text)])
     args.train = lambda texts: import_module("train").main(texts)  # of a script, which only scripts call
     args.overrides = [text for text in texts if OVERRIDE.match(text)]
+    from engine.runtime.memory import refuse_too_large  # and torch
+
     with refuse_bad_input(), refuse_too_large("give smaller numbers, or a smaller model"):
         import_module(f"analysis.{args.question}").main(args)
 

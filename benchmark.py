@@ -13,22 +13,21 @@ Calls are timed in turns, A B C, then C B A. A speed-up is the median of the rat
 quartiles. --rounds 3 gives a quick look.
 """
 
-import argparse
 import os
-import textwrap
 from collections.abc import Sequence
-from pathlib import Path
+
+from bench.arguments import BUDGETS, check_arguments, parse_arguments
+
+if __name__ == "__main__":
+    parse_arguments()  # help, and refusals of arguments, wait for none of the imports below
 
 import torch
 
-from bench.arguments import check_arguments, every_mechanism, image_size, positive, token_grid
-from bench.choice import BUDGETS, format_choices, parse_budget
-from bench.comparison import BATCH_TOKENS, compare, plan
+from bench.choice import format_choices, parse_budget
+from bench.comparison import compare, plan
 from bench.costs import print_costs
-from bench.results import MEMORY, NOISE, format_results, write_tables
-from bench.workload import DTYPES, EXECUTIONS, MODES
+from bench.results import format_results, write_tables
 from engine.config.papers import read_papers
-from engine.runtime.arguments import ArgumentParser, Count
 from engine.runtime.distributed import init_distributed
 from engine.runtime.errors import refuse_bad_input
 from engine.runtime.memory import limit_memory
@@ -63,39 +62,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 print(format_results(metadata, rows), end="")
                 if budgets:
                     print("", format_choices(rows, budgets), sep="\n")
-
-
-def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    epilog = textwrap.fill(f"{MEMORY} {NOISE}", 79)
-    example = "python benchmark.py --attention eva lara --tokens 784"
-    parser = ArgumentParser(description=f"Compare mechanisms and models side by side.\n\n    {example}", epilog=epilog)
-    add, many, entries = parser.add_argument, {"nargs": "+"}, {"nargs": "+", "default": []}
-    layers, models = "NAME[@PATH][:OPTION=VALUE,...]", "NAME:ATTENTION[@PATH][:OPTION=VALUE,...]"
-    batch = f"as many as have {BATCH_TOKENS['cpu']} tokens, on a GPU {BATCH_TOKENS['cuda']}"
-    modes = "forward: with a graph, as in training; train: forward, backward and AdamW; inference: without a graph"
-    executions = "compiled: for each shape; cuda-graph: eager kernels, launched at once"
-    add("--macs", action="store_true", help="parameters and multiply-accumulates beside the papers' figures")
-    add("--attention", **entries, metavar=layers, help="single layers, or all; PATH: fast paths, as train.kernels")
-    add("--models", **entries, metavar="MODEL", help=f"{models}, timm:NAME[:OPTION=VALUE,...], or a YAML file")
-    add("--tokens", **many, type=token_grid, default=[(28, 28)], metavar="N|HxW", help="tokens of a layer")
-    pixels = "images of models, in pixels; default: 224"
-    add("--image-sizes", **many, type=image_size, default=[(224, 224)], metavar="SIDE|HxW", help=pixels)
-    add("--dim", type=positive, default=192, help="channels of a layer")
-    add("--num-heads", type=positive, default=3, help="heads of a layer")
-    add("--batch-size", type=positive, help=f"images; default: {batch}")
-    first = ["forward", "forward+backward"]
-    add("--modes", **many, choices=MODES, default=first, help=f"{modes}; default: the first two")
-    add("--dtypes", **many, choices=DTYPES, default=["fp32"], help="half precision uses autocast")
-    add("--execution", **many, choices=EXECUTIONS, default=["eager"], help=executions)
-    add("--rounds", type=Count(2), default=10, help="measurements of each; default: %(default)s")
-    add("--device", choices=("auto", "cuda", "cpu"), default="auto")
-    add("--output", type=Path, help="directory for table.md and results.csv")
-    limits = "; ".join(f"{key}: {meaning}" for key, meaning in BUDGETS.items())
-    limits = f"second table of the layers within these limits, sorted by stored quality; {limits}"
-    add("--budget", **entries, metavar="KEY=LIMIT", help=limits)
-    args = parser.parse_args(arguments)
-    args.attention = every_mechanism(args.attention)
-    return args
 
 
 if __name__ == "__main__":

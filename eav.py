@@ -7,26 +7,27 @@ torchrun --no-python --nproc_per_node=8 eav train configs/deit_tiny_p8/eva.yaml 
 import argparse
 import sys
 from importlib import import_module
+from pkgutil import resolve_name
 
 COMMANDS = {
-    "train": ("train", "train one configuration, or resume its run"),
-    "validate": ("validate", "evaluate a checkpoint"),
-    "predict": ("predict", "predict the classes of images"),
-    "ablate": ("ablate", "run a sweep, and tabulate it"),
-    "analyze": ("analyze", "ask what the attention of a trained model does"),
-    "benchmark": ("benchmark", "time and count layers and models on this device"),
-    "runs": ("engine.reporting.runs", "show runs, or compare them"),
-    "export": ("engine.checkpoints.export", "write a model for timm, ONNX Runtime or torch.export"),
-    "prepare": ("engine.data.prepare", "decode a data set once, or index it"),
-    "verify": ("engine.data.verify", "list the broken images of a data set"),
-    "draw": ("engine.data.draw", "draw images whose classes only long range tells apart"),
+    "train": ("train", "train one configuration, or resume its run", "engine.training.command_line:parse_arguments"),
+    "validate": ("validate", "evaluate a checkpoint", "engine.evaluation.command_lines:parse_validate"),
+    "predict": ("predict", "predict the classes of images", "engine.evaluation.command_lines:parse_predict"),
+    "ablate": ("ablate", "run a sweep, and tabulate it", "ablation.command_line:parse_arguments"),
+    "analyze": ("analyze", "ask what the attention of a trained model does", ""),
+    "benchmark": ("benchmark", "time and count layers and models on this device", "bench.arguments:parse_arguments"),
+    "runs": ("engine.reporting.runs", "show runs, or compare them", ""),
+    "export": ("engine.checkpoints.export", "write a model for timm, ONNX Runtime or torch.export", ""),
+    "prepare": ("engine.data.prepare", "decode a data set once, or index it", ""),
+    "verify": ("engine.data.verify", "list the broken images of a data set", ""),
+    "draw": ("engine.data.draw", "draw images whose classes only long range tells apart", ""),
 }
-"""Subcommand -> its module, which is imported only then, and what it does."""
+"""Subcommand -> its module, which is imported only then, what it does, and the parser that runs before the import."""
 
 
 def main() -> None:
     """Runs the subcommand that the first argument names, with the other arguments."""
-    lines = "\n".join(f"  {name:<10} {text}" for name, (_, text) in COMMANDS.items())
+    lines = "\n".join(f"  {name:<10} {text}" for name, (_, text, _) in COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog="eav",
         description="Efficient attention for vision.",
@@ -36,7 +37,10 @@ def main() -> None:
     parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="one of the commands below")
     command = parser.parse_args(sys.argv[1:2]).command
     sys.argv = [f"{parser.prog} {command}", *sys.argv[2:]]
-    import_module(COMMANDS[command][0]).main()
+    module, _, parser = COMMANDS[command]
+    if parser:
+        resolve_name(parser)()
+    import_module(module).main()
 
 
 if __name__ == "__main__":

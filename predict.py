@@ -14,15 +14,17 @@ input was refused.
 import sys
 from collections.abc import Sequence
 from itertools import chain
-from pathlib import Path
+
+from engine.evaluation.command_lines import parse_predict
+
+if __name__ == "__main__":
+    parse_predict()  # help, and refusals of arguments, wait for none of the imports below
 
 from tqdm import tqdm
 
-from engine.checkpoints.files import WEIGHTS
 from engine.data.folders import list_files
 from engine.evaluation.inference import Prediction, create_loader, load, predict
 from engine.evaluation.predictions import top_columns
-from engine.runtime.arguments import ArgumentParser, Count
 from engine.runtime.distributed import init_distributed
 from engine.runtime.errors import refuse_bad_input
 from engine.runtime.files import to_csv, write_file
@@ -34,19 +36,7 @@ from engine.runtime.text import one_line
 
 @end_at_interrupt()
 def main(arguments: Sequence[str] | None = None) -> None:
-    example = "python predict.py runs/eva photo.jpg FOLDER"
-    parser = ArgumentParser(description=f"Predict the classes of images.\n\n    {example}")
-    parser.add_argument("checkpoint", type=Path, help="directory of a run, or a checkpoint file")
-    parser.add_argument("images", nargs="+", metavar="IMAGE", help="image, folder of images, or - for a list on stdin")
-    parser.add_argument("--top", type=Count(), default=5, help="classes to name for each image (5)")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write FILE (.csv) instead of printing")
-    parser.add_argument("--weights", choices=tuple(WEIGHTS), help="kind of weights (ema if kept and no worse)")
-    parser.add_argument("--select", choices=("best", "last"), default="best", help="checkpoint of a run (best)")
-    parser.add_argument("--batch-size", type=Count(), help="images per step (128, fewer if they are large)")
-    parser.add_argument(
-        "--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: cuda if there is a GPU"
-    )
-    args = parser.parse_args(arguments)
+    args = parse_predict(arguments)
     with refuse_bad_input():
         if args.output:
             check_file(args.output, "--output", [".csv"])

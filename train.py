@@ -12,6 +12,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
+from engine.training.command_line import parse_arguments, quoted_top1
+
+if __name__ == "__main__":
+    parse_arguments()  # help, and refusals of arguments, wait for none of the imports below
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -34,7 +39,6 @@ from engine.runtime.errors import refuse_bad_input
 from engine.runtime.locks import lock_directory
 from engine.runtime.signals import STOPPED, SignalHandler, end_at_interrupt
 from engine.runtime.terminal import ConsoleLog, print_fields
-from engine.training.command_line import parse_arguments
 from engine.training.compilation import compiled_blocks
 from engine.training.device import check_device, chosen_kernels
 from engine.training.exchange import UpdateExchange
@@ -60,10 +64,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             check_tracker(run.report)
             check_device(run, world.device)
             if args.dry_run:
-                return print_plan(run, world, args.output, args.allow_change)
+                return print_plan(run, world, args.output, args.allow_change, quoted_top1(args.config))
             trainer = Trainer(run, world, args.output, args.allow_change, cleanup)
             if not trainer.progress.is_finished(run):  # the log of a finished run stays as it is
                 console.keep(args.output)
+                world.tell(quoted_top1(args.config))
             finished = trainer.train()
         world.tell("" if finished else "saved; the same command continues the run")
     if not finished:

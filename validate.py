@@ -15,11 +15,15 @@ import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
+from engine.evaluation.command_lines import parse_validate
+
+if __name__ == "__main__":
+    parse_validate()  # help, and refusals of arguments, wait for none of the imports below
+
 from engine.checkpoints.adapt import restore_model
-from engine.checkpoints.files import WEIGHTS, Opened, Weights, open_weights
+from engine.checkpoints.files import Opened, Weights, open_weights
 from engine.checkpoints.origin import is_made_here
 from engine.checkpoints.weights import check_predicts_classes
 from engine.config.schema import Data, Run
@@ -30,10 +34,9 @@ from engine.evaluation.evaluate import evaluate
 from engine.evaluation.label_matching import ClassSubset, Flipped, match_classes, read_real_labels, real_accuracy
 from engine.evaluation.predictions import PredictionTable, gather_predictions
 from engine.objectives import choose_objective
-from engine.reporting.outputs import add_outputs, chosen_outputs, write_outputs
+from engine.reporting.outputs import chosen_outputs, write_outputs
 from engine.reporting.tables import align
 from engine.run.described import parse_described
-from engine.runtime.arguments import ArgumentParser, Count
 from engine.runtime.distributed import World, init_distributed
 from engine.runtime.errors import refuse_bad_input
 from engine.runtime.signals import end_at_interrupt
@@ -42,18 +45,7 @@ from engine.training.differences import list_data_differences
 
 @end_at_interrupt()
 def main(arguments: Sequence[str] | None = None) -> None:
-    example = "python validate.py runs/eva --per-class classes.csv"
-    parser = ArgumentParser(description=f"Evaluate a checkpoint.\n\n    {example}")
-    parser.add_argument("checkpoint", type=Path, help="directory of a run, or a checkpoint file")
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="options in place of the checkpoint's")
-    parser.add_argument("--weights", choices=tuple(WEIGHTS), help="kind of weights (each that is kept)")
-    parser.add_argument("--select", choices=("best", "last"), default="best", help="which of a run directory (best)")
-    parser.add_argument("--batch-size", type=Count(), help="images per process and step (128, fewer if they are large)")
-    parser.add_argument("--flip", action="store_true", help="mean logits of each image and its mirror image")
-    parser.add_argument("--real-labels", metavar="FILE", help="ImageNet's ReaL labels too: real.json, or timm for its")
-    add_outputs(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    args = parser.parse_intermixed_args(arguments)
+    args = parse_validate(arguments)
     with refuse_bad_input():
         outputs = chosen_outputs(args)
         opened = open_weights(args.checkpoint, args.select, args.weights)

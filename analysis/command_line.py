@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from attention import AttentionFactory
-from engine.checkpoints.files import WEIGHTS
 from engine.config.yaml_files import Tree, override, read_yaml
-from engine.run.load import find_config
-from engine.runtime.arguments import Count
+from engine.evaluation.command_lines import add_checkpoint
+from engine.runtime.arguments import Count, find_config
 
 EVERY_MECHANISM = "configs/ablation/mechanisms.yaml"
 """File of every mechanism with options for a 14x14 grid, which a name without options stands for."""
@@ -17,12 +16,9 @@ EVERY_MECHANISM = "configs/ablation/mechanisms.yaml"
 
 def add_run(parser: argparse.ArgumentParser, also: str = "") -> None:
     """Adds RUN, the choice of its weights, and the directory of results."""
-    add = parser.add_argument
-    add("checkpoint", type=Path, metavar="RUN", help=f"run directory, checkpoint or export{also}")
-    add("--weights", choices=tuple(WEIGHTS), help="kind of weights (ema if kept and no worse)")
-    add("--select", choices=("best", "last"), default="best", help="checkpoint of a run (best)")
+    add_checkpoint(parser, "RUN", f"run directory, checkpoint or export{also}")
     directory = "directory of tables and figures (current directory)"
-    add("--output", type=Path, default=Path(), metavar="DIR", help=directory)
+    parser.add_argument("--output", type=Path, default=Path(), metavar="DIR", help=directory)
 
 
 def add_mechanisms(parser: argparse.ArgumentParser, otherwise: str) -> None:

@@ -33,7 +33,7 @@ from engine.objectives.classification import rank_classes
 from engine.objectives.distillation import digest_weights
 from engine.reporting.tables import compact_table
 from engine.runtime.arguments import Count
-from engine.runtime.distributed import World, autocast
+from engine.runtime.distributed import World, autocast, precision
 from engine.runtime.errors import UserError
 from engine.runtime.files import dicts_to_csv, write_file
 from engine.runtime.memory import peak_bytes
@@ -200,7 +200,8 @@ def report(
         }
         for row in rows
     ]
-    where = f"{device_name(trained.device)}, {torch.get_num_threads()} threads, {trained.run.train.amp or 'fp32'}"
+    arithmetic = f"{torch.get_num_threads()} threads, {precision(trained.run.train.amp, trained.device)}"
+    where = f"{device_name(trained.device)}, {arithmetic}"
     lines = [f"# {args.checkpoint} within {args.budget[0]}", "", compact_table(table), ""]
     lines += [f"- {chosen['images']:,} validation images; differences with their standard errors, paired by image."]
     lines += [f"- Times and peaks are of {args.batch_size} images: {where}. A ~ marks noisy times."]

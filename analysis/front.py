@@ -24,6 +24,7 @@ from engine.config.yaml_files import dump_yaml
 from engine.reporting.plots import BLUE, GREY, encode, in_style, label_points, new_figure
 from engine.reporting.tables import compact_table
 from engine.run.load import dump_run
+from engine.runtime.distributed import precision
 from engine.runtime.files import dicts_to_csv, write_file
 from engine.runtime.ownership import claim_results, owned_files, remove_owned
 from engine.runtime.terminal import progress
@@ -56,7 +57,7 @@ class Front:
             print(f"{compact_table(layers)}\n")
         title = f"{args.checkpoint}: {self.cost.text(self.cost.measure(self.hybrids.own))}"
         title += f", {1e3 * self.time.start():.3g} ms" * (self.cost is not self.time)
-        title += f" in {self.trained.run.train.amp or 'fp32'},"
+        title += f" in {precision(self.trained.run.train.amp, self.trained.device)},"
         title += f" top-1 {own.top1:.2f} %, loss {own.loss:.4f} with its own attention,"
         title += f" {len(self.hybrids.laboratory.sample.images)} images; {len(self.points)} assignments measured,"
         title += f" aligned in {args.align} steps, seed {args.seed}"

@@ -10,7 +10,8 @@ import difflib
 import math
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, dataclass_transform
 
 
@@ -28,6 +29,29 @@ class OptionError(ValueError):
 
 class UnknownOptionError(OptionError, TypeError):
     """An option that does not exist; also a TypeError, like any unknown keyword argument."""
+
+
+class OptionErrors(OptionError):
+    """Several options that cannot be honoured; the key is that of the first of `problems`."""
+
+    def __init__(self, problems: Sequence[OptionError]):
+        super().__init__(problems[0].key, "")
+        self.args, self.problems = ("; ".join(map(str, problems)),), problems
+
+
+@contextmanager
+def collecting(problems: list[OptionError]) -> Iterator[None]:
+    """Context whose `OptionError` is added to `problems`, and each of several by itself."""
+    try:
+        yield
+    except OptionError as error:
+        problems += error.problems if isinstance(error, OptionErrors) else [error]
+
+
+def refuse(problems: Sequence[OptionError]) -> None:
+    """Raises the only one of `problems`, or all as `OptionErrors`; nothing if there is none."""
+    if problems:
+        raise problems[0] if len(problems) == 1 else OptionErrors(problems)
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
@@ -122,19 +146,21 @@ def parse_options(cls: type, options: Mapping[str, Any], path: str = "") -> Any:
         path: dotted path of this mapping in the user's configuration, with which error messages begin.
     Raises:
         OptionError: unknown name (an UnknownOptionError), missing required option, wrong type, value outside its
-            choices or range.
+            choices or range; `OptionErrors`: several of these.
     """
     if not isinstance(options, Mapping):
         raise OptionError(path, f"expected a mapping of options, got {options!r}")
     fields = {field.name: field for field in dataclasses.fields(cls)}
     types_of = typing.get_type_hints(cls)
-    values = {}
+    values, problems = {}, list[OptionError]()
     for name, value in options.items():
         key = f"{path}.{name}" if path else str(name)
-        if name not in fields:
-            raise UnknownOptionError(key, f"unknown option{nearest(name, fields)}")
-        values[name] = _check(types_of[name], value, key)
-        _check_range(values[name], fields[name].metadata, key)
+        with collecting(problems):
+            if name not in fields:
+                raise UnknownOptionError(key, f"unknown option{nearest(name, fields)}")
+            values[name] = _check(types_of[name], value, key)
+            _check_range(values[name], fields[name].metadata, key)
+    refuse(problems)
     for name, field in fields.items():
         if name not in values and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             raise OptionError(f"{path}.{name}" if path else name, "required, but not given")

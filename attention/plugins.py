@@ -16,11 +16,13 @@ from collections.abc import Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .base import Attention
 from .options import OptionError
 from .registry import ATTENTION, UnknownMechanism, is_built_in
+
+if TYPE_CHECKING:
+    from .base import Attention
 
 GROUP = "efficient_attention_vision.mechanisms"
 """Group of the entry points of installed packages."""
@@ -51,7 +53,7 @@ _asked = False
 """True once the entry points were read."""
 
 
-def find_mechanism(name: Any, key: str = "attention.name") -> type[Attention]:
+def find_mechanism(name: Any, key: str = "attention.name") -> "type[Attention]":
     """The class of the mechanism `name`: built in, registered, or of an installed package.
 
     Raises:

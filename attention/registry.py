@@ -3,32 +3,35 @@
 import dataclasses
 from collections import UserDict
 from importlib import import_module
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
-from .base import Attention
+from . import Name
 from .options import OptionError, Options, nearest
 
+if TYPE_CHECKING:
+    from .base import Attention
 
-class Mechanisms(UserDict[str, type[Attention]]):
-    """Name of a mechanism -> its class. Imports a mechanism of this package when its class is needed.
 
-    Until then `Attention` is in its place. The file `sparse_transformer.py` has the class `SparseTransformer`.
+class Mechanisms(UserDict[str, "type[Attention]"]):
+    """Name of a mechanism -> its class. Imports a mechanism of this package, and torch, when its class is needed.
+
+    Until then None is in its place. The file `sparse_transformer.py` has the class `SparseTransformer`.
     """
 
-    def __getitem__(self, name: str) -> type[Attention]:
-        if self.data[name] is Attention:
+    def __getitem__(self, name: str) -> "type[Attention]":
+        if self.data[name] is None:
             title = "".join(word.capitalize() for word in name.split("_"))
             self.data[name] = checked(getattr(import_module(f".mechanisms.{name}", __package__), title))
         return self.data[name]
 
 
-ATTENTION = Mechanisms()
+ATTENTION = Mechanisms(dict.fromkeys(get_args(Name)))
 """All mechanisms: those of this package, and those that were registered."""
 
 KEYS_OF_ENTRIES = ("name", "stage", "blocks")
 """Keys of a configuration that stand beside the options of a mechanism: its name, and where a network has it."""
 
-Mechanism = TypeVar("Mechanism", bound=type[Attention])
+Mechanism = TypeVar("Mechanism", bound="type[Attention]")
 
 
 class UnknownMechanism(OptionError):
@@ -64,6 +67,8 @@ def register(cls: Mechanism) -> Mechanism:
 
 def checked(cls: Mechanism) -> Mechanism:
     """Returns the class; raises the TypeError of `register` if it is no complete mechanism."""
+    from .base import Attention
+
     if not (isinstance(cls, type) and issubclass(cls, Attention)):
         raise TypeError(f"register: {cls!r} is no mechanism; write `class RowAttention(attention.Attention): ...`")
     if problem := _config_problem(cls) or _method_problem(cls):
@@ -71,7 +76,7 @@ def checked(cls: Mechanism) -> Mechanism:
     return cls
 
 
-def is_built_in(cls: type[Attention]) -> bool:
+def is_built_in(cls: "type[Attention]") -> bool:
     """True for a mechanism of this package."""
     return cls.__module__.startswith(f"{__package__}.mechanisms.")
 
@@ -80,7 +85,7 @@ def _place(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def _config_problem(cls: type[Attention]) -> str:
+def _config_problem(cls: "type[Attention]") -> str:
     """The problem with the options of a mechanism, and its remedy; "" if there is none."""
     config: Any = getattr(cls, "Config", None)
     is_options = isinstance(config, type) and issubclass(config, Options)
@@ -101,8 +106,10 @@ def _config_problem(cls: type[Attention]) -> str:
     return ""
 
 
-def _method_problem(cls: type[Attention]) -> str:
+def _method_problem(cls: "type[Attention]") -> str:
     """The missing or wrong method of a mechanism, and its remedy; "" if there is none."""
+    from .base import Attention
+
     if cls.attend is Attention.attend:
         return "defines no attend; write `def attend(self, q, k, v, grid): ...`, which returns (B, h, N, d)"
     if getattr(cls.cost, "__func__", None) is getattr(Attention.cost, "__func__", ()):

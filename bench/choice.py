@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from attention.options import OptionError, nearest
+from bench.arguments import BUDGETS
 from bench.results import SETTINGS, readable
 from bench.workload import factory_of
 from engine.reporting.tables import Spread, compact_table, plus_minus
@@ -19,12 +20,6 @@ MEANING = (
     "Points lost: top-1 that a small model (196 tokens, Fashion-MNIST) loses when its attention is replaced, and "
     "aligned to the former attention without labels; bench/quality.csv. It does not show the accuracy of another model."
 )
-BUDGETS = {
-    "ms": "milliseconds of a call",
-    "memory": "MiB that a call allocates at its peak",
-    "macs": "multiply-accumulates relative to softmax attention's layer",
-}
-"""Key of a budget -> what it limits."""
 
 
 def parse_budget(text: str, meanings: Mapping[str, str]) -> tuple[str, float]:

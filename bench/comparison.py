@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from attention import Grid
+from bench.arguments import BATCH_TOKENS
 from bench.results import COLUMNS, FILES, SETTINGS, quartile_columns
 from bench.timing import Call, Quartiles, Times, capturing, time_rounds
 from bench.workload import Subject, Workload, attention_layer, layers_that_differ, whole_model
@@ -18,9 +19,6 @@ from engine.runtime.errors import ConfigError
 from engine.runtime.memory import memory_permitting
 from engine.runtime.ownership import make_output
 from models.costs import Costs
-
-BATCH_TOKENS = {"cpu": 6272, "cuda": 100352}
-"""Tokens of a batch: 8 or 128 images of 784 tokens. For a model, patches of 8 x 8 pixels count as tokens."""
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,6 @@ from models.base import Backbone, is_same_attention
 from models.block import compiled
 from models.costs import Costs, costs_of
 
-MODES = ("forward", "forward+backward", "train", "inference")
-DTYPES = ("fp32", "bf16", "fp16")
-EXECUTIONS = ("eager", "compiled", "cuda-graph", "compiled-cuda-graph")
 DEPTH = 12
 """Layers of a network whose layers differ by their number: DeiT's."""
 PLACE = ", layer "

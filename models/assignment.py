@@ -60,7 +60,7 @@ def assign(model: str, attention: Mechanism | Sequence[Mechanism], depths: Seque
     """
     stages = _stages(depths)
     if isinstance(attention, str | Mapping):
-        mechanism = _check(attention, "attention")
+        mechanism = check_entry(attention, "attention")
         if place := split_place(mechanism)[0]:
             problem = "belongs to an entry of a list, attention: [{blocks: 0-8, name: ...}, ...]; leave it out"
             raise OptionError(f"attention.{next(iter(place))}", problem)
@@ -68,7 +68,8 @@ def assign(model: str, attention: Mechanism | Sequence[Mechanism], depths: Seque
         options = [*copies, {"name": "softmax"}] if copies else [mechanism]
         return [Entry(*pair) for pair in zip(options, map(tuple, stages), strict=True)]
     given = [
-        _check(entry, f"attention[{i}]") for i, entry in enumerate(attention if isinstance(attention, Sequence) else ())
+        check_entry(entry, f"attention[{i}]")
+        for i, entry in enumerate(attention if isinstance(attention, Sequence) else ())
     ]
     places = [split_place(entry)[0] for entry in given]
     if not any(places) and len(given) == len(stages) > 1:
@@ -188,7 +189,7 @@ def text_of(numbers: Iterable[int]) -> str:
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
-def _check(entry: Any, path: str) -> dict[str, Any]:
+def check_entry(entry: Any, path: str) -> dict[str, Any]:
     """An entry as a mapping, whose mechanism has been parsed."""
     place, mechanism = split_place(entry) if isinstance(entry, str | Mapping) else ({}, entry)
     AttentionFactory.from_options(mechanism, path)

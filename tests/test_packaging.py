@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from argparse import ArgumentTypeError
 from importlib import import_module
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
@@ -17,7 +18,7 @@ from packaging.utils import canonicalize_name
 
 import attention
 import eav
-from engine.run.load import find_config
+from engine.runtime.arguments import find_config
 from tests.test_layers import EVERY_FILE, LIBRARIES, ROOT, SCRIPTS, imports
 
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -66,7 +67,7 @@ def test_all_scripts_are_installed_and_are_commands():
     assert set(PYPROJECT["tool"]["setuptools"]["py-modules"]) == SCRIPTS
     assert PROJECT["scripts"] == {"eav": "eav:main"}
     assert {*eav.COMMANDS} >= SCRIPTS - {"eav"}
-    for command, (module, _) in eav.COMMANDS.items():
+    for command, (module, *_) in eav.COMMANDS.items():
         assert command == module.rpartition(".")[2]
         assert callable(import_module(module).main)
 
@@ -97,8 +98,8 @@ def test_the_version_is_one():
 def test_configurations_are_found_from_any_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert find_config("configs/quickstart.yaml") == ROOT / "configs/quickstart.yaml"
-    assert find_config("configs/another.yaml") == Path("configs/another.yaml")
-    assert find_config("README.md") == Path("README.md")
+    with pytest.raises(ArgumentTypeError, match=r"README\.md: no such file"):
+        find_config("README.md")
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs/quickstart.yaml").touch()
     assert find_config("configs/quickstart.yaml") == Path("configs/quickstart.yaml")

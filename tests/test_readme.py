@@ -220,7 +220,7 @@ def test_names_in_code_font_exist(name):
     resolve_name(name)
 
 
-MAINS = {name: module for name, (module, _) in eav.COMMANDS.items()}
+MAINS = {name: module for name, (module, *_) in eav.COMMANDS.items()}
 """Subcommand of the console command `eav` -> module."""
 
 CONFIGS = [path.read_text() for path in ROOT.glob("configs/**/*.yaml")]

@@ -25,7 +25,7 @@ from engine.config.schema import Run
 from engine.run.described import parse_described
 from engine.run.load import MISSING
 from engine.runtime.errors import UserError
-from engine.runtime.text import describe_error, one_line
+from engine.runtime.text import describe_error, numbers_of, one_line
 from models import convert, create_model, parse_model, split_name
 from models.assignment import text_of
 from models.hosted import Hosted
@@ -160,7 +160,7 @@ def match_heads(
     here: Sequence[str] | None,
     names: Sequence[str],
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Matches the rows of the classifiers in `state` by the names of their classes.
+    """Matches the rows of the classifiers in `state` by the names of their classes, or to numbers of the data.
 
     Args:
         initial: weights of the new model, which classes without a row keep.
@@ -169,11 +169,12 @@ def match_heads(
     Returns:
         Classifiers with the rows that have a name in common, and name -> reason of those without one.
     """
-    if there is None or here is None or list(there) == list(here):
+    numbers = numbers_of(here or (), there or ())
+    if there is None or here is None or list(there) == list(here) or numbers == [*range(len(there))]:
         return {}, {}
     count = Counter(there)
     row = {name: index for index, name in enumerate(there) if count[name] == 1}
-    rows = torch.tensor([row.get(name, -1) for name in here])
+    rows = torch.tensor(numbers or [row.get(name, -1) for name in here])
     known, matched = rows >= 0, {}
     heads = [name for name in names if name in state and name in initial and len(state[name]) == len(there)]
     if not known.any():

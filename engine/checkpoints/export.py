@@ -40,8 +40,8 @@ from engine.checkpoints.origin import is_made_here
 from engine.checkpoints.weights import check_predicts_classes
 from engine.config.schema import Run, num_channels
 from engine.run.described import parse_described
-from engine.run.load import dump_run, find_config, load_run
-from engine.runtime.arguments import ArgumentParser
+from engine.run.load import dump_run, load_run
+from engine.runtime.arguments import ArgumentParser, find_config
 from engine.runtime.errors import UserError, refuse_bad_input
 from engine.runtime.files import write_file
 from engine.runtime.ownership import check_claim, check_file, write_together

@@ -22,7 +22,7 @@ from attention.options import parse_options
 from engine.checkpoints.format import check_plain, read_archive
 from engine.checkpoints.identify import CHECKPOINT_NAME, Found, Kind, damaged, identify, identify_file, list_checkpoints
 from engine.checkpoints.local_dir import read_local_dir
-from engine.checkpoints.progress import Progress, check_progress
+from engine.checkpoints.progress import WEIGHTS, Progress, Weights, check_progress
 from engine.checkpoints.released import Unsupported, from_released_file
 from engine.runtime.errors import UserError
 from engine.runtime.files import write_atomically
@@ -36,11 +36,6 @@ IDENTITY = ("classes", "train_files", "train_content", "val_files", "val_content
 
 TRAINED = "trained_config"
 """Metadata of an export: the `config` of the training, where `config` is that of the exported model."""
-
-Weights = Literal["plain", "ema"]
-
-WEIGHTS: dict[Weights, str] = {"plain": "model", "ema": "model_ema"}
-"""Kind of weights, as trained or averaged -> its state dict in a checkpoint."""
 
 NOISE = 2.0
 """Standard errors of a difference of accuracies that count as noise."""

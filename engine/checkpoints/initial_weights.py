@@ -20,7 +20,7 @@ from engine.checkpoints.weight_sources import describe_unnamed, read_weights
 from engine.config.schema import Run
 from engine.runtime.distributed import World
 from engine.runtime.errors import UserError
-from engine.runtime.text import describe_difference, one_line
+from engine.runtime.text import describe_difference, numbers_of, one_line
 from models import create_model
 from models.freeze import describe_freeze, freeze
 
@@ -91,6 +91,8 @@ def describe_classes(head: Collection[str], there: Sequence[str] | None, here: S
         return ""
     if there is None:
         return describe_unnamed(here)
+    if numbers_of(here, there):
+        return "the data's numbers, taken for positions in the weights' names"
     if list(there) != list(here):
         return f"matched by name: {describe_difference(there, here, ('the weights', 'the data'))}"
     return "numbers, taken for the same on both sides" if all(map(str.isdecimal, here)) else ""

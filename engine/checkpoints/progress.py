@@ -4,11 +4,16 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from attention.options import parse_options
 from engine.config.schema import Run
 from engine.runtime.text import one_line
+
+Weights = Literal["plain", "ema"]
+
+WEIGHTS: dict[Weights, str] = {"plain": "model", "ema": "model_ema"}
+"""Kind of weights, as trained or averaged -> its state dict in a checkpoint."""
 
 
 @dataclass

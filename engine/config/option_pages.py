@@ -11,14 +11,11 @@ import inspect
 import typing
 from collections.abc import Mapping
 
-from attention import ATTENTION
 from attention.option_tables import describe, table
 from attention.options import to_yaml
+from attention.registry import ATTENTION
 from engine.config.schema import Run
 from engine.runtime.arguments import ArgumentParser
-from models import MODELS
-from models.assignment import Place
-from models.hosted import HostConfig
 
 ENTRY = "An entry of a list"
 LINKS = """[Mechanisms](../mechanisms.md) describes all of them, with their costs, and lists that give [a mechanism per
@@ -39,6 +36,10 @@ def sections() -> dict[str, str]:
 
 def page(section: str) -> str:
     """Returns the page of a section: a heading for each option; for a section of `KINDS` one for each kind."""
+    from models import MODELS
+    from models.assignment import Place
+    from models.hosted import HostConfig
+
     if section == "model":
         families = {family.__name__.lower(): family.Config for family, _ in MODELS.values()}
         text = _tables(families | {"timm:NAME, hf:NAME": HostConfig})

@@ -207,7 +207,10 @@ class Train:
     )
     grad_accum_steps: int = option(1, "backward passes per optimiser step", low=1, high=2**20)
     device: Literal["auto", "cuda", "cpu"] = option("auto", "auto: cuda where there is one")
-    amp: Literal["bf16", "fp16"] | None = option("bf16", "automatic mixed precision; null: off")
+    amp: Literal["auto", "bf16", "fp16"] | None = option(
+        "auto",
+        "automatic mixed precision; null: off; auto: bf16, on a CPU only with instructions for it (AMX, AVX512_BF16)",
+    )
     tf32: bool = option(
         False,
         "on a GPU, fp32 matrix products in TF32: faster, with 10 bits of mantissa; false: convolutions only, as torch",

@@ -14,7 +14,7 @@ from engine.data.splits import Images
 from engine.evaluation.predictions import PredictionTable
 from engine.runtime.errors import UserError
 from engine.runtime.reading import MAX_TEXT, parsing, read_bounded
-from engine.runtime.text import describe_difference, one_line
+from engine.runtime.text import describe_difference, numbers_of, one_line
 
 
 def match_classes(known: Sequence[str] | None, here: Sequence[str], num_classes: int) -> tuple[list[int], str]:
@@ -46,8 +46,7 @@ def match_classes(known: Sequence[str] | None, here: Sequence[str], num_classes:
         raise OptionError("model.num_classes", f" = {num_classes}, but the images have {len(here)} classes; {reason}")
     if known is None:
         return [*range(num_classes)], f"classes: {describe_unnamed(here)}"
-    numbers = [int(name) if name.isdecimal() else -1 for name in here]
-    if sorted(numbers) == [*range(num_classes)] and not any(name in position for name in here):
+    if numbers := numbers_of(here, known):
         note = f"classes: the data's names, 0 to {num_classes - 1}, are taken for positions in the checkpoint's"
         return numbers, note
     return [*range(num_classes)], f"warning: the classes are not those of the training: {names}"

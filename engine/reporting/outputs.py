@@ -14,6 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import PowerNorm
 
 from engine.data.images import BrokenImage
+from engine.evaluation.command_lines import OUTPUTS
 from engine.evaluation.predictions import PredictionTable, top_columns
 from engine.reporting.plots import COLORS, GREY, PAGE, encode, in_style, line_style, new_figure, write_cell
 from engine.runtime.errors import UserError
@@ -36,12 +37,6 @@ GRID = 5
 Writer = Callable[[PredictionTable], bytes]
 
 
-def add_outputs(parser: argparse.ArgumentParser) -> None:
-    """Adds an option for each of `OUTPUTS`."""
-    for name, (title, suffix, _) in OUTPUTS.items():
-        parser.add_argument(f"--{name}", type=Path, metavar="FILE", help=f"write {title} ({suffix})")
-
-
 def chosen_outputs(args: argparse.Namespace) -> dict[Path, Writer]:
     """Returns the files that the command line asks for -> functions that make their content.
 
@@ -49,7 +44,7 @@ def chosen_outputs(args: argparse.Namespace) -> dict[Path, Writer]:
         UserError: a file cannot be written, or is named twice.
     """
     found: dict[Path, Writer] = {}
-    for name, (_, suffix, write) in OUTPUTS.items():
+    for (name, (_, suffix)), write in zip(OUTPUTS.items(), WRITERS, strict=True):
         if path := getattr(args, name.replace("-", "_")):
             check_file(path, f"--{name}", [suffix])
             if path in found:
@@ -220,11 +215,5 @@ def _draw_image(axes: Axes, found: PredictionTable, row: int) -> None:
     axes.set_title(title, parse_math=False)
 
 
-OUTPUTS: dict[str, tuple[str, str, Writer]] = {
-    "per-class": ("precision, recall, F1 and support of every class", ".csv", classes_csv),
-    "predictions": ("class and probable classes of every image", ".csv", predictions_csv),
-    "confusion": ("the confusion matrix", ".png", confusion_picture),
-    "calibration": ("confidence beside accuracy", ".png", calibration_picture),
-    "mistakes": ("the worst mistakes as a grid of images", ".png", mistakes_picture),
-}
-"""Option -> title of a file for the help text, suffix of its name, and function that makes its content."""
+WRITERS: tuple[Writer, ...] = classes_csv, predictions_csv, confusion_picture, calibration_picture, mistakes_picture
+"""Functions that make the content of the files of `OUTPUTS`, in their order."""

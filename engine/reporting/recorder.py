@@ -32,7 +32,7 @@ from engine.reporting.prometheus import HEARTBEAT, Heartbeat
 from engine.reporting.speed import StepSpeed
 from engine.reporting.trackers import Tracker
 from engine.run.load import dump_run
-from engine.runtime.distributed import World
+from engine.runtime.distributed import World, precision
 from engine.runtime.files import append_whole, naming, write_atomically
 from engine.runtime.provenance import provenance
 from engine.runtime.reading import open_regular
@@ -115,6 +115,7 @@ class Recorder(SilentRecorder):
         self.former: dict[str, Any] = {}  # the last start
         self.spent = {"elapsed_seconds": 0.0, "gpu_hours": 0.0}
         self.tracker: Tracker | None = None
+        self.is_estimated = False
         self.metrics = directory / METRICS
         self.charts, self.heartbeat = Charts(directory, self.step), Heartbeat(directory)
         self._go_on()
@@ -163,11 +164,15 @@ class Recorder(SilentRecorder):
         write_atomically(self.directory / CONFIG, dump_yaml(dump_run(self.run)).encode())
         self.tracker = Tracker(self.run, self.directory, self.run_id)
         values |= (origin := provenance(self.device))
+        values["precision"] = precision(self.run.train.amp, self.device)
         if resumption.checkpoint is not None:
-            names = [name for name in ("compile", "cuda_graph", *origin) if name != "command" and name in self.former]
+            taken = ("compile", "cuda_graph", "precision")
+            names = [name for name in (*taken, *origin) if name != "command" and name in self.former]
             others = {name: (self.former[name], values[name]) for name in names}
             print(f"resumes from {resumption.describe(self._place(epoch), others)}", flush=True)
         self.num_gpus = processes if self.device.type == "cuda" else 0
+        if self.run.train.amp == "auto":
+            print(f"train.amp = auto: {values['precision']} on this device", flush=True)
         for name in sorted({"kernels", "compile"} & values.keys()) if self.num_gpus else ():
             print(f"train.{name} = {values[name]}", flush=True)
         values |= {
@@ -196,7 +201,11 @@ class Recorder(SilentRecorder):
         self.bar.update(self.run.train.total_batch_size)
 
     def train(self, epoch: int, **values: float) -> None:
-        self._record("train", epoch, {**values, **self.speed.since_last()})
+        self._record("train", epoch, values := {**values, **self.speed.since_last()})
+        if not self.is_estimated and time.monotonic() - self.began > 60:
+            self.is_estimated, hours = True, (self.total_steps - self.step) * values["step_seconds"] / 3600
+            gpus = f", {hours * self.num_gpus:.1f} GPU-hours" * (self.num_gpus > 0)
+            print(f"by these steps, {hours:.1f} hours{gpus} are left, without evaluations", flush=True)
 
     def eval(self, epoch: int, metrics: Mapping[str, float]) -> None:
         self._record("eval", epoch, metrics)

@@ -10,12 +10,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from attention import ATTENTION
-from attention.options import OptionError, UnknownOptionError, to_yaml
+from attention.options import OptionError, OptionErrors, UnknownOptionError, to_yaml
 from attention.plugins import FLAG
 from attention.registry import UnknownMechanism
 from engine.config.schema import Run
 from engine.config.yaml_files import Tree
-from engine.runtime.errors import ConfigError, OptionErrors
+from engine.runtime.errors import ConfigError
 from models import MODELS
 from models.assignment import Place, split_place
 

@@ -6,10 +6,9 @@ from functools import partial
 
 from timm.optim import list_optimizers
 
-from attention.options import OptionError, nearest
+from attention.options import OptionError, collecting, nearest, refuse
 from engine.config.schema import Augment, Data, Run
 from engine.objectives import OBJECTIVES, choose_objective
-from engine.runtime.errors import OptionErrors
 from models import is_host
 
 
@@ -19,7 +18,7 @@ def check_run(run: Run, world_size: int = 1) -> None:
     Args:
         world_size: ranks the run is to be trained with.
     Raises:
-        OptionErrors: all of them.
+        OptionError: all of them.
     """
     checks: list[Callable[[], None]] = [
         partial(_check_batch, run, world_size),
@@ -30,14 +29,11 @@ def check_run(run: Run, world_size: int = 1) -> None:
         *(partial(objective.check, run) for objective in OBJECTIVES.values()),
         partial(_check_training, run),
     ]
-    problems = []
+    problems = list[OptionError]()
     for check in checks:
-        try:
+        with collecting(problems):
             check()
-        except OptionError as error:
-            problems.append(error)
-    if problems:
-        raise OptionErrors(problems)
+    refuse(problems)
 
 
 def _check_names(run: Run) -> None:

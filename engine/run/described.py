@@ -2,7 +2,7 @@
 
 Such a file describes its model, the preparation of images and its training. It never chooses a host, a file or cache to
 open, a number of processes or a size of memory: a run directory of this machine chooses its images, and otherwise the
-command line does. Every option of a run is in one of three lists.
+command line does. Every other option than those listed here has its default unless the command line gives it.
 """
 
 import json
@@ -41,14 +41,6 @@ CHOICE_OF_IMAGES = _options("data", "dataset root train_split val_split classes"
 
 PLACE = _options("train", "device compile cuda_graph kernels grad_checkpointing channels_last deterministic")
 """Options about the device, which act on no other machine's user."""
-
-COMMAND_LINE = {
-    "report",
-    *_options("data", "workers max_broken broken_val"),
-    *_options("train", "keep_checkpoints checkpoint_minutes checkpoint_steps"),
-    *_options("train", "timeout_minutes log_every"),
-}
-"""Options and sections that no file brings: the command line does, or the default applies."""
 
 INSIDE = {"digits", "copy"}
 """Data sets that this program holds or draws: nothing is opened for them."""

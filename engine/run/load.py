@@ -5,10 +5,8 @@ the geometry of the model, which is built once on the meta device, without memor
 one line: the file and line (or the override), the dotted path, the value and the remedy.
 """
 
-import argparse
 import copy
 import dataclasses
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -17,16 +15,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from attention.options import OptionError, parse_options
+from attention.options import OptionError, OptionErrors, collecting, parse_options, refuse
 from attention.plugins import load_plugin, plugin_of
 from engine.config.schema import Data, Run
 from engine.config.yaml_files import Tree, override, parse_yaml, read_config
 from engine.run.advice import naming_origins
 from engine.run.checks import check_run
-from engine.runtime.errors import ConfigError, OptionErrors
-from engine.runtime.text import one_line
-from models import create_model, is_host, parse_model, split_name
-from models.assignment import Entry, as_option, assign, split_place
+from engine.runtime.errors import ConfigError
+from models import MODELS, create_model, is_host, parse_model, split_name
+from models.assignment import Entry, as_option, assign, check_entry, split_place
 from models.base import attention_layers
 from models.freeze import freeze
 from models.hosted import described
@@ -34,31 +31,9 @@ from models.hosted import described
 MISSING = "???"
 """Value of an option that the user must give, as in OmegaConf: a checkpoint of other code may lack it."""
 
-_SHIPPED = Path(__file__).parents[2]
-"""Directory that holds `configs`: the root of a clone, or of the installed packages."""
-
 
 class MissingOptions(ConfigError):
     """A configuration with options that are `MISSING`."""
-
-
-def find_config(path: str) -> Path:
-    """Returns the file for a command line's `path`: the project's if only the project has such a ``configs/...``.
-
-    So ``configs/quickstart.yaml`` means the same file in a clone and, with the project installed, in any directory.
-
-    Raises:
-        argparse.ArgumentTypeError: there is no such file, but one of the project's has a similar name.
-    """
-    shipped = _SHIPPED / path
-    if Path(path).exists():
-        return Path(path)
-    if path.startswith("configs/") and shipped.exists():
-        return shipped
-    known = [file.relative_to(_SHIPPED).as_posix() for file in (_SHIPPED / "configs").rglob("*.yaml")]
-    if found := difflib.get_close_matches(f"configs/{path.removeprefix('configs/')}", known, 1, 0.8):
-        raise argparse.ArgumentTypeError(f"{one_line(path)}: no such file; did you mean {found[0]}?")
-    return Path(path)
 
 
 def load_run(
@@ -199,24 +174,28 @@ def _parse_all(values: dict[str, Any]) -> Run:
     """Parses the options of a run.
 
     Raises:
-        OptionErrors: all that are wrong in other sections than model and attention.
+        OptionError: all that are wrong; those of model and attention only beside others, see `_build`.
     """
-    problems, left = list[OptionError](), values
-    while True:
-        try:
-            run = parse_options(Run, left)
-        except OptionError as error:
-            if problems and problems[-1].key == error.key:  # it is not where the key says
-                raise OptionErrors(problems) from None
-            problems.append(error)
-            section, _, name = error.key.partition(".")
-            name = name.partition("[")[0]
-            if name and section in left and name in left[section]:  # goes on without it
-                left = left | {section: {key: value for key, value in left[section].items() if key != name}}
-                continue
-        if problems:
-            raise OptionErrors(problems)
-        return run
+    problems, model = list[OptionError](), values.get("model")
+    with collecting(problems):
+        return parse_options(Run, values)
+    is_known = isinstance(model, dict) and model.get("name") in MODELS and "plugins" not in values
+    if is_known and (attention := values.get("attention")) is not None:
+        with collecting(problems):
+            _parse_parts({key: x for key, x in model.items() if (key, x) != ("num_classes", "auto")}, attention)
+    raise OptionErrors(problems)
+
+
+def _parse_parts(model: Mapping[str, Any], attention: Any) -> Any:
+    """Returns the `Config` of the model. OptionError: all options of model and attention that are wrong."""
+    problems, config = list[OptionError](), None
+    with collecting(problems):
+        config = parse_model(*split_name(model))
+    for i, entry in enumerate(attention) if isinstance(attention, list) else [(None, attention)]:
+        with collecting(problems):
+            check_entry(entry, "attention" if i is None else f"attention[{i}]")
+    refuse(problems)
+    return config
 
 
 def _write_out_list(values: dict[str, Any], path: Sequence[str]) -> None:
@@ -243,26 +222,26 @@ def _build(tree: Tree, run: Run, overrides: Sequence[str], world_size: int) -> R
     """Checks all of the `run` that `_parse` has made of `tree`, and writes out the options of model and attention."""
     with naming_origins(tree, run, overrides):
         name, options = split_name(run.model)
-        config = parse_model(name, options)
+        config = _parse_parts(run.model, [] if run.attention is None else run.attention)
+        run = dataclasses.replace(run, model={"name": name, **plain(dataclasses.asdict(config))})
         entries: list[Entry] = []
         if run.attention is not None:
             entries = assign(name, run.attention, config.depths)
         elif not is_host(name):
             raise OptionError("attention", " = null: name a mechanism; models of timm: and hf: alone have their own")
-        attention = as_option([entry.options for entry in entries], run.attention)
-        try:
-            with torch.device("meta"):
-                model = create_model(name, attention=attention, **options)
-        except (RuntimeError, TypeError, OverflowError) as error:  # sizes beyond 64 bits
-            raise OptionError("model", f"cannot be built: {error}") from None
-        plugins = (plugin_of(entry.options["name"]) for entry in entries)  # none of built-in mechanisms
-        run = dataclasses.replace(
-            run,
-            model={"name": name, **plain(dataclasses.asdict(config))},
-            attention=as_option(_write_out(entries, model), run.attention),
-            plugins=tuple(dict.fromkeys(filter(None, plugins))),
-        )
-        check_run(run, world_size)
+        attention, problems = as_option([entry.options for entry in entries], run.attention), list[OptionError]()
+        with collecting(problems):
+            try:
+                with torch.device("meta"):
+                    model = create_model(name, attention=attention, **options)
+            except (RuntimeError, TypeError, OverflowError) as error:  # sizes beyond 64 bits
+                raise OptionError("model", f"cannot be built: {error}") from None
+            plugins = (plugin_of(entry.options["name"]) for entry in entries)  # none of built-in mechanisms
+            written = as_option(_write_out(entries, model), run.attention)
+            run = dataclasses.replace(run, attention=written, plugins=tuple(dict.fromkeys(filter(None, plugins))))
+        with collecting(problems):
+            check_run(run, world_size)
+        refuse(problems)
         freeze(model, run.train.freeze)
         return run
 

@@ -1,14 +1,17 @@
 """Parser of command lines with `--plugin`; refuses numbers outside their range."""
 
 import argparse
+import difflib
 import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 from attention.plugins import FLAG, take_plugins
 from engine.runtime.errors import refuse_bad_input
+from engine.runtime.text import one_line
 
 MOST = 10**9
 """Largest count on a command line, where nothing else bounds it."""
@@ -43,6 +46,28 @@ SEED = Count(0, 2**63 - 1)
 
 PROCESSES = Count(high=1024)
 """Type of a number of processes."""
+
+_SHIPPED = Path(__file__).parents[2]
+"""Directory that holds `configs`: the root of a clone, or of the installed packages."""
+
+
+def find_config(path: str) -> Path:
+    """Returns the file for a command line's `path`: the project's if only the project has such a ``configs/...``.
+
+    So ``configs/quickstart.yaml`` means the same file in a clone and, with the project installed, in any directory.
+
+    Raises:
+        argparse.ArgumentTypeError: there is no such file; the message has one of the project's of a similar name.
+    """
+    shipped = _SHIPPED / path
+    if Path(path).exists():
+        return Path(path)
+    if path.startswith("configs/") and shipped.exists():
+        return shipped
+    known = [file.relative_to(_SHIPPED).as_posix() for file in (_SHIPPED / "configs").rglob("*.yaml")]
+    found = difflib.get_close_matches(f"configs/{path.removeprefix('configs/')}", known, 1, 0.8)
+    remedy = f"; did you mean {found[0]}?" if found else ""
+    raise argparse.ArgumentTypeError(f"{one_line(path)}: no such file{remedy}")
 
 
 class ArgumentParser(argparse.ArgumentParser):

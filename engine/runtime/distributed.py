@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from engine.runtime.errors import UserError
 from engine.runtime.text import describe_error
 
-Amp = Literal["bf16", "fp16"] | None
+Amp = Literal["auto", "bf16", "fp16"] | None
 """Precision of automatic mixed precision; None: off."""
 
 AMP_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -227,9 +227,16 @@ def average_in_rank_order(state: None, bucket: dist.GradBucket) -> Future[Tensor
     return dist.all_gather(gathered, mine, async_op=True).get_future().then(average)
 
 
+def precision(amp: Amp, device: torch.device) -> str:
+    """Returns the precision of the forward pass: bf16, fp16 or fp32; see `train.amp` for auto."""
+    has_bf16 = device.type != "cpu" or torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+    return ("bf16" if has_bf16 else "fp32") if amp == "auto" else amp or "fp32"
+
+
 def autocast(amp: Amp, device: torch.device) -> torch.autocast:
-    """Returns the context of automatic mixed precision for the forward pass; disabled for None."""
-    return torch.autocast(device.type, AMP_DTYPE[amp] if amp else None, enabled=amp is not None)
+    """Returns the context of automatic mixed precision for the forward pass; disabled in fp32."""
+    dtype = AMP_DTYPE.get(precision(amp, device))
+    return torch.autocast(device.type, dtype, enabled=dtype is not None)
 
 
 def set_arithmetic(deterministic: bool, tf32: bool) -> None:

@@ -5,7 +5,7 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from attention.options import OptionError
@@ -28,14 +28,6 @@ class ConfigError(UserError):
 
     def __init__(self, *messages: str):
         super().__init__("\n       ".join(map(one_line, messages)))
-
-
-class OptionErrors(OptionError):
-    """Several options that cannot be honoured, or one; the key is that of the first of `problems`."""
-
-    def __init__(self, problems: Sequence[OptionError]):
-        super().__init__(problems[0].key, "")
-        self.args, self.problems = ("; ".join(map(str, problems)),), problems
 
 
 @contextmanager

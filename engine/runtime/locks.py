@@ -10,14 +10,16 @@ import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
-from engine.runtime.distributed import World
 from engine.runtime.errors import UserError
 from engine.runtime.files import TOKEN, remove_unfinished
 from engine.runtime.ownership import claim
 from engine.runtime.reading import open_regular
 from engine.runtime.text import one_line
+
+if TYPE_CHECKING:
+    from engine.runtime.distributed import World
 
 LOCK = re.compile(r"process \d+ on |$")
 """Beginning of the text of the lock of a run directory; the text is empty while it is made, and may be cut."""
@@ -33,7 +35,7 @@ POLL_SECONDS = 0.1
 
 
 @contextmanager
-def lock_directory(directory: Path, world: World, names: Collection[str] = ()) -> Iterator[None]:
+def lock_directory(directory: Path, world: "World", names: Collection[str] = ()) -> Iterator[None]:
     """Creates `directory`, locks it and claims its files `names`: no other run can use it until this process ends,
     however it ends.
 

@@ -30,6 +30,13 @@ def describe_difference(
     return "; ".join(texts) or "the same names in another order"
 
 
+def numbers_of(names: Sequence[str], known: Sequence[str]) -> list[int] | None:
+    """Returns `names` as numbers, if they are 0 to n - 1 in any order and none of them is one of the n `known` names:
+    positions among these; otherwise None."""
+    numbers = [int(name) if name.isdecimal() else -1 for name in names]
+    return numbers if sorted(numbers) == [*range(len(known))] and {*names}.isdisjoint(known) else None
+
+
 def to_nfc(text: str) -> str:
     """Returns `text` in Unicode's normal form NFC; macOS writes accented letters in another form."""
     return text if text.isascii() else unicodedata.normalize("NFC", text)

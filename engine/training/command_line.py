@@ -2,47 +2,41 @@
 
 import argparse
 import dataclasses
+import re
 import textwrap
 import typing
 from collections.abc import Sequence
 from pathlib import Path
 
-from engine.checkpoints.files import IDENTITY
-from engine.config.option_pages import sections
 from engine.config.schema import Run
-from engine.run.load import find_config
-from engine.runtime.arguments import ArgumentParser
+from engine.runtime.arguments import ArgumentParser, find_config
+from engine.runtime.reading import read_bounded
+from engine.runtime.text import one_line
 
 OPTIONS = """\
 options of a mechanism: python -m attention NAME
-all options, with defaults and units: python -m engine.config.option_pages,
-or docs/options.md
-options of one run, as they are resolved: --dry-run
-"""
-"""Ways to list the options."""
-
-CHANGEABLE = f"what may differ: an option, processes, images, {', '.join(IDENTITY[:-1])} or {IDENTITY[-1]}"
-"""Help on --allow-change: possible differences from the run that is continued."""
+all, with defaults and units: python -m engine.config.option_pages, docs/options
+options of one run: --dry-run"""
 
 
-def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Returns the arguments of `train.py`, by default those of this process; `--help` shows the sections of a run."""
     example = "python train.py configs/quickstart.yaml schedule.epochs=3 --output runs/a"
-    parser = ArgumentParser(description=f"Train a model.\n\n    {example}", epilog=describe_sections())
+    names = textwrap.fill(f"sections of key.path=value, and of the file: {', '.join(Run.__dataclass_fields__)}", 79)
+    parser = ArgumentParser(description=f"Train a model.\n\n    {example}", epilog=f"{names}\n\n{OPTIONS}")
     add = parser.add_argument
     add("config", type=find_config, help="YAML file, see configs/")
     add("overrides", nargs="*", metavar="key.path=value", help="options in place of the file's: optim.lr=1e-3")
     add("--output", type=Path, required=True, help="directory of the run; an unfinished run resumes")
-    add("--allow-change", action="append", default=[], metavar="KEY", help=f"{CHANGEABLE}; repeatable")
-    text = "print the resolved configuration, parameters, MACs, steps, images, memory, and what would be resumed"
+    add("--allow-change", action="append", default=[], metavar="KEY", help="what may differ, by name; repeatable")
+    text = "print parameters, MACs, steps, images, memory, what would be resumed, and the options"
     add("--dry-run", action="store_true", help=f"{text}; start and write nothing")
     kinds = [(name, kind) for name, kind in typing.get_type_hints(Run).items() if dataclasses.is_dataclass(kind)]
     parser.keys = {field.name: f"{name}.{field.name}" for name, kind in kinds for field in dataclasses.fields(kind)}
     return parser.parse_intermixed_args(arguments)
 
 
-def describe_sections() -> str:
-    """Returns the sections of a run with their descriptions, and ways to list their options."""
-    indent = " " * 13
-    lines = (textwrap.fill(f"  {name:10} {text}", 79, subsequent_indent=indent) for name, text in sections().items())
-    return "\n".join(["sections, in the file and in key.path=value:", *lines, "", OPTIONS])
+def quoted_top1(path: Path) -> str:
+    """Returns what the comment of a configuration says of its top-1, on the line that begins with "Expected top-1:"."""
+    found = re.search(r"^# (Expected top-1: .*)", read_bounded(path, 2**15).decode(errors="replace"), re.MULTILINE)
+    return one_line(f"{path.name}: {found[1]}") if found else ""

@@ -25,7 +25,7 @@ from engine.objectives.objective import Objective
 from engine.run.described import parse_described
 from engine.runtime.distributed import World
 from engine.runtime.errors import UserError
-from engine.runtime.text import describe_difference, describe_error, one_line
+from engine.runtime.text import describe_difference, describe_error, numbers_of, one_line
 from models import create_model, published_attention
 from models.base import attention_layers
 from models.deit import Deit
@@ -194,7 +194,9 @@ def check_teacher(
         return
     if logits.shape != (1, len(classes)):
         problem = f"it has {_text(logits.shape[1:])} classes, the images have {len(classes)}"
-    elif teacher.classes not in (None, list(classes)):
+    elif teacher.classes not in (None, list(classes)) and (
+        numbers_of(classes, teacher.classes or ()) != [*range(len(classes))]
+    ):
         problem = f"other classes: {describe_difference(teacher.classes, classes, ('the teacher', 'the data'))}"
     else:
         return

@@ -23,7 +23,7 @@ from engine.data.sampler import EpochSampler
 from engine.data.splits import classes_of
 from engine.run.checks import why_eager
 from engine.run.load import dump_run
-from engine.runtime.distributed import World, autocast
+from engine.runtime.distributed import World, autocast, precision
 from engine.runtime.memory import saved_storages
 from engine.runtime.text import describe_error
 from engine.training.compilation import describe_compilation
@@ -46,13 +46,14 @@ INDENT = " " * 12
 """Beginning of a line that goes on with a fact."""
 
 
-def print_plan(run: Run, world: World, output: Path, allowed: Sequence[str] = ()) -> None:
-    """Prints, on the primary rank, the configuration of `run`, its size, length, memory, and what it would resume.
+def print_plan(run: Run, world: World, output: Path, allowed: Sequence[str] = (), quoted: str = "") -> None:
+    """Prints, on the primary rank, the size of `run`, its length, memory, what it would resume, and its options in the
+    sections that are not the defaults.
 
     Initial weights and a teacher are read as by a launch, and the outcome of the weights is printed.
 
     Args:
-        output, allowed: directory of the run, and options that may differ from the run in it.
+        output, allowed: directory of the run, and options that may differ from the run in it. quoted: a last fact.
     Raises:
         OptionError, UserError: data, weights or a teacher that cannot be used, or a directory that holds a different
             run.
@@ -85,6 +86,7 @@ def print_plan(run: Run, world: World, output: Path, allowed: Sequence[str] = ()
         "images": f"{sampler.num_images:,} to train, {len(images_of(val)):,} to validate",
         "steps": f"{steps:,}: {epochs:,} epochs of {sampler.updates_per_epoch:,}",
         "batch": f"{batch:,} images: processes x passes x images of a pass = {passes}",
+        "precision": precision(run.train.amp, world.device),
         "kernels": taken,
         "compile": describe_compilation(run, world),
         "CUDA graph": f"off: {reason}" if (reason := why_eager(run, world.on_cuda)) else "on",
@@ -94,7 +96,11 @@ def print_plan(run: Run, world: World, output: Path, allowed: Sequence[str] = ()
     if world.is_primary:
         for name, text in facts.items():
             print(f"{name:{len(INDENT)}}{text}")
-        print("", dump_yaml(dump_run(run)), sep="\n")
+        print(*filter(None, [quoted]), "", "# sections of options that are not the defaults", sep="\n")
+        options, defaults = dump_run(run), dump_run(Run(model={}, attention=None))
+        for name, values in options.items():
+            if values != defaults[name]:
+                print(f"{name}: {dump_yaml(values, default_flow_style=True, width=119)}", end="")
 
 
 def describe_memory(run: Run, world: World, images: int) -> str:
@@ -104,7 +110,7 @@ def describe_memory(run: Run, world: World, images: int) -> str:
     except UNTRACEABLE as error:
         return f"not known: the model cannot be traced ({describe_error(error)})"
     total = f"{sum(parts.values()) / 2**20:,.0f} MB a process, without temporary tensors, a teacher, and libraries"
-    return "\n".join([total, *(f"{INDENT}{name} {size / 2**20:,.1f}" for name, size in parts.items() if size)])
+    return f"{total}\n{INDENT}{', '.join(f'{name} {size / 2**20:,.1f}' for name, size in parts.items() if size)}"
 
 
 def estimate_memory(run: Run, world: World, images: int) -> dict[str, int]:

@@ -1,10 +1,12 @@
 """The trained models and the images in reference/ agree with its README."""
 
+import re
 from hashlib import sha256
 from pathlib import Path
 
 import pytest
 
+import predict
 from analysis.laboratory import measure_own
 from analysis.trained import read_sample
 from tests.analysis.models import load_model
@@ -21,6 +23,16 @@ def test_reference_has_learned(name: str, depth: int, least: float):
     assert trained.run.model["depth"] == depth
     assert f"({sum(x.numel() for x in trained.model.parameters()):,} parameters)" in README
     assert measure_own(trained, read_sample(trained, 200)).score.top1 > least
+
+
+def test_the_first_page_shows_a_class_by_name(monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    command, expected = re.search(
+        r"python predict\.py (.*reference/.*)\n(.*\n)", (ROOT / "README.md").read_text()
+    ).groups()
+    predict.main(command.split())
+    assert capsys.readouterr().out == expected
+    assert expected.startswith("reference/bag.png:  bag 9")
 
 
 @pytest.mark.parametrize("name", ["fashion_mnist", "six_layers"])

@@ -8,10 +8,11 @@ import torch
 
 import benchmark
 from bench import choice
+from bench.arguments import MODES
 from bench.comparison import Comparison
 from bench.costs import CONFIGS
 from bench.results import COLUMNS, ENDS
-from bench.workload import MODES, Workload, attention_layer, factory_of, initialise_weights, whole_model
+from bench.workload import Workload, attention_layer, factory_of, initialise_weights, whole_model
 from engine.reporting.tables import Spread, spread
 from models.base import Backbone
 from models.costs import count_costs

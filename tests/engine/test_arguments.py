@@ -3,12 +3,15 @@
 import argparse
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+import analyze
 import eav
 from bench.arguments import image_size, token_grid
 from engine.runtime import arguments
@@ -24,7 +27,8 @@ PATHS = [
     *(path for room in ("analysis", "bench", "engine") for path in (ROOT / room).rglob("*.py")),
 ]
 FOUND = {".".join(p.relative_to(ROOT).with_suffix("").parts) for p in PATHS if " ArgumentParser(" in p.read_text()}
-SCRIPTS = sorted(FOUND - WITHOUT)
+PARSERS = {parser.partition(":")[0] for *_, parser in eav.COMMANDS.values()}
+SCRIPTS = sorted({module for module, *_ in eav.COMMANDS.values()} | FOUND - PARSERS - WITHOUT)
 
 
 class Caught(Exception):
@@ -32,8 +36,7 @@ class Caught(Exception):
 
 
 def run(script: str) -> Callable[[list[str]], object]:
-    module = import_module(script)
-    return getattr(module, "main", None) or module.parse_arguments
+    return import_module(script).main
 
 
 def parser_of(script: str) -> argparse.ArgumentParser:
@@ -44,7 +47,7 @@ def parser_of(script: str) -> argparse.ArgumentParser:
         for name in ("parse_args", "parse_intermixed_args"):
             patch.setattr(arguments.ArgumentParser, name, catch)
         with pytest.raises(Caught) as caught:
-            run(script)([])
+            run(script)([*analyze.QUESTIONS] if script == "analyze" else [])
     return caught.value.args[0]
 
 
@@ -96,14 +99,29 @@ def test_a_whole_number_outside_its_range_is_refused(script, before, action, cap
         assert len(line) < 200
 
 
-@pytest.mark.parametrize("module", [module for module, _ in eav.COMMANDS.values()])
+@pytest.mark.parametrize("module", [module for module, *_ in eav.COMMANDS.values()])
 def test_help_has_an_example_that_the_parser_takes(module):
-    parser = parser_of("engine.training.command_line" if module == "train" else module)
+    parser = parser_of(module)
     (example,) = re.findall(r"\n\n    (.+)\n\n", parser.format_help())
     command, *words = shlex.split(example)
     assert words[0] == f"{module}.py" if command == "python" else eav.COMMANDS[words[0]][0] == module
     parse = parser.parse_args if module == "analyze" else parser.parse_intermixed_args
     parse(words[1:])
+
+
+FAST = [name for name, (*_, parser) in eav.COMMANDS.items() if parser or name in ("analyze", "runs")]
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_the_command_line_is_parsed_before_torch_is_imported(name):
+    """By the script itself, and by `eav`."""
+    module = eav.COMMANDS[name][0]
+    script, console = f"runpy.run_module({module!r}, run_name='__main__')", "import eav; eav.main()"
+    for run, argv, status in ((script, [module, "--help"], 0), (console, ["eav", name, "--no-such-option"], 2)):
+        code = f"import runpy, sys; sys.argv = {argv}\ntry: {run}\nfinally: assert 'torch' not in sys.modules"
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == status, done.stderr
+        assert "usage: " in done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("text", ["0", "-4", 30 * "9", "4x0", "x", "4x", "4x4x4", f"4x{30 * '9'}"])

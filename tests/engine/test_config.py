@@ -18,7 +18,8 @@ import yaml
 from attention import AttentionFactory, OptionError
 from engine.config.schema import Augment, Optim, Run
 from engine.config.yaml_files import dump_yaml, read_yaml
-from engine.run.load import REMOVED, dump_run, find_config, load_run, parse_run
+from engine.run.load import REMOVED, dump_run, load_run, parse_run
+from engine.runtime.arguments import find_config
 from engine.runtime.errors import ConfigError, refuse_bad_input
 from models import create_model, parse_model, split_name
 from tests.support.launcher import ROOT
@@ -45,8 +46,7 @@ def refusal(path: Path, *overrides: str) -> str:
     with pytest.raises(ConfigError) as caught:
         load_run(path, overrides)
     message = str(caught.value)
-    assert all(line.isprintable() for line in message.split("\n"))
-    assert len(message) <= 500
+    assert all(line.isprintable() and len(line) <= 500 for line in message.split("\n"))
     return message.replace(f"{path.parent}/", "")
 
 
@@ -357,11 +357,18 @@ def test_contradictions_are_refused(tmp_path, overrides):
 
 
 def test_every_refusal_comes_at_once(tmp_path):
-    """Wrong options first, and then contradictions, a line each with its place."""
+    """Wrong options first, those of model and attention too, and then contradictions, a line each with its place."""
     path, wrong = write(tmp_path, VALID), ["data.rot=/x", "optim.lr=-1", "train.amp=fp8", "schedul.epochs=3"]
     lines = refusal(path, *wrong).split("\n       ")
     assert sorted(line.split("': ")[0] for line in lines) == sorted(f"override '{text}" for text in wrong)
     assert any(line.endswith("data.rot: unknown option; did you mean 'root'?") for line in lines)
+    parts = ["model.num_heads=-1", "model.depth=x", "attention.windw=7", "attention.overlap=-3"]
+    for given in (parts, [*wrong, *parts]):
+        lines = refusal(path, *given).split("\n       ")
+        assert sorted(line.split("': ")[0] for line in lines) == sorted(f"override '{text}" for text in given)
+    lines = refusal(path, "train.total_batch_size=9", "attention.window_size=99").split("\n       ")
+    keys = ["attention(local).window_size", "train.total_batch_size", "schedule.min_lr"]
+    assert [line.partition(": ")[2].partition(" ")[0] for line in lines] == keys
     lines = refusal(path, "train.total_batch_size=9", "schedule.epochs=5", "optim.opt=adamv").split("\n       ")
     keys = ["train.total_batch_size", "schedule.warmup_epochs", "optim.opt"]
     assert [line.partition(": ")[2].partition(" ")[0] for line in lines] == keys
@@ -377,17 +384,14 @@ def test_the_data_says_the_number_of_classes(tmp_path):
 @pytest.mark.parametrize(
     ("name", "meant"),
     {
-        "quickstart.yml": "configs/quickstart.yaml",
-        "configs/deit_tiny_16/eva.yaml": "configs/deit_tiny_p16/eva.yaml",
+        "quickstart.yml": r"; did you mean configs/quickstart\.yaml\?",
+        "configs/deit_tiny_16/eva.yaml": r"; did you mean configs/deit_tiny_p16/eva\.yaml\?",
         "/data/nothing.yaml": "",
     }.items(),
 )
-def test_a_file_of_a_similar_name_is_named(name: str, meant: str):
-    if meant:
-        with pytest.raises(argparse.ArgumentTypeError, match=f"no such file; did you mean {meant}"):
-            find_config(name)
-    else:
-        assert find_config(name) == Path(name)
+def test_a_file_that_is_not_there_is_refused_and_one_of_a_similar_name_named(name: str, meant: str):
+    with pytest.raises(argparse.ArgumentTypeError, match=f"{name}: no such file{meant}$"):
+        find_config(name)
 
 
 NONSENSE = {  # option: values that have no sense, each refused for itself; the test below has those beyond a bound

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import nn
 
-from engine.config.schema import Data, Run
+from engine.config.schema import Data, Run, Train
 from engine.data.arrays import DIGITS
 from engine.data.images import BrokenImage
 from engine.data.loaders import create_val_loader, indices_read
@@ -25,7 +25,7 @@ from engine.reporting.outputs import (
     confusion_picture,
     predictions_csv,
 )
-from engine.runtime.distributed import World, init_distributed
+from engine.runtime.distributed import World, init_distributed, precision
 
 CPU = World(torch.device("cpu"))
 NUM_IMAGES = 1003  # of which every rank and batch has its own share: 17 x 59
@@ -219,6 +219,16 @@ def test_precision_is_that_of_the_run(amp, dtype):
     model.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
     evaluate(model, [(torch.randn(2, 4), torch.zeros(2, dtype=torch.int64))], CPU, amp)
     assert seen == [dtype]
+
+
+@pytest.mark.parametrize(("instructions", "taken"), [((), "fp32"), (("amx_tile",), "bf16"), (("avx512_bf16",), "bf16")])
+def test_a_cpu_takes_bf16_by_itself_only_with_instructions_for_it(instructions, taken, monkeypatch):
+    for name in ("amx_tile", "avx512_bf16"):
+        monkeypatch.setattr(torch.cpu, f"_is_{name}_supported", lambda name=name: name in instructions)
+    assert Train().amp == "auto"
+    assert [precision(amp, CPU.device) for amp in ("auto", "bf16", "fp16", None)] == [taken, "bf16", "fp16", "fp32"]
+    assert precision("auto", torch.device("cuda")) == "bf16"
+    test_precision_is_that_of_the_run("auto", torch.bfloat16 if instructions else torch.float32)
 
 
 class Overflowing(Linear):

@@ -162,12 +162,13 @@ def put(path: Path, kind: str) -> None:
 
 
 def fault_of(read: Callable[[Path], object], path: Path) -> str:
-    """Returns what the reader raises but for a refusal of one line, or that the file is not there; "" for nothing."""
+    """Returns what the reader raises but for a refusal of one line, or of a line for each wrong option as ConfigError
+    separates them, or that the file is not there; "" for nothing."""
     signal.alarm(SECONDS)
     try:
         read(path)
     except (UserError, OptionError) as error:
-        return "" if str(error) and "\n" not in str(error) else f"lines: {error}"
+        return "" if str(error) and "\n" not in str(error).replace("\n       ", "") else f"lines: {error}"
     except TooLongError:
         return f"not finished after {SECONDS} s"
     except FileNotFoundError as error:

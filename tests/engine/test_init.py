@@ -462,6 +462,8 @@ def trained(tmp_path, capsys) -> tuple[nn.Module, str]:
         ("edcba", [4, 3, 2, 1, 0], "matched by name: the same names in another order"),
         ("cb", [2, 1], "matched by name: only in the weights: a, d, e (3)"),
         ("xbcyz", [None, 1, 2, None, None], "only in the weights: a, d, e (3); only in the data: x, y, z (3)"),
+        ("01234", [0, 1, 2, 3, 4], "the data's numbers, taken for positions in the weights' names"),
+        ("43210", [4, 3, 2, 1, 0], "the data's numbers, taken for positions in the weights' names"),
         ("vwxyz", [None] * 5, None),
         ("vwxyzb", [*[None] * 5, 1], "only in the weights: a, c, d, e (4); only in the data: v, w, x, y, z (5)"),
     ],
@@ -476,7 +478,7 @@ def test_classifiers_are_matched_by_the_names_of_classes(trained, tmp_path, caps
     assert (says in out) if says else ("classes  " not in out)
     remade = "re-made     2  head.weight (of other classes), head.bias (of other classes)"
     assert (remade in out) == (classes == "vwxyz")
-    if classes != "abcde":
+    if classes not in ("abcde", "01234"):
         with pytest.raises(UserError, match=r"not all is loaded as it is: 2 (adapted|re-made) \(head"):
             start(run_of(*options, "init.strict=true"), tmp_path, [*classes])
 

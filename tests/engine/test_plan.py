@@ -18,6 +18,7 @@ from models import create_model
 from tests.engine.test_train import RUN, start
 from tests.support.refusals import refusal
 
+ROOT = Path(__file__).parents[2]
 WORLD = World(torch.device("cpu"))
 
 
@@ -43,7 +44,7 @@ def test_a_new_run(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: p
     assert facts["images"] == "1,437 to train, 360 to validate"
     assert facts["steps"] == "15: 3 epochs of 5"
     assert facts["batch"].endswith(" = 1 x 2 x 120")
-    assert re.match(r"\d+ MB a process, without .*\n +weights 0\.0\n +gradients 0\.0\n +optim", facts["memory"])
+    assert re.match(r"\d+ MB a process, without .*\n +weights 0\.0, gradients 0\.0, optim", facts["memory"])
     assert facts["compile"] == "off: no CUDA GPU"
     assert facts["resumes"].startswith(f"nothing; {tmp_path / 'run'} has no checkpoint")
 
@@ -120,12 +121,22 @@ def test_weights_gradients_and_optimiser():
     assert estimate_memory(run_with(grad_checkpointing=True), WORLD, 16)[activations] < 0.5 * plain[activations]
 
 
+def test_a_dry_run_fits_a_screen_and_quotes_what_is_expected(capsys: pytest.CaptureFixture):
+    options = ["data.dataset=digits", "data.subset=9", "model.num_classes=10", "train.device=cpu"]
+    options += ["train.total_batch_size=2", "optim.lr_base_size=2", "--output", "runs/absent", "--dry-run"]
+    train.main([str(ROOT / "configs/deit_tiny_p8/eva.yaml"), *options])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 40
+    assert max(map(len, lines[lines.index("") :])) <= 160  # of the options
+    assert "eva.yaml: Expected top-1: 76.67 (EVA Table 2)" in "\n".join(lines[:20])
+
+
 def test_help_shows_the_sections_and_how_to_list_the_options(capsys: pytest.CaptureFixture):
     with pytest.raises(SystemExit):
         train.main(["--help"])
     text = capsys.readouterr().out
-    for section in (field.name for field in dataclasses.fields(Run) if field.name != "plugins"):
-        assert re.search(rf"^  {section} +[A-Z]", text, re.MULTILINE), section
+    sections = text[text.index("sections of key.path=value") :]
+    assert all(re.search(rf"\b{field.name}\b", sections) for field in dataclasses.fields(Run))
     assert max(map(len, text.splitlines())) <= 80
     for way in ("--dry-run", "python -m attention NAME", "python -m engine.config.option_pages"):
         assert way in text

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import numpy as np
@@ -36,7 +37,7 @@ from engine.reporting.metrics import TOTALS
 from engine.reporting.prometheus import Heartbeat
 from engine.reporting.recorder import Recorder, SilentRecorder
 from engine.run.load import load_run
-from engine.runtime.distributed import World
+from engine.runtime.distributed import World, precision
 from engine.runtime.files import append_whole
 from engine.runtime.provenance import provenance
 from engine.runtime.terminal import ConsoleLog
@@ -78,8 +79,9 @@ def records(directory: Path) -> list[dict]:
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_records(tmp_path: Path):
+def test_records(tmp_path: Path, capsys: pytest.CaptureFixture):
     record_run(tmp_path)
+    assert f"train.amp = auto: {precision('auto', CPU)} on this device\n" in capsys.readouterr().out
     start, train, evaluation, final = records(tmp_path)
     assert {**start, "processes": 1, "parameters": 1234, "macs": 5678} == start
     assert {"kind": "start", "epoch": 0, "step": 0}.items() <= start.items()
@@ -92,6 +94,19 @@ def test_records(tmp_path: Path):
     assert final["kind"] == "final"
     assert final["step_seconds"] == train["step_seconds"]
     assert "memory_mb" not in final  # on a CPU it would be that of the process
+
+
+def test_the_hours_that_are_left_are_told_once_after_a_minute(tmp_path: Path, capsys: pytest.CaptureFixture):
+    recorder = Recorder(tmp_path, RUN, Progress(), total_steps=1000, world=WORLD)
+    recorder.start(0, processes=4)
+    recorder.speed = SimpleNamespace(since_last=lambda: {"step_seconds": 36.0})
+    recorder.num_gpus = 4
+    for seconds in (0, 61, 61):
+        recorder.began -= seconds
+        recorder.train(1, loss=2.5)
+    recorder.close()
+    told = [line for line in capsys.readouterr().out.splitlines() if "hours" in line]
+    assert told == ["by these steps, 10.0 hours, 40.0 GPU-hours are left, without evaluations"]
 
 
 def test_a_metric_that_is_no_score_is_said(tmp_path: Path, capsys: pytest.CaptureFixture):
@@ -259,8 +274,8 @@ def test_progress_bar_on_a_terminal(tmp_path, monkeypatch, width):
     assert bars[0].startswith("epoch 1/2:   0%|   ")
     assert re.fullmatch(r"epoch 1/2: 100%\|█{20,}\| ETA 00:00, [\d.]+k? images/s, loss 2\.5000", bars[-1])
     assert {len(line) for line in bars} == {width - 1}  # tqdm keeps out of the last column
-    assert [line.split()[0] for line in lines if line[0] != " "] == ["start", "train", "eval", "final"]
-    assert len(lines) == (7 if width == 80 else 4)
+    assert [line.split()[0] for line in lines if line[0] != " "] == ["train.amp", "start", "train", "eval", "final"]
+    assert len(lines) == (8 if width == 80 else 5)
     assert all(len(line) < width for line in lines)
     logged = (tmp_path / "console.log").read_text().splitlines()
     assert [line.split() for line in logged] == [text.split() for text in re.split(r"\n(?! )", "\n".join(lines))]
@@ -288,7 +303,7 @@ def test_tensorboard(tmp_path: Path):
 def test_hyper_parameters_are_no_defaults():
     """Neither those of the model's size, nor options that follow from others."""
     chosen = chosen_options(load_run(ROOT / "configs/deit_small_p16/eva.yaml", ["optim.lr=0.5"]))
-    names = {"model.name": "deit_small_p16", "attention.name": "eva"}
+    names = {"model.name": "deit_small_p16", "attention.name": "eva", "train.amp": "bf16"}
     assert chosen == names | {"model.drop_path_rate": 0.1, "attention.released": True, "optim.lr": 0.5}
 
 
