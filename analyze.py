@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from analysis.command_line import add_arguments
 from engine.config.schema import Run
 from engine.runtime.arguments import ArgumentParser
 from engine.runtime.errors import refuse_bad_input
@@ -40,12 +41,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         question = questions.add_parser(
             name, help=shows, description=shows, epilog="key.path=value, anywhere: overrides an option of the run"
         )
-        if name in texts:  # the only one that is needed, for torch is imported with it
-            import_module(f"analysis.{name}").add_arguments(question)
+        add_arguments(name, question)
     args = parser.parse_args([text for text in texts if not OVERRIDE.match(text)])
     args.train = lambda texts: import_module("train").main(texts)  # of a script, which only scripts call
     args.overrides = [text for text in texts if OVERRIDE.match(text)]
-    from engine.runtime.memory import refuse_too_large  # and torch
+    from engine.runtime.memory import refuse_too_large  # torch, after help and refusals of arguments
 
     with refuse_bad_input(), refuse_too_large("give smaller numbers, or a smaller model"):
         import_module(f"analysis.{args.question}").main(args)

@@ -9,18 +9,24 @@ import sys
 from importlib import import_module
 from pkgutil import resolve_name
 
+OF_DATA, OF_TRAINED = "engine.data.command_lines", "engine.evaluation.command_lines"
+
 COMMANDS = {
     "train": ("train", "train one configuration, or resume its run", "engine.training.command_line:parse_arguments"),
-    "validate": ("validate", "evaluate a checkpoint", "engine.evaluation.command_lines:parse_validate"),
-    "predict": ("predict", "predict the classes of images", "engine.evaluation.command_lines:parse_predict"),
+    "validate": ("validate", "evaluate a checkpoint", f"{OF_TRAINED}:parse_validate"),
+    "predict": ("predict", "predict the classes of images", f"{OF_TRAINED}:parse_predict"),
     "ablate": ("ablate", "run a sweep, and tabulate it", "ablation.command_line:parse_arguments"),
     "analyze": ("analyze", "ask what the attention of a trained model does", ""),
     "benchmark": ("benchmark", "time and count layers and models on this device", "bench.arguments:parse_arguments"),
-    "runs": ("engine.reporting.runs", "show runs, or compare them", ""),
-    "export": ("engine.checkpoints.export", "write a model for timm, ONNX Runtime or torch.export", ""),
-    "prepare": ("engine.data.prepare", "decode a data set once, or index it", ""),
-    "verify": ("engine.data.verify", "list the broken images of a data set", ""),
-    "draw": ("engine.data.draw", "draw images whose classes only long range tells apart", ""),
+    "runs": ("engine.reporting.runs", "show runs", ""),
+    "export": (
+        "engine.checkpoints.export",
+        "write a model for timm or ONNX Runtime",
+        "engine.checkpoints.command_line:parse_arguments",
+    ),
+    "prepare": ("engine.data.prepare", "decode a data set once", f"{OF_DATA}:parse_prepare"),
+    "verify": ("engine.data.verify", "list the broken images of a data set", f"{OF_DATA}:parse_verify"),
+    "draw": ("engine.data.draw", "draw images whose classes only long range tells apart", f"{OF_DATA}:parse_draw"),
 }
 """Subcommand -> its module, which is imported only then, what it does, and the parser that runs before the import."""
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from analysis.command_line import BATCH_SIZE
 from analysis.trained import Sample, Trained, read_images
 from attention.options import OptionError
 from engine.config.objective_options import TEACHER_OF_INIT, Distill
@@ -18,9 +19,6 @@ from engine.objectives.alignment import Alignment
 from engine.objectives.distillation import Teacher
 from engine.training.optim import create_optimizer, create_schedule
 from models.base import attention_layers, is_same_attention
-
-BATCH_SIZE = 24
-"""Images of a step."""
 
 OPTIM = Optim(lr=1e-2, lr_base_size=BATCH_SIZE, weight_decay=0.0, clip_grad=1.0)
 SCHEDULE = Schedule(epochs=1, warmup_epochs=0)

@@ -32,7 +32,6 @@ from engine.data.splits import open_split
 from engine.objectives.classification import rank_classes
 from engine.objectives.distillation import digest_weights
 from engine.reporting.tables import compact_table
-from engine.runtime.arguments import Count
 from engine.runtime.distributed import World, autocast, precision
 from engine.runtime.errors import UserError
 from engine.runtime.files import dicts_to_csv, write_file
@@ -47,12 +46,6 @@ from models.costs import count_costs
 
 STATE, EXPORT = "convert.json", "model.safetensors"
 """Files of the directory: the options of the command and its finished parts; the export."""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    search.add_arguments(parser)
-    text = "epochs of training with labels after the search (a tenth of the model's); 0: none"
-    parser.add_argument("--finetune", type=Count(0), metavar="EPOCHS", help=text)
 
 
 def main(args: argparse.Namespace) -> None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from analysis.command_line import BUDGETS
 from analysis.hybrids import OWN, Choices, Hybrids
 from attention.ops import kernels
 from bench.timing import Quartiles, Times, cpu_clock, time_rounds
@@ -144,7 +145,7 @@ class Macs(Cost):
     """Multiply-accumulates for one image; a budget is a share of the trained model's."""
 
     name = "macs"
-    meaning = "multiply-accumulates, as a share of those with the model's own attention"
+    meaning = BUDGETS["macs"]
 
     @property
     def unit(self) -> float:
@@ -162,7 +163,7 @@ class Time(Cost):
     thread is timed by processor time, which other programs do not lengthen.
     """
 
-    meaning = "milliseconds of a forward pass on this machine"
+    meaning = BUDGETS["ms"]
     name, columns, unit = "ms", ("ms", "predicted_ms"), 1e-3
 
     def measure(self, choices: Choices) -> float:
@@ -194,7 +195,7 @@ class Memory(Cost):
     """
 
     name = "memory"
-    meaning = "MiB at the peak of a forward pass"
+    meaning = BUDGETS["memory"]
     columns, unit = ("peak_mib", "predicted_peak_mib"), 2**20
     combine = max
 

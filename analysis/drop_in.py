@@ -18,9 +18,6 @@ from models.base import Layer, attention_layers
 CHUNK = 8
 """Number of images whose attended values are computed at one time."""
 
-MODES = "evaluation", "sampled"
-"""Randomness of attention: as kept or replaced for evaluation, or sampled anew as in training."""
-
 Given = tuple[Tensor, dict[str, Any]]
 """Tokens (B, P + N, C) of an attention layer, and its other arguments by name, of which one is their grid."""
 

@@ -18,23 +18,19 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 from torch import nn
 
-from analysis import command_line
-from analysis.align import BATCH_SIZE, align_by_seed, open_training_images
+from analysis.align import align_by_seed, open_training_images
 from analysis.approximation import Row, attend_by_softmax, measure
-from analysis.drop_in import MODES, attended, layer_inputs, outputs
+from analysis.command_line import read_mechanisms
+from analysis.drop_in import attended, layer_inputs, outputs
 from analysis.trained import Sample, Trained, load_trained, read_sample
 from engine.reporting.plots import encode, in_style, label_ends, label_points, line_style, new_figure
 from engine.reporting.tables import compact_table, mean_and_std, over_draws, plus_minus
-from engine.runtime.arguments import Count
 from engine.runtime.errors import UserError
 from engine.runtime.files import dicts_to_csv, write_file
 from engine.runtime.memory import limit_memory
 from engine.runtime.ownership import make_output
 from engine.runtime.terminal import progress
 from models.assignment import mechanisms_of
-
-NUM_IMAGES = 16
-"""Default number of images: with 14x14 tokens and three heads, 9,408 outputs of a layer."""
 
 LARGEST = 10.0
 """Largest error that the figures resolve; zeros have an error of 1."""
@@ -52,21 +48,6 @@ QUESTIONS = {
 """Horizontal axis -> question that the figure answers."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    command_line.add_run(parser)
-    command_line.add_mechanisms(parser, "all of that file")
-    command_line.add_sample(parser, NUM_IMAGES)
-    noise = "noise of attention: as kept for evaluation, or sampled as in training (both)"
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES, help=noise)
-    sizes = "sizes of a mechanism: landmarks, samples, tokens of a window, ..., at temperature 1 (16 49 196)"
-    parser.add_argument("--budgets", type=Count(), nargs="+", default=[16, 49, 196], help=sizes)
-    divisors = "divisors of the logits, at the middle budget (0.25 1 4)"
-    passes = "split the error with samples into squared bias and variance, over so many passes"
-    parser.add_argument("--decompose", type=Count(2), metavar="PASSES", help=passes)
-    parser.add_argument("--temperatures", type=float, nargs="+", help=f"{divisors[:-1]}; 1 with --align)")
-    command_line.add_align(parser, BATCH_SIZE)
-
-
 def main(args: argparse.Namespace) -> None:
     if args.decompose is not None and "sampled" not in args.modes:
         raise UserError(
@@ -81,7 +62,7 @@ def main(args: argparse.Namespace) -> None:
     budgets, temperatures = sorted(set(args.budgets)), sorted({1.0, *args.temperatures})
     figures = [against for against in AXES if against != "entropy" or len(temperatures) > 1]
     make_output(args.output, ["error.csv", *(f"error_{against}.png" for against in figures)])
-    mechanisms = command_line.read_mechanisms(args.attention)
+    mechanisms = read_mechanisms(args.attention)
     middle = budgets[len(budgets) // 2]
     trained = load_trained(args)
     sample = read_sample(trained, args.images)

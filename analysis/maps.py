@@ -23,7 +23,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor, nn
 
-from analysis import command_line
+from analysis.command_line import read_mechanisms
 from analysis.drop_in import drop_in
 from analysis.implied import LayerInput, NoMatrix, attention_inputs, implied_matrix
 from analysis.laboratory import to_file_name
@@ -55,17 +55,9 @@ class LayerMaps(NamedTuple):
     weights: Tensor
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    command_line.add_run(parser)
-    parser.add_argument("images", nargs="+", metavar="IMAGE", help="image, folder of images, or - for a list on stdin")
-    command_line.add_mechanisms(parser, "the run's own")
-    query = "the patch, from 0,0, whose weights are shown (the class token if there is one, else the centre)"
-    parser.add_argument("--query", metavar="ROW,COLUMN", help=query)
-
-
 def main(args: argparse.Namespace) -> None:
     place, files = parse_query(args.query), list_files(args.images)
-    mechanisms = command_line.read_mechanisms(args.attention) if args.attention else {"": None}
+    mechanisms = read_mechanisms(args.attention) if args.attention else {"": None}
     trained = load_trained(args, reads_images=False)
     images, _ = read_images(Images(open_files(files)), range(len(files)), trained.run)
     make_output(args.output, [])

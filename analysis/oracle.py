@@ -21,14 +21,13 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 from torch import Tensor
 
-from analysis import command_line
 from analysis.budgets import split_budget
+from analysis.command_line import PROCESS
 from analysis.decompositions import keep_largest, robust_pca, truncate
 from analysis.matrices import Layer, process1_layers, read_layers
 from attention import create_attention
 from engine.reporting.plots import encode, in_style, line_style, marker_style, new_figure
 from engine.reporting.tables import compact_table, plus_minus, spread
-from engine.runtime.arguments import SEED, Count
 from engine.runtime.errors import UserError
 from engine.runtime.files import to_csv, write_file
 from engine.runtime.ownership import make_output
@@ -44,8 +43,6 @@ FLOOR = 1e-3
 """Smallest error that the figure resolves."""
 
 METHODS = "low rank", "sparse", "robust PCA", "Scatterbrain", "Scatterbrain by entropy"
-
-PROCESS = "process1"
 
 
 class Row(NamedTuple):
@@ -65,20 +62,6 @@ class Row(NamedTuple):
     rank: int
     density: float
     error: float
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    command_line.add_run(parser, f"; {PROCESS}: no model, a random process")
-    parser.add_argument(
-        "--images", type=Count(high=10_000), default=4, help=f"validation images, or samples of {PROCESS} (4)"
-    )
-    parser.add_argument(
-        "--budgets", type=Count(), nargs="+", default=[8, 16, 32, 64], help="numbers per row (8 16 32 64)"
-    )
-    parser.add_argument(
-        "--draws", type=Count(), default=3, help="number of samples of Scatterbrain's random features (3)"
-    )
-    parser.add_argument("--seed", type=SEED, default=0, help=f"seed of these and of {PROCESS} (0)")
 
 
 def main(args: argparse.Namespace) -> None:

@@ -12,10 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from analysis import command_line
-from analysis.align import BATCH_SIZE
 from analysis.budgets import options_text
 from analysis.certificate import NOTE, columns
+from analysis.command_line import read_mechanisms
 from analysis.draws import Draw, Row, Stage, is_own, paired, to_lines
 from analysis.laboratory import MEASUREMENTS_FILE, Laboratory
 from analysis.stage_figures import draw
@@ -25,7 +24,6 @@ from attention import OptionError
 from engine.data.splits import open_split
 from engine.reporting.plots import encode
 from engine.reporting.tables import Spread, compact_table, mean_and_std, over_draws, plus_minus, verdict
-from engine.runtime.arguments import PROCESSES, Count
 from engine.runtime.errors import UserError
 from engine.runtime.files import dicts_to_csv, write_file
 from engine.runtime.ownership import make_output
@@ -35,34 +33,15 @@ from models.assignment import assign, mechanisms_of, single_layers
 from models.assignment import replace as replace_entry
 from models.costs import count_costs
 
-NUM_IMAGES = 500
-"""Default number of classified images; every mechanism, three times, takes minutes."""
-
 CERTIFIED = "replaced", "aligned"
 """Stages that use no labels, of which the fall of top-1 is bounded."""
 
 FILES = ("replace.csv", "replace_draws.csv", "replace.png")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    command_line.add_run(parser)
-    command_line.add_mechanisms(parser, "all of that file")
-    command_line.add_sample(parser, NUM_IMAGES)
-    parser.add_argument("--blocks", help="blocks to replace it in, as 0-8 or '0-2, 5'; all others keep the run's (all)")
-    parser.add_argument(
-        "--stage", type=Count(0), help="stage of a pyramid to replace it in, all of it or --blocks of it"
-    )
-    command_line.add_align(parser, BATCH_SIZE)
-    text = "then train each further with labels, and the run's own attention beside them; in DIR/finetune"
-    parser.add_argument("--finetune", type=Count(), metavar="EPOCHS", help=text)
-    parser.add_argument(
-        "--jobs", type=PROCESSES, default=1, metavar="K", help="runs of --finetune at the same time (1)"
-    )
-
-
 def main(args: argparse.Namespace) -> None:
     make_output(args.output, [*FILES, MEASUREMENTS_FILE])
-    mechanisms = command_line.read_mechanisms(args.attention)
+    mechanisms = read_mechanisms(args.attention)
     if args.finetune is not None and args.weights:
         raise UserError("--finetune goes on from averaged weights where they are kept; leave out --weights")
     trained = load_trained(args)

@@ -16,10 +16,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from analysis import assignments, command_line
-from analysis.align import BATCH_SIZE
+from analysis import assignments
 from analysis.assignments import Point, is_best
 from analysis.certificate import Certificate
+from analysis.command_line import BUDGETS, PER_BUDGET, SEARCHED, read_mechanisms
 from analysis.costs import COSTS, Cost, Prices, Time
 from analysis.draws import Score
 from analysis.front import FILES, Front, files_of
@@ -28,47 +28,11 @@ from analysis.laboratory import MEASUREMENTS_FILE, Laboratory
 from analysis.trained import load_trained, read_sample
 from attention import OptionError
 from bench.choice import parse_budget
-from engine.runtime.arguments import SEED, Count
 from engine.runtime.errors import UserError
 from engine.runtime.files import check_directory
 from engine.runtime.memory import limit_memory, refuse_too_large
 from engine.runtime.ownership import check_claim, make_output
 from engine.runtime.terminal import progress
-
-MECHANISMS = ("eva", "lara", "linear", "local", "monarch", "performer")
-"""Default of --attention."""
-
-NUM_IMAGES = 1000
-"""Default number of classified images."""
-
-STEPS = 150
-"""Default number of steps of alignment."""
-
-BATCH = 32
-"""Default number of images of a forward pass."""
-
-PER_BUDGET = 8
-"""Default number of assignments that are measured for each budget, after the layers alone."""
-
-BUDGETS = {kind: cost.meaning for kind, cost in COSTS.items()}
-"""Kind of a budget -> what it limits."""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    command_line.add_run(parser)
-    command_line.add_mechanisms(parser, f"{' '.join(MECHANISMS)}, where a layer can have them")
-    text = f"steps of {BATCH_SIZE} training images in which mechanisms are aligned ({STEPS})"
-    parser.add_argument("--align", type=Count(), default=STEPS, metavar="STEPS", help=text)
-    meanings = "; ".join(f"{kind}: {meaning}" for kind, meaning in BUDGETS.items())
-    text = f"largest costs of the model, all of one kind. {meanings}"
-    parser.add_argument("--budget", nargs="+", required=True, metavar="KIND=LIMIT", help=text)
-    text = f"images of the forward pass that is timed, and that ms= and memory= limit ({BATCH})"
-    parser.add_argument("--batch-size", type=Count(), default=BATCH, metavar="N", help=text)
-    text = "assignments to measure, those with at most one replaced layer included"
-    text += f" (default: these, and {PER_BUDGET} for each budget)"
-    parser.add_argument("--evaluations", type=Count(), metavar="N", help=text)
-    parser.add_argument("--seed", type=SEED, default=0, help="seed of alignment (0)")
-    command_line.add_images(parser, NUM_IMAGES)
 
 
 def main(args: argparse.Namespace) -> dict[str, tuple[Path, Certificate]]:
@@ -77,7 +41,7 @@ def main(args: argparse.Namespace) -> dict[str, tuple[Path, Certificate]]:
     make_output(args.output, [*FILES, MEASUREMENTS_FILE])
     check_directory(args.output / "front")
     check_claim(args.output / "front", [name for i in range(100) for name in files_of(f"{i:02}")])
-    mechanisms = command_line.read_mechanisms(args.attention or MECHANISMS)
+    mechanisms = read_mechanisms(args.attention or SEARCHED)
     trained = load_trained(args)
     laboratory = Laboratory(trained, read_sample(trained, args.images), args.output, args.align)
     if args.attention is None:

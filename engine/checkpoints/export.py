@@ -25,6 +25,11 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, cast
 
+from engine.checkpoints.command_line import parse_arguments
+
+if __name__ == "__main__":
+    parse_arguments()  # help, and refusals of arguments, wait for none of the imports below
+
 import safetensors.torch
 import torch
 from timm.layers import to_2tuple
@@ -41,7 +46,6 @@ from engine.checkpoints.weights import check_predicts_classes
 from engine.config.schema import Run, num_channels
 from engine.run.described import parse_described
 from engine.run.load import dump_run, load_run
-from engine.runtime.arguments import ArgumentParser, find_config
 from engine.runtime.errors import UserError, refuse_bad_input
 from engine.runtime.files import write_file
 from engine.runtime.ownership import check_claim, check_file, write_together
@@ -60,16 +64,7 @@ BATCH_SIZES = (1, 3)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    text = "Export the model of a checkpoint.\n\n    eav export runs/eva eva.onnx"
-    parser = ArgumentParser(prog="python -m engine.checkpoints.export", description=text)
-    parser.add_argument("checkpoint", type=Path, help="directory or checkpoint of a run, or another file of weights")
-    parser.add_argument("output", help="what to write: a file .safetensors or .onnx, or DIR/ for timm")
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="options in place of the checkpoint's")
-    parser.add_argument("--config", type=find_config, help="YAML file as for train.py, for weights that have none")
-    parser.add_argument("--weights", choices=tuple(WEIGHTS), help="kind of weights (ema where kept and no worse)")
-    args = parser.parse_intermixed_args(arguments)
-    if args.config and args.weights:
-        parser.error("--weights chooses from a checkpoint that has its own configuration; leave it or --config out")
+    args = parse_arguments(arguments)
     kind: Weights = "plain"
     with refuse_bad_input():
         check_target(args.output)

@@ -14,20 +14,17 @@ depend on the number of images.
 
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
+
+from engine.data.command_lines import PIXELS, SEPARATION, parse_draw
+
+if __name__ == "__main__":
+    parse_draw()  # help, and refusals of arguments, wait for none of the imports below
 
 import numpy as np
 
 from engine.data.idx import LIMIT, write_splits
-from engine.runtime.arguments import SEED, ArgumentParser, Count
 from engine.runtime.errors import UserError, refuse_bad_input
 from engine.runtime.signals import end_at_interrupt
-
-PIXELS = 4
-"""Side of a token, pixels."""
-
-SEPARATION = 7
-"""Least distance of two ends along at least one axis, tokens. No window with sides of this length holds both."""
 
 GAP = 1.5
 """Least distance between two curves, tokens."""
@@ -56,44 +53,8 @@ WAVES = np.stack([np.sin(k * np.pi * ALONG) / k**1.5 for k in (1, 2, 3)])
 
 @end_at_interrupt()
 def main(arguments: Sequence[str] | None = None) -> None:
-    example = "eav draw pathfinder runs/pathfinder --images 20000 2000"
-    parser = ArgumentParser(description=f"Draw a data set and write it in IDX files.\n\n    {example}")
-    parser.add_argument("kind", choices=("pathfinder",), help="images of dashed paths: are two marked ends joined?")
-    parser.add_argument("output", type=Path, help="directory of the splits train and t10k")
-    parser.add_argument(
-        "--images",
-        type=Count(2, 10**7),
-        nargs=2,
-        default=(20_000, 2_000),
-        help="number of images of train and of t10k (20000 2000)",
-        metavar=("N", "M"),
-    )
-    parser.add_argument(
-        "--tokens", type=Count(14, 64), default=14, help=f"side, tokens of {PIXELS}x{PIXELS} pixels (14)"
-    )
-    parser.add_argument("--length", type=Count(8, 200), default=12, help="length of a path, tokens (12)")
-    parser.add_argument(
-        "--distractors", type=Count(0, 100), default=1, help="number of curves of a third of that length (1)"
-    )
-    parser.add_argument(
-        "--separation", type=Count(7, 63), default=SEPARATION, help=f"least tokens between ends ({SEPARATION})"
-    )
-    parser.add_argument(
-        "--scenes",
-        type=Count(1, 16),
-        nargs=2,
-        help="least and largest number of small scenes along a side of a training image (one scene, as in t10k)",
-        metavar=("A", "B"),
-    )
-    parser.add_argument("--seed", type=SEED, default=0, help="seed of the random numbers (0)")
-    args = parser.parse_args(arguments)
+    args = parse_draw(arguments)
     options = {name: getattr(args, name) for name in ("tokens", "length", "distractors", "separation")}
-    if any(count % 2 for count in args.images):
-        parser.error(f"--images must be even, half of them of each class, got {args.images}")
-    if args.scenes and args.scenes[0] > args.scenes[1]:
-        parser.error(f"--scenes must be in ascending order, got {args.scenes}")
-    if (size := max(args.images) * (PIXELS * args.tokens) ** 2) > LIMIT:
-        parser.error(f"--images {max(args.images)} of {args.tokens} tokens a side: {size:,} bytes; at most {LIMIT:,}")
 
     def draw_one(number: int, i: int) -> tuple[np.ndarray, int]:
         """Every other image is of class 1; those of the first split are graded with `--scenes`."""
@@ -102,6 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return draw_graded(rng, label, args.scenes, **options) if is_graded else draw(rng, label, **options), label
 
     with refuse_bad_input():
+        if (size := max(args.images) * (PIXELS * args.tokens) ** 2) > LIMIT:
+            problem = f"--images {max(args.images)} of {args.tokens} tokens a side: {size:,} bytes"
+            raise UserError(f"{problem}; at most {LIMIT:,}")
         write_splits(args.output, args.images, draw_one)
 
 

@@ -19,28 +19,25 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from engine.data.command_lines import parse_prepare
+
+if __name__ == "__main__":
+    parse_prepare()  # help, and refusals of arguments, wait for none of the imports below
+
 from tqdm import tqdm
 
 from engine.data.cache import INDEX, encode, pixels_of, write_cache
 from engine.data.images import BrokenImage
 from engine.data.layout import describe_files
 from engine.data.splits import Images
-from engine.data.verify import add_source, open_splits, read_all
-from engine.runtime.arguments import ArgumentParser, Count
+from engine.data.verify import open_splits, read_all
 from engine.runtime.errors import UserError, refuse_bad_input
 from engine.runtime.signals import end_at_interrupt
 
 
 @end_at_interrupt()
 def main(arguments: Sequence[str] | None = None) -> None:
-    example = "eav prepare /data/imagenet /fast/imagenet --short-side 256"
-    parser = ArgumentParser(description=f"Decode a data set once, for faster loading.\n\n    {example}")
-    add_source(parser)
-    parser.add_argument("output", type=Path, help="directory of the prepared data set")
-    parser.add_argument(
-        "--short-side", type=Count(0, 2**16), default=256, help="short side of the images, pixels; 0: unchanged (256)"
-    )
-    args = parser.parse_intermixed_args(arguments)  # options may stand between root and output
+    args = parse_prepare(arguments)
     with refuse_bad_input():
         for name, images in open_splits(args).items():
             short_side = min((side for side in (args.short_side, images.reader.short_side) if side), default=None)

@@ -8,11 +8,15 @@ Exit status: 0 if no image is broken, 1 if some are, 2 if the data set cannot be
 
 import argparse
 import hashlib
-import os
 import sys
 from collections.abc import Generator, Mapping, Sequence
 from itertools import combinations
-from typing import Any, BinaryIO, cast, get_args
+from typing import Any, BinaryIO, cast
+
+from engine.data.command_lines import parse_verify
+
+if __name__ == "__main__":
+    parse_verify()  # help, and refusals of arguments, wait for none of the imports below
 
 import numpy as np
 
@@ -21,33 +25,17 @@ from engine.data.images import BrokenImage
 from engine.data.layout import describe_files
 from engine.data.splits import Images, classes_of, open_split
 from engine.data.workers import WorkerLoader
-from engine.runtime.arguments import PROCESSES, ArgumentParser, Count
 from engine.runtime.errors import refuse_bad_input
 from engine.runtime.signals import end_at_interrupt
 from engine.runtime.terminal import progress
 from engine.runtime.text import describe_difference
 
-KINDS = [kind for kind in get_args(Data.__annotations__["dataset"]) if kind not in ("digits", "copy")]
-"""Kinds of data sets that consist of files of the user."""
-
 
 @end_at_interrupt()
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = ArgumentParser(description="List the broken images of a data set.\n\n    eav verify /data/imagenet")
-    add_source(parser)
-    args = parser.parse_args(arguments)
+    args = parse_verify(arguments)
     with refuse_bad_input():
         sys.exit(read_splits(open_splits(args), args.workers) > 0)
-
-
-def add_source(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments that name a data set."""
-    parser.add_argument("root", help="directory that holds the splits, as data.root of a run")
-    parser.add_argument("--dataset", choices=KINDS, default="folder", help="kind of the data set (folder)")
-    parser.add_argument("--splits", nargs="+", default=["train", "val"], help="splits (train val)", metavar="NAME")
-    parser.add_argument(
-        "--workers", type=Count(0, PROCESSES.high), default=os.cpu_count(), help="processes that read (one per core)"
-    )
 
 
 def open_splits(args: argparse.Namespace) -> dict[str, Images]:

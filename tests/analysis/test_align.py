@@ -10,7 +10,8 @@ from PIL import Image
 
 from analysis import align as alignment
 from analysis import laboratory
-from analysis.align import BATCH_SIZE, align, draw_batches, open_training_images
+from analysis.align import align, draw_batches, open_training_images
+from analysis.command_line import BATCH_SIZE
 from analysis.drop_in import drop_in, layer_errors, layer_inputs, outputs
 from analysis.measurements import Measurements
 from analysis.trained import Trained, read_sample

@@ -5,10 +5,10 @@ import operator
 from pathlib import Path
 
 from analysis.assignments import choose, search
+from analysis.command_line import PER_BUDGET
 from analysis.costs import Prices
 from analysis.draws import Score
 from analysis.hybrids import OWN, Choices
-from analysis.search import PER_BUDGET
 
 STORED = Path(__file__).parents[2] / "docs/data/search.csv"
 SHARES = 0.68, 0.72, 0.8, 0.85, 0.9
