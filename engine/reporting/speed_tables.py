@@ -127,6 +127,17 @@ def training_on_gpu() -> str:
     return markdown_table(["model", "tokens", *columns], lines)
 
 
+def hours_on_imagenet() -> str:
+    """Hours of 300 epochs of ImageNet-1k's 1,281,167 training images, derived from `TRAINING`'s images a second."""
+    models = {title: rows for model, title in TRAINED.items() if (rows := trained(model))}
+    ours = {title: name for title, name in OURS.items() if any(name in rows for rows in models.values())}
+    lines = []
+    for title, rows in models.items():
+        hours = {name: 300 * 1_281_167 / float(row["images_per_second"]) / 3600 for name, row in rows.items()}
+        lines.append([title, *(f"{hours[name]:.0f}" if name in hours else "" for name in ours.values())])
+    return markdown_table(["model", *ours], lines)
+
+
 def gpu_in_short() -> str:
     """Sentences on the training of DeiT-Tiny/8 on a GPU."""
     rows = trained("tiny8")
@@ -232,6 +243,7 @@ OF_HOSTS: dict[str, Callable[[], str]] = {
 
 SPEED_TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"ten mechanisms": ten_mechanisms},
+    "docs/reproducing.md": {"hours on ImageNet": hours_on_imagenet},
     "docs/speed.md": {
         "GPU in short": gpu_in_short,
         "training on a GPU": training_on_gpu,
