@@ -42,6 +42,9 @@ ESCAPES = {
 NUMBER = re.compile(r"([+-]?\d[\d.]*(?:e[+-]?\d+)?)(?: ± (\d[\d.]*))?(?= |$)")
 
 
+NO_RUNS = {("seeds", "0"), ("folds", "0")}
+
+
 def make_report(settings: Sequence[Setting], left_out: Sequence[str] = ()) -> tuple[Table, str, list[str]]:
     """Returns the table of a sweep without columns of given values that all rows share, a text of those, and notes.
 
@@ -51,7 +54,7 @@ def make_report(settings: Sequence[Setting], left_out: Sequence[str] = ()) -> tu
     given = {*changed_options(settings), *tabulate_match(settings), "parameters (M)", "MACs (G)", "seeds", "folds"}
     constant = [x for x in table if (x in given or x.startswith("paper")) and len(set(table[x])) == 1]
     same = {title: table[title][0] for title in constant if len(settings) > 1 or not table[title][0]}
-    stated = ", ".join(f"{title} = {text}" for title, text in same.items() if text)
+    stated = ", ".join(f"{title} = {text}" for title, text in same.items() if text and (title, text) not in NO_RUNS)
     shown = {title: texts for title, texts in table.items() if title not in same}
     return shown, f"All rows: {stated}." * bool(stated), list_notes(settings, table, left_out)
 
@@ -85,7 +88,7 @@ def to_latex(caption: str, settings: Sequence[Setting], left_out: Sequence[str] 
         f"  \\label{{tab:{re.sub(r'[^A-Za-z0-9_-]+', '-', label)}}}",
         f"  \\begin{{tabular}}{{l{'r' * (len(table) - 1)}}}",
         *("    \\toprule", head, "    \\midrule", *rows, "    \\bottomrule"),
-        *("  \\end{tabular}", "\\end{table}", *(f"% {note}" for note in notes), ""),
+        *("  \\end{tabular}", "\\end{table}", *(f"% {' '.join(note.split())}" for note in notes), ""),
     ]
     return "\n".join(lines)
 
@@ -100,8 +103,8 @@ def to_cell(text: str, is_bold: bool) -> str:
 
 
 def escape(text: str) -> str:
-    """Returns `text` as LaTeX that prints it."""
-    return "".join(ESCAPES.get(character, character) for character in text).replace("±", "$\\pm$")
+    """Returns `text` as LaTeX that prints it, in one line."""
+    return "".join(ESCAPES.get(character, character) for character in re.sub(r"\s+", " ", text)).replace("±", "$\\pm$")
 
 
 def write_tables(caption: str, settings: Sequence[Setting], output: Path, left_out: Sequence[str] = ()) -> None:

@@ -104,7 +104,10 @@ def list_rows(ablation: Ablation, folder: Path) -> list[Row]:
     bases = [folder / base for base in ablation.bases or [ablation.base or ""]]
     for i, base in enumerate(bases):
         if not base.is_file():
-            raise OptionError(f"bases.{i}" if ablation.bases else "base", f"{base}: no such file")
+            raise OptionError(
+                f"bases.{i}" if ablation.bases else "base",
+                f"{base}: {'a directory' if base.is_dir() else 'no such file'}",
+            )
     if not changes:
         return [Row(f"bases.{i}", base, {}) for i, base in enumerate(bases)]
     return [Row(key, base, options) for base, (key, options) in itertools.product(bases, changes)]

@@ -33,7 +33,7 @@ def parse_budget(text: str, meanings: Mapping[str, str]) -> tuple[str, float]:
     """
     key, _, value = text.partition("=")
     if key not in meanings:
-        raise OptionError("--budget", f"{text!r}: unknown budget{nearest(key, meanings)}; write ms=5")
+        raise OptionError("--budget", f"{text!r}: unknown budget{nearest(key, meanings)}")
     try:
         limit = float(value)
     except ValueError:

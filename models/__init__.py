@@ -19,7 +19,7 @@ from timm.models._input import update_model_args
 from torch import nn
 
 from attention import Attention, AttentionFactory, LayerContext, OptionError
-from attention.options import nearest, parse_options
+from attention.options import nearest, parse_options, refuse
 from models.assignment import Mechanism, assign, layer_factories, single_layers
 from models.base import Backbone
 from models.convert import resample_weights
@@ -85,12 +85,13 @@ def parse_model(name: str, options: Mapping[str, Any]) -> Any:
     """
     if is_host(name):
         return parse_host(name, options)
-    family = family_of(name)
+    family, problems = family_of(name), list[OptionError]()
     for option in options:
         having = {f.__name__ for f, _ in MODELS.values() if option in {field.name for field in fields(f.Config)}}
         if having and family.__name__ not in having:
             problem = f"an option of {', '.join(having)}, which {name} is not; leave it out, or choose another model"
-            raise OptionError(f"model.{option}", problem)
+            problems.append(OptionError(f"model.{option}", problem))
+    refuse(problems)
     config = parse_options(family.Config, {**MODELS[name][1], **options}, "model")
     for option, with_part in WITH_PARTS.items():
         if getattr(config, option, False):

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from attention import Grid, OptionError
-from attention.options import Options, option, parse_options
+from attention.options import Options, option, parse_options, refuse
 from models.assignment import Mechanism
 from models.base import NO_DECAY
 from models.block import compiled
@@ -156,9 +156,8 @@ def parse_host(name: str, options: Mapping[str, Any]) -> HostConfig:
         OptionError: unknown host or option, wrong type or value, a model of transformers without its configuration, see
             `described`.
     """
-    if strange := next((key for key in options if key not in HostConfig.__dataclass_fields__), None):
-        problem = f"unknown option of {name}; options of the model itself belong in model.kwargs"
-        raise OptionError(f"model.{strange}", problem)
+    problem = f"unknown option of {name}; options of the model itself belong in model.kwargs"
+    refuse([OptionError(f"model.{key}", problem) for key in options if key not in HostConfig.__dataclass_fields__])
     config: HostConfig = parse_options(HostConfig, {**options, "name": name}, "model")
     kwargs = config.kwargs or {}
     for key, value in _entries(kwargs):

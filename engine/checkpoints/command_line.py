@@ -11,7 +11,7 @@ from engine.runtime.arguments import ArgumentParser, find_config
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Returns the arguments of `engine.checkpoints.export`, by default those of this process."""
     text = "Export the model of a checkpoint.\n\n    eav export runs/eva eva.onnx"
-    parser = ArgumentParser(prog="python -m engine.checkpoints.export", description=text)
+    parser = ArgumentParser(description=text)
     add = parser.add_argument
     add("checkpoint", type=Path, help="directory or checkpoint of a run, or another file of weights")
     add("output", help="what to write: a file .safetensors or .onnx, or DIR/ for timm")

@@ -111,7 +111,9 @@ def _accuracy(run: Run, checkpoint: Mapping[str, Any], weights: Weights) -> str:
     there, here = ((x.model, x.attention, preprocessing_of(x)) for x in (trained, run))
     other = "" if there == here else " It had other options of the model or of its images than this export."
     found = f"top-1 {metrics[top1]:.2f} % of {metrics['images']:,.0f} validation images, after epoch {progress.epoch}"
-    return f"{found}{broken}, by the run's own evaluation in {trained.train.amp or 'fp32'}.{other}"
+    amp = trained.train.amp or "fp32"
+    precision = "bf16, or fp32 on a CPU without instructions for it" if amp == "auto" else amp
+    return f"{found}{broken}, by the run's own evaluation in {precision}.{other}"
 
 
 def _code(value: Any) -> str:

@@ -88,7 +88,7 @@ REMOVED: dict[str, list[Any] | None] = {
     "train.max_skipped": None,
     "train.max_overflows": None,
     "model.use_glu": [False],
-    "model.patch_drop_rate": [0.0],
+    "model.patch_drop_rate": None,
     "model.reductions": [[8, 4, 2, 1]],
     "report.mlflow": None,
     "report.profile": None,

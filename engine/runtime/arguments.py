@@ -84,7 +84,8 @@ class ArgumentParser(argparse.ArgumentParser):
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **{"formatter_class": argparse.RawDescriptionHelpFormatter} | options)
         text = "module or .py file that registers mechanisms of your own; repeatable"
-        self.add_argument(FLAG, metavar="MODULE", help=text, default=argparse.SUPPRESS)  # for the help alone
+        # For the help, and for abbreviations: `take_plugins` takes the flag away.
+        self.add_argument(FLAG, metavar="MODULE", type=_refuse_abbreviation, help=text, default=argparse.SUPPRESS)
 
     def error(self, message: str) -> NoReturn:
         found = re.match(r"unrecognized arguments: --([\w-]+)", message)
@@ -104,6 +105,10 @@ class ArgumentParser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> Any:
         return super().parse_intermixed_args(_load_plugins(args), namespace)
+
+
+def _refuse_abbreviation(text: str) -> NoReturn:
+    raise argparse.ArgumentTypeError(f"write {FLAG} {text} in full")
 
 
 def _load_plugins(arguments: Sequence[str] | None) -> list[str]:

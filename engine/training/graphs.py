@@ -227,7 +227,7 @@ def host_state(network: nn.Module) -> dict[str, object]:
     """
     state: dict[str, object] = {
         "Python's random state": random.getstate(),
-        "NumPy's random state": np.random.get_state()[1].tobytes(),  # type: ignore[index]  # noqa: NPY002
+        "NumPy's random state": np.random.get_state(legacy=False)["state"]["key"].tobytes(),  # noqa: NPY002
     }
     if not next(network.parameters()).is_cpu:
         state["torch's random state"] = torch.get_rng_state().numpy().tobytes()

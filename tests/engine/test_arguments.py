@@ -130,3 +130,8 @@ def test_the_command_line_is_parsed_before_torch_is_imported(name):
 def test_sizes_are_whole_numbers(kind, text):
     with pytest.raises(argparse.ArgumentTypeError):
         kind(text)
+
+
+def test_an_abbreviated_plugin_is_refused_and_not_left_out(capsys):
+    line = refusal(run("train"), ["configs/quickstart.yaml", "--plug=x", "--output", "r"], capsys)
+    assert line.endswith("argument --plugin: write --plugin x in full\n")

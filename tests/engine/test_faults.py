@@ -324,7 +324,7 @@ def test_a_disk_that_fails(case: str, runs: Runs, fork_server: ForkServer, tmp_p
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [
-        (("train.nn.utils.clip_grad_norm_", 3, "workers"), "killed or is stuck ("),  # torch says so, or that the connection was reset
+        (("train.nn.utils.clip_grad_norm_", 3, "workers"), "oader worker"),  # or a reset connection
         (("engine.data.splits.decode", 30, "hang"), "DataLoader timed out after 1.2 seconds"),
     ],
 )

@@ -16,7 +16,7 @@ from ablation.report import FIGURES, report_sweep, to_latex, write_figures, writ
 from ablation.runs import Case, Setting, failure_mark, in_order
 from ablation.sweep import read_ablation
 from ablation.tables import ONE_RUN, measure, tabulate
-from engine.reporting.plots import in_style
+from engine.reporting.plots import encode, in_style
 from engine.reporting.tables import T_975, Spread, spread
 from engine.runtime.ownership import claim
 from tests.support.launcher import ROOT
@@ -232,11 +232,12 @@ def test_two_axes_of_numbers_make_a_heat_map(config):
 
 
 def test_labels_replace_words_of_names(config):
-    labels = "labels: {E: window, epochs: 7, poch: part}\n"
+    labels = "labels: {E: $\\abs$, epochs: 7, poch: part}\n"
     _, settings, _ = read(config, f"{labels}grid: {{attention.window_size: [1, 2], schedule.epochs: [10, 9]}}\n")
-    assert short_names(settings) == ["window=1, 7=10", "window=1, 7=9", "window=4, 7=10", "window=4, 7=9"]
+    assert short_names(settings) == ["$\\abs$=1, 7=10", "$\\abs$=1, 7=9", "$\\abs$=4, 7=10", "$\\abs$=4, 7=9"]
     axes = draw_heat_map("Windows", settings).axes[0]
-    assert (axes.get_ylabel(), axes.get_xlabel()) == ("window", "7")
+    assert encode(axes.figure)  # labels are no mathematics
+    assert (axes.get_ylabel(), axes.get_xlabel()) == ("$\\abs$", "7")
 
 
 @pytest.mark.complete
