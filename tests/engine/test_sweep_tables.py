@@ -96,8 +96,8 @@ def test_a_row_shows_what_its_runs_have_measured(config):
 
 
 def test_step_times_beside_other_runs_of_the_sweep_are_left_out(config):
-    """Of two runs on the CPUs of one machine that overlap; the third goes on after them, the fourth is elsewhere, the
-    fifth on a GPU.
+    """The first two runs overlap on the CPUs of a machine. The third ends after them, the fourth runs on another
+    machine, and the fifth on a GPU.
     """
     _, settings, _ = read(config, "grid: {optim.lr: [0.1, 0.2, 0.3, 0.4, 0.5]}\n")
     hosts = [{"host": "a"}] * 3 + [{"host": "b"}, {"host": "a", "cuda": "13.0"}]

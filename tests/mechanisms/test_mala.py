@@ -5,20 +5,13 @@ from functools import partial
 import torch
 
 from attention.mechanisms.mala import mala
-from tests.mechanisms.test_rala import ours
+from tests.mechanisms.test_rala import EFFECTS, GROWTH, LEARNED, SYMBOLS, SYMMETRIES, UNSIZED, ours  # noqa: F401  # facts
 from tests.support.cases import PREFIX, Case
-from tests.support.growth import Growth
 from tests.support.inputs import B, h, identity, one_head, tokens
 
 case = partial(Case, "mala", (5, 7), mixes_values=False, positive_weights=False, bounded=False)
 
 CASES = [case(), case({"local": False}), case(PREFIX)]
-EFFECTS = {"local": ({}, False)}
-SYMMETRIES = [(set(), {}), (set(), {"local": False})]
-GROWTH = [Growth(1, 1)]
-SYMBOLS = {}
-LEARNED = {"gate", "local_term"}
-UNSIZED = True
 VISION = {"mala_6x9": ({}, ours)}
 
 GRID, N = (6, 4), 24
