@@ -217,7 +217,9 @@ class Attention(nn.Module):
     @classmethod
     def fitted(cls, context: LayerContext, config: Any) -> Any:
         """The options of a layer: `config`, or with the option `fit` the largest sizes that the grid allows."""
-        sizes = {name: most for name, (most, _) in cls.too_large(context, config).items()} if config.fit else {}
+        if not config.fit:
+            return config
+        sizes = {name: most for name, (most, _) in cls.too_large(context, config).items()}
         return dataclasses.replace(config, **sizes)
 
     @classmethod

@@ -16,7 +16,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from attention import Attention, AttentionFactory, OptionError
-from attention.options import Options, option, parse_options
+from attention.options import Options, collecting, option, parse_options, refuse
 
 Mechanism = str | Mapping[str, Any]
 """A mechanism's name, or a mapping with its name and options; in a list also with its `Place`."""
@@ -41,16 +41,21 @@ class Entry(NamedTuple):
     Attributes:
         options: name and options of the mechanism, with the `Place` if it names one; blocks as `text_of` writes them.
         layers: numbers of the blocks, counted through all stages.
+        factory: the parsed mechanism.
     """
 
     options: dict[str, Any]
     layers: tuple[int, ...]
+    factory: AttentionFactory
 
 
-def assign(model: str, attention: Mechanism | Sequence[Mechanism], depths: Sequence[int]) -> list[Entry]:
+def assign(
+    model: str, attention: Mechanism | Sequence[Mechanism] | Sequence[Entry], depths: Sequence[int]
+) -> list[Entry]:
     """The entries of `attention` for a model with `depths` blocks in its stages; every block is in one of them.
 
     A single mechanism given to a pyramid serves all stages but the last, which keeps softmax, as in the papers.
+    Entries that were assigned before are returned.
 
     Args:
         model: its name, for messages.
@@ -58,34 +63,29 @@ def assign(model: str, attention: Mechanism | Sequence[Mechanism], depths: Seque
         OptionError: unknown mechanism or option, wrong type or value, a block that is in no entry, in two of them, or
             not in the model.
     """
-    stages = _stages(depths)
-    if isinstance(attention, str | Mapping):
-        mechanism = check_entry(attention, "attention")
-        if place := split_place(mechanism)[0]:
-            problem = "belongs to an entry of a list, attention: [{blocks: 0-8, name: ...}, ...]; leave it out"
-            raise OptionError(f"attention.{next(iter(place))}", problem)
-        copies = [dict(mechanism) for _ in stages[1:]]
-        options = [*copies, {"name": "softmax"}] if copies else [mechanism]
-        return [Entry(*pair) for pair in zip(options, map(tuple, stages), strict=True)]
-    given = [
-        check_entry(entry, f"attention[{i}]")
-        for i, entry in enumerate(attention if isinstance(attention, Sequence) else ())
-    ]
-    places = [split_place(entry)[0] for entry in given]
-    if not any(places) and len(given) == len(stages) > 1:
-        return [Entry(*pair) for pair in zip(given, map(tuple, stages), strict=True)]
+    if isinstance(attention, list) and attention and isinstance(attention[0], Entry):
+        return attention
+    stages, given = _stages(depths), parse_entries(attention)
+    places, is_single = [place for place, *_ in given], isinstance(attention, str | Mapping)
+    if is_single and places[0]:
+        problem = "belongs to an entry of a list, attention: [{blocks: 0-8, name: ...}, ...]; leave it out"
+        raise OptionError(f"attention.{next(iter(places[0]))}", problem)
+    if is_single and len(stages) > 1:
+        given = [*given * (len(stages) - 1), *parse_entries("softmax")]
+    if is_single or (not any(places) and len(given) == len(stages) > 1):
+        return [Entry({**own}, tuple(stage), parsed) for (_, own, parsed), stage in zip(given, stages, strict=True)]
     if not places or not all(places):
         lists = f"of {len(stages)}, or of mappings that name their stage" if len(stages) > 1 else ""
         lists = lists or "of mappings that name their blocks"
         raise OptionError("attention", f"{model} takes one mechanism or a list {lists}, got {attention!r}")
     entries: list[Entry] = []
-    for i, (place, mechanism) in enumerate(zip(places, given, strict=True)):
+    for i, (place, mechanism, factory) in enumerate(given):
         written, layers = _read_place(place, stages, f"attention[{i}].")
         for j, other in enumerate(entries):
             if both := {*layers} & {*other.layers}:
                 problem = f"{_describe(both, stages)} in attention[{j}] as well; every block has one mechanism"
                 raise OptionError(f"attention[{i}]", problem)
-        entries.append(Entry(_placed(written, mechanism), layers))
+        entries.append(Entry({**written, **mechanism}, layers, factory))
     if missing := {*range(sum(depths))}.difference(*(entry.layers for entry in entries)):
         raise OptionError("attention", f"no entry has {_describe(missing, stages)}; every block has one mechanism")
     return entries
@@ -106,8 +106,7 @@ def single_layers(depths: Sequence[int]) -> range:
 
 def layer_factories(entries: Iterable[Entry]) -> list[LayerFactory]:
     """The factory of every block; the context of its layer counts the earlier blocks with the same mechanism."""
-    by_entry = [(_factory(entry.options), entry.layers) for entry in entries]
-    by_layer = {layer: factory for factory, layers in by_entry for layer in layers}
+    by_layer = {layer: entry.factory for entry in entries for layer in entry.layers}
     counts: Counter[str] = Counter()
     factories: list[LayerFactory] = []
     for layer in sorted(by_layer):
@@ -133,20 +132,14 @@ def replace(
             s = next(s for s, stage in enumerate(stages) if rest[0] in stage)
             own: dict[str, Any] = {"stage": s} if len(stages) > 1 else {}
             own["blocks"] = text_of(layer - stages[s].start for layer in rest)
-            kept.append(Entry(_placed(own, entry.options), tuple(rest)))
-    return [*kept, Entry({**written, **mechanism}, layers)]
+            kept.append(Entry({**own, **split_place(entry.options)[1]}, tuple(rest), entry.factory))
+    return [*kept, Entry({**written, **mechanism}, layers, AttentionFactory.from_options(mechanism))]
 
 
 def split_place(entry: Mechanism) -> tuple[dict[str, Any], dict[str, Any]]:
     """The place that an entry names, empty without one, and its mechanism with its options; nothing is checked."""
     options = {"name": entry} if isinstance(entry, str) else dict(entry)
     return {name: options.pop(name) for name in Place.__dataclass_fields__ if name in options}, options
-
-
-def factories_of(attention: Mechanism | Sequence[Mechanism] | None) -> list[AttentionFactory]:
-    """The factory of every entry of the attention of a run, which has been checked."""
-    entries = [attention] if isinstance(attention, str | Mapping) else attention or []
-    return [_factory(entry) for entry in entries]
 
 
 def mechanisms_of(attention: Mechanism | Sequence[Mechanism] | None) -> list[dict[str, Any]]:
@@ -189,20 +182,21 @@ def text_of(numbers: Iterable[int]) -> str:
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
-def check_entry(entry: Any, path: str) -> dict[str, Any]:
-    """An entry as a mapping, whose mechanism has been parsed."""
-    place, mechanism = split_place(entry) if isinstance(entry, str | Mapping) else ({}, entry)
-    AttentionFactory.from_options(mechanism, path)
-    return {**place, **mechanism}
+def parse_entries(attention: Any) -> list[tuple[dict[str, Any], dict[str, Any], AttentionFactory]]:
+    """Place, mechanism, and parsed mechanism of every entry of `attention`; of what is no entry and no list, none.
 
-
-def _factory(entry: Mechanism) -> AttentionFactory:
-    return AttentionFactory.from_options(split_place(entry)[1])
-
-
-def _placed(place: Mapping[str, Any], entry: dict[str, Any]) -> dict[str, Any]:
-    """The mechanism of an entry in another place."""
-    return {**place, **split_place(entry)[1]}
+    Raises:
+        OptionError: all mechanisms and options that are wrong; places are not checked.
+    """
+    is_single, parsed, problems = isinstance(attention, str | Mapping), [], list[OptionError]()
+    entries = [attention] if is_single else attention if isinstance(attention, Sequence) else []
+    for i, entry in enumerate(entries):
+        with collecting(problems):
+            place, mechanism = split_place(entry) if isinstance(entry, str | Mapping) else ({}, entry)
+            factory = AttentionFactory.from_options(mechanism, "attention" if is_single else f"attention[{i}]")
+            parsed.append((place, mechanism, factory))
+    refuse(problems)
+    return parsed
 
 
 def _stages(depths: Sequence[int]) -> list[range]:

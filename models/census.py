@@ -18,7 +18,8 @@ from models import MODELS
 from models.hosts import attention_calls
 
 FAMILIES = (
-    "vit deit dinov2 dinov2_with_registers dinov3_vit siglip_vision_model clip_vision_model ijepa vit_msn vit_mae"
+    *("vit", "deit", "dinov2", "dinov2_with_registers", "dinov3_vit"),
+    *("siglip_vision_model", "clip_vision_model", "ijepa", "vit_msn", "vit_mae"),
 )
 """Model types of transformers that the census goes through."""
 

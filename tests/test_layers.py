@@ -57,7 +57,7 @@ BELOW = {  # folder or file -> what of this project it may import
     },
 }
 MODELS_MAY_TAKE = {"Attention", "AttentionFactory", "Grid", "OptionError", "LayerContext", "Options"} | {
-    *("kernels", "option", "nearest", "parse_options", "refuse", "take_plugins"),
+    *("collecting", "kernels", "option", "nearest", "parse_options", "refuse", "take_plugins"),
 }
 EVERY_FILE = [path for package in LIBRARIES for path in sorted((ROOT / package).rglob("*.py"))]
 

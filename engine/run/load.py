@@ -23,7 +23,7 @@ from engine.run.advice import naming_origins
 from engine.run.checks import check_run
 from engine.runtime.errors import ConfigError
 from models import MODELS, create_model, is_host, parse_model, split_name
-from models.assignment import Entry, as_option, assign, check_entry, split_place
+from models.assignment import Entry, as_option, assign, parse_entries, split_place
 from models.base import attention_layers
 from models.freeze import freeze
 from models.hosted import described
@@ -186,16 +186,22 @@ def _parse_all(values: dict[str, Any]) -> Run:
     raise OptionErrors(problems)
 
 
-def _parse_parts(model: Mapping[str, Any], attention: Any) -> Any:
-    """Returns the `Config` of the model. OptionError: all options of model and attention that are wrong."""
-    problems, config = list[OptionError](), None
+def _parse_parts(model: Mapping[str, Any], attention: Any) -> tuple[Any, list[Entry]]:
+    """Returns the `Config` of the model, and the entries of its attention; none if that is None.
+
+    Raises:
+        OptionError: all options of model and attention that are wrong.
+    """
+    problems, config, entries = list[OptionError](), None, list[Entry]()
     with collecting(problems):
         config = parse_model(*split_name(model))
-    for i, entry in enumerate(attention) if isinstance(attention, list) else [(None, attention)]:
-        with collecting(problems):
-            check_entry(entry, "attention" if i is None else f"attention[{i}]")
+    with collecting(problems):
+        if config is None:
+            parse_entries(attention)
+        elif attention is not None:
+            entries = assign(model["name"], attention, config.depths)
     refuse(problems)
-    return config
+    return config, entries
 
 
 def _write_out_list(values: dict[str, Any], path: Sequence[str]) -> None:
@@ -222,14 +228,12 @@ def _build(tree: Tree, run: Run, overrides: Sequence[str], world_size: int) -> R
     """Checks all of the `run` that `_parse` has made of `tree`, and writes out the options of model and attention."""
     with naming_origins(tree, run, overrides):
         name, options = split_name(run.model)
-        config = _parse_parts(run.model, [] if run.attention is None else run.attention)
+        config, entries = _parse_parts(run.model, run.attention)
         run = dataclasses.replace(run, model={"name": name, **plain(dataclasses.asdict(config))})
-        entries: list[Entry] = []
-        if run.attention is not None:
-            entries = assign(name, run.attention, config.depths)
-        elif not is_host(name):
+        if run.attention is None and not is_host(name):
             raise OptionError("attention", " = null: name a mechanism; models of timm: and hf: alone have their own")
-        attention, problems = as_option([entry.options for entry in entries], run.attention), list[OptionError]()
+        attention: Any = entries or None  # parsed, and taken as they are
+        problems = list[OptionError]()
         with collecting(problems):
             try:
                 with torch.device("meta"):

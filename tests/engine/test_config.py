@@ -91,6 +91,14 @@ def test_dump_and_parse_are_inverse_also_through_yaml(tmp_path, model):
     assert load_run(write(tmp_path, yaml.safe_dump(dump_run(run)), "again.yaml")) == run
 
 
+def test_a_mechanism_is_parsed_once(monkeypatch):
+    parsed, from_options = [], AttentionFactory.from_options
+    monkeypatch.setattr(AttentionFactory, "from_options", lambda *given: (parsed.append(1), from_options(*given))[1])
+    run = load_run(ROOT / "configs" / "deit_tiny_p16" / "eva.yaml")
+    create_model("deit", run.attention, depth=1)
+    assert len(parsed) == 2
+
+
 def test_options_of_earlier_versions_without_an_effect_are_passed_over():
     options = {"model": {"name": "deit_tiny_p16"}, "attention": "softmax"}
     removed = flatten_back({key: (values or ["any"])[-1] for key, values in REMOVED.items()})
