@@ -134,11 +134,9 @@ class OfTransformers(Hosted):
         return self.classifier
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        model = cast(Any, self)
-        if enable:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        elif model.is_gradient_checkpointing:
-            model.gradient_checkpointing_disable()
+        given = [{"use_reentrant": False}] * enable
+        name = f"checkpointing_{'enable' if enable else 'disable'}"  # transformers 5.24 warns of the older names
+        (getattr(self, f"activation_{name}", None) or getattr(self, f"gradient_{name}"))(*given)
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         return {"stem": r"^.*(?:embeddings|pre_layrnorm)\.", "blocks": r"^.*?\blayers?\.(\d+)\."}

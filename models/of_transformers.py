@@ -137,14 +137,17 @@ def _without(options: Any) -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Context in which transformers prints no reports on weights and configurations; errors are raised."""
+    """Context in which transformers prints no bars, and no reports on weights and configurations; errors are raised."""
     logging = _transformers().logging
-    verbosity = logging.get_verbosity()
+    verbosity, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
     try:
         yield
     finally:
         logging.set_verbosity(verbosity)
+        if has_bars:
+            logging.enable_progress_bar()
 
 
 def _transformers() -> Any:

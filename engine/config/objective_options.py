@@ -17,8 +17,8 @@ class Distill:
 
     teacher: str | None = option(
         None,
-        "trained model: run directory, checkpoint or export, or timm:NAME of timm's hub; init.weights: that of this"
-        " option; null: none",
+        "trained model: run directory, checkpoint or export, timm:NAME or hf:NAME; init.weights: that of this option;"
+        " null: none",
     )
     type: Literal["hard", "soft", "soft_released", "attention"] = option(
         "hard",

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import cast
 
 import torch
@@ -26,11 +26,11 @@ from engine.run.described import parse_described
 from engine.runtime.distributed import World
 from engine.runtime.errors import UserError
 from engine.runtime.text import describe_difference, describe_error, numbers_of, one_line
-from models import create_model, published_attention
+from models import create_model, parse_model, published_attention
 from models.base import attention_layers
 from models.deit import Deit
 from models.freeze import describe_freeze
-from models.hosted import TIMM
+from models.hosted import TIMM, described
 
 
 def create_objective(run: Run, model: nn.Module, images: Images, world: World) -> Objective:
@@ -111,8 +111,8 @@ def read_teacher(name: str, run: Run) -> Teacher:
         images, classes = (config["mean"], config["std"]), read_label_names(config, name)
         return Teacher(model, config["input_size"], classes, _normalisation(run), images)
     if found.kind is Kind.TRANSFORMERS:
-        problem = "a model of transformers teaches by distill.type=attention alone; train or export it here first"
-        raise UserError(problem)
+        options = {"in_chans": num_channels(run), "img_size": run.model["img_size"]}
+        return read_published(name, replace(run, model=asdict(parse_model(name, described(name, options)))))
     if found.kind in FOREIGN:
         remedy = f"name {TIMM}NAME of timm's hub, or a run of train.py"
         raise UserError(f"weights alone, which do not say of what model they are; {remedy}")

@@ -26,6 +26,7 @@ from engine.objectives.alignment import Alignment
 from engine.objectives.distillation import Teacher
 from engine.run.load import dump_run, load_run, parse_run
 from engine.runtime.errors import ConfigError, UserError
+from engine.training.objective import read_teacher
 from engine.training.optim import create_optimizer
 from models import create_model, layer_contexts, replace_attention
 from models.costs import count_costs
@@ -185,6 +186,9 @@ def test_a_classifier_of_a_folder_loads_and_is_matched_by_its_classes(tmp_path):
     assert not outcome["fresh"] | outcome["re-made"] | outcome["dropped"]
     model.load_state_dict(taken)
     assert torch.equal(model(images()), there(images()).logits)
+    teacher = read_teacher(name, load_run(write_run(tmp_path / "x.yaml")))
+    assert torch.equal(teacher(images()), there(images()).logits)
+    assert teacher.classes == source.classes
     _, outcome = fit_weights(create_model(name, num_classes=3), source, "x")
     assert [*outcome["re-made"]] == ["classifier.weight", "classifier.bias"]
 
