@@ -31,13 +31,13 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     example = "python benchmark.py --attention eva lara --tokens 784"
     parser = ArgumentParser(description=f"Compare mechanisms and models side by side.\n\n    {example}")
     add, many, entries = parser.add_argument, {"nargs": "+"}, {"nargs": "+", "default": []}
-    layers, models = "NAME[@PATH][:OPTION=VALUE,...]", "NAME:ATTENTION[@PATH][:OPTION=VALUE,...]"
+    layers, models = "NAME[@PATH][:OPTION=VALUE,...]", "[timm:]NAME:ATTENTION[@PATH][:OPTION=VALUE,...]"
     batch = f"as many as have {BATCH_TOKENS['cpu']} tokens, on a GPU {BATCH_TOKENS['cuda']}"
     modes = "forward: with a graph, as in training; train: forward, backward and AdamW; inference: without a graph"
     executions = "compiled: for each shape; cuda-graph: eager kernels, launched at once"
     add("--macs", action="store_true", help="parameters and multiply-accumulates beside the papers' figures")
     add("--attention", **entries, metavar=layers, help="single layers, or all; PATH: fast paths, as train.kernels")
-    add("--models", **entries, metavar="MODEL", help=f"{models}, timm:NAME[:OPTION=VALUE,...], or a YAML file")
+    add("--models", **entries, metavar="MODEL", help=f"{models}, timm:NAME as it is, or a YAML file")
     add("--tokens", **many, type=token_grid, default=[(28, 28)], metavar="N|HxW", help="tokens of a layer")
     pixels = "images of models, in pixels; default: 224"
     add("--image-sizes", **many, type=image_size, default=[(224, 224)], metavar="SIDE|HxW", help=pixels)

@@ -3,7 +3,7 @@
 import argparse
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 from attention import Grid
 from bench.arguments import BATCH_TOKENS
 from bench.results import COLUMNS, FILES, SETTINGS, quartile_columns
-from bench.timing import Call, Quartiles, Times, capturing, time_rounds
+from bench.timing import Call, Quartiles, capturing, time_rounds
 from bench.workload import Subject, Workload, attention_layer, layers_that_differ, whole_model
 from engine.runtime.errors import ConfigError
 from engine.runtime.memory import memory_permitting
@@ -80,12 +80,7 @@ def plan(args: argparse.Namespace, device: torch.device) -> list[Comparison]:
 def compare(comparison: Comparison, rounds: int, device: torch.device) -> list[dict[str, Any]]:
     """Measures all subjects. Returns a row of results.csv for each; None for subjects that exceed the memory."""
     calls, counts = set_up(comparison, device)
-    return rows_of(comparison, counts, time_rounds(calls, rounds, device))
-
-
-def rows_of(comparison: Comparison, counts: Mapping[str, dict[str, int | None]], times: Times) -> list[dict[str, Any]]:
-    """Returns the rows of measured subjects, see `compare`."""
-    calls = times.seconds
+    times = time_rounds(calls, rounds, device)
     rows, macs = [], {each.name: costs.macs for each, costs in zip(comparison.subjects, comparison.costs, strict=True)}
     for subject, costs in zip(comparison.subjects, comparison.costs, strict=True):
         row = {name: getattr(comparison, name, None) for name in COLUMNS}

@@ -73,7 +73,6 @@ def time_rounds(
     sample_seconds: float = SAMPLE_SECONDS,
     *,
     clock: Callable[[], float] = time.perf_counter,
-    is_warm: bool = False,
 ) -> Times:
     """Times `calls` in turns: A B C, then C B A, and so on, so that drift affects all calls equally.
 
@@ -82,19 +81,16 @@ def time_rounds(
 
     Args:
         clock: seconds on a CPU; `time.process_time` does not run while the process waits.
-        is_warm: the calls are long and have run before: none is repeated, and no round is dropped.
     """
 
-    def count(name: str) -> int:
-        return max(1, math.ceil(sample_seconds / elapsed(calls[name], 1, device, clock)[0]))
-
-    repeats = {name: 1 if is_warm else count(name) for name in calls}
+    lengths = {name: elapsed(call, 1, device, clock)[0] for name, call in calls.items()}
+    repeats = {name: max(1, math.ceil(sample_seconds / length)) for name, length in lengths.items()}
     seconds = {name: [] for name in calls}
     ran = total = 0.0
     gc.collect()
     gc.disable()
     try:
-        for number in range(is_warm, rounds + 1):
+        for number in range(rounds + 1):
             for name in calls if number % 2 else reversed(calls):
                 measured, of_thread = elapsed(calls[name], repeats[name], device, clock)
                 if number:

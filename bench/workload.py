@@ -21,7 +21,7 @@ from engine.run.load import load_run
 from engine.runtime.distributed import autocast
 from engine.runtime.errors import ConfigError
 from engine.runtime.memory import peak_bytes, saved_bytes
-from models import create_model
+from models import create_model, replace_attention
 from models.base import Backbone, is_same_attention
 from models.block import compiled
 from models.costs import Costs, costs_of
@@ -42,14 +42,13 @@ class Subject:
         name: entry of the command line, and the place of a layer of `layers_that_differ`. path: path of
             attention.kernels. build: size -> network.
         example: network, size, batch, device -> random arguments of its call. A size is the (H, W) tokens of a layer,
-            or the pixels of an image. warm_up: number of calls before the first measurement.
+            or the pixels of an image.
     """
 
     name: str
     path: kernels.Path
     build: Callable[[Grid], nn.Module]
     example: Callable[[nn.Module, Grid, int, torch.device | str], tuple[Any, ...]]
-    warm_up: int = WARM_UP
 
     @contextmanager
     def on_path(self) -> Iterator[None]:
@@ -120,7 +119,8 @@ def layers_that_differ(text: str, dim: int, num_heads: int, grid: Grid) -> list[
 
 
 def whole_model(text: str) -> Subject:
-    """Parses a model ``"NAME:ATTENTION[@PATH][:OPTION=VALUE,...]"``, ``"timm:NAME[:OPTION=VALUE,...]"``, or YAML file.
+    """Parses ``"NAME:ATTENTION[@PATH][:OPTION=VALUE,...]"``, or a YAML file. NAME may be ``timm:NAME``: then attention
+    may be left out, and ``"timm:NAME:OPTION=VALUE,..."`` gives options of timm's constructor.
 
     Raises:
         OptionError, ConfigError: an unknown model of timm, or a refused file. Other names are checked at construction.
@@ -133,19 +133,23 @@ def whole_model(text: str) -> Subject:
         run = load_run(text)
         build = partial(create_model, attention=run.attention, **run.model)
         return Subject(text, run.train.kernels, lambda size: build(img_size=size), images)
-    family, _, rest = text.partition(":")
-    name, _, options = rest.partition(":")
-    options = read_options(text, options)
-    if family != "timm":
-        name, path = _split_path(text, name or "softmax")
-        build = partial(create_model, family, attention={"name": name, **options})
-        return Subject(text, path, lambda size: build(img_size=size), images)
+    is_host, (name, _, rest) = text.startswith("timm:"), text.removeprefix("timm:").partition(":")
+    entry, _, options = rest.partition(":")
+    has_own = is_host and (not entry or "=" in entry)
+    mechanism, path = _split_path(text, "" if has_own else entry)
+    options = read_options(text, rest if has_own else options)
+    attention = {"name": mechanism or "softmax", **options}
+    if not is_host:
+        return Subject(text, path, lambda size: create_model(name, attention=attention, img_size=size), images)
     if not timm.is_model(name):
         raise OptionError("timm", f"unknown model {name!r}{nearest(name, timm.list_models())}")
     sized = timm.get_pretrained_cfg(name).fixed_input_size  # convolutional pyramids take any size without an option
-    return Subject(
-        text, "auto", lambda size: timm.create_model(name, **options, **({"img_size": size} if sized else {})), images
-    )
+
+    def host(size: Grid) -> nn.Module:
+        model = timm.create_model(name, **(options if has_own else {}), **({"img_size": size} if sized else {}))
+        return model if has_own else replace_attention(model, attention, size)
+
+    return Subject(text, path, host, images)
 
 
 def _split_path(text: str, name: str) -> tuple[str, kernels.Path]:
@@ -217,7 +221,7 @@ class Workload:
             self.gradient = torch.randn_like(self.forward())
         if mode == "train":
             self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-6, capturable=execution.endswith("cuda-graph"))
-        for _ in range(subject.warm_up):
+        for _ in range(WARM_UP):
             self.call()
 
     def forward(self) -> Tensor:

@@ -43,7 +43,7 @@ LINES = {"EVA": "eva", "LARA": "lara", "Performer": "performer", "local windows"
 """Lines of the figure for a CPU: label -> mechanism."""
 
 HOSTS = {"vit_small_patch16_dinov3": "ViT-S/16", "vit_base_patch14_dinov2": "ViT-B/14"}
-"""Host of `bench.high_resolution` -> its name."""
+"""Host of high_resolution.csv -> its name."""
 
 OURS = {"softmax": "softmax", "EVA": "eva", "LARA": "lara", "local windows": "local"}
 OURS |= {"Performer (64)": "performer:num_samples=64"}
@@ -202,7 +202,7 @@ def draw(
 
 
 def by_case(cell: Callable[[dict[str, str]], str]) -> str:
-    """Formats rows of `bench.high_resolution`: a line for each attention, a column for each host, size and mode."""
+    """Formats rows of high_resolution.csv: a line for each attention, a column for each host, size and mode."""
     columns: dict[str, dict[str, str]] = {}
     for row in read("high_resolution.csv"):
         host, _, attention = row["name"].partition(":")

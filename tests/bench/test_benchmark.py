@@ -93,6 +93,8 @@ def test_models_of_ours_of_timm_and_of_files():
     assert costs("timm:vit_tiny_patch16_224", 448) != costs("timm:vit_tiny_patch16_224")
     assert costs("timm:vit_tiny_patch16_224:patch_size=8") != costs("timm:vit_tiny_patch16_224")
     assert costs("timm:pvt_v2_b0") == costs("pvtv2_b0:sra")
+    assert costs("timm:vit_tiny_patch16_224:softmax") == costs("timm:vit_tiny_patch16_224")
+    assert costs("timm:vit_tiny_patch16_224:linear") < costs("timm:vit_tiny_patch16_224:local:window_size=7")
     assert costs("deit_tiny_p8:eva:window_size=7") == costs("deit_tiny_p8:eva")
     assert costs("deit_tiny_p8:eva:num_landmarks=196") != costs("deit_tiny_p8:eva")
     assert costs(str(CONFIGS / "deit_tiny_p8/eva.yaml")) == costs("deit_tiny_p8:eva:released=true")
