@@ -1,6 +1,6 @@
 """Exports a model to other programs, of any checkpoint that this project can read.
 
-    python -m engine.checkpoints.export runs/eva eva/             # timm's `local-dir:` layout, with a model card
+    python -m engine.checkpoints.export runs/eva eva/             # timm's `local-dir:` layout
     python -m engine.checkpoints.export runs/eva eva.safetensors  # weights with their configuration
     python -m engine.checkpoints.export runs/eva eva.onnx         # graph for ONNX Runtime, images of one size
     python -m engine.checkpoints.export released.pth eva.safetensors model.num_heads=3 attention.window_size=7
@@ -40,7 +40,6 @@ from engine.checkpoints.bare_weights import read_with_config
 from engine.checkpoints.files import IDENTITY, METADATA, TRAINED, WEIGHTS, Weights, open_weights, trained_config
 from engine.checkpoints.identify import CONFIG, WEIGHTS_FILES, list_checkpoints
 from engine.checkpoints.local_dir import describe_model
-from engine.checkpoints.model_card import CARD, write_card
 from engine.checkpoints.origin import is_made_here
 from engine.checkpoints.weights import check_predicts_classes
 from engine.config.schema import Run, num_channels
@@ -124,7 +123,6 @@ def export(target: str, run: Run, checkpoint: Mapping[str, Any], weights: Weight
         problem = f"timm's layout cannot describe {run.model['name']} with its attention"
         raise UserError(f"{target}: {problem}; choose a file .safetensors or .onnx")
     model = restore_model(run, checkpoint, weights)[0].eval()
-    card = write_card(model, run, checkpoint, weights) if kind == "/" else ""
     own = {TRAINED: trained_config(checkpoint), "config": dump_run(run), state: model.state_dict()}
     checkpoint = {**checkpoint, **own}
     if kind == ".safetensors":
@@ -134,10 +132,8 @@ def export(target: str, run: Run, checkpoint: Mapping[str, Any], weights: Weight
     description = describe_model(model, run, checkpoint.get("classes"))
     if kind == "/":
         content = to_safetensors(checkpoint, weights)
-        files = {WEIGHTS_FILES[0]: content, CONFIG: description.encode()}
-        is_kept = (path / CARD).exists()  # its owner may have written in it
-        write_together(path, files if is_kept else files | {CARD: card.encode()})
-        return f"; {CARD} stays as it was: without it there, a new model card is written" if is_kept else ""
+        write_together(path, {WEIGHTS_FILES[0]: content, CONFIG: description.encode()})
+        return ""
     images = torch.randn(sum(BATCH_SIZES), num_channels(run), *to_2tuple(run.model["img_size"]))
     content, compute = to_onnx(model, images[:2], description)
     difference = largest_difference(model, compute, images)

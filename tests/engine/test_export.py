@@ -16,8 +16,9 @@ from timm.layers import to_2tuple
 import models
 from attention import ATTENTION
 from engine.checkpoints import export as export_module
+from engine.checkpoints.adapt import restore_model
 from engine.checkpoints.export import check_target, export, main, to_onnx
-from engine.checkpoints.files import open_weights, save_checkpoint
+from engine.checkpoints.files import open_weights, save_checkpoint, trained_config
 from engine.checkpoints.local_dir import describe_model
 from engine.checkpoints.progress import Progress
 from engine.checkpoints.weight_sources import read_weights
@@ -79,7 +80,7 @@ def outputs(model: torch.nn.Module, batch: int = 2) -> torch.Tensor:
 def test_timm_rebuilds_a_directory(model, attention, tmp_path):
     checkpoint = trained(model, attention)
     assert export_plain(f"{tmp_path}/new/", checkpoint) == ""
-    assert sorted(os.listdir(tmp_path / "new")) == ["README.md", "config.json", MARKER, "model.safetensors"]
+    assert sorted(os.listdir(tmp_path / "new")) == ["config.json", MARKER, "model.safetensors"]
     rebuilt = timm.create_model(f"local-dir:{tmp_path}/new", pretrained=True).eval()
     again = tmp_path / "pushed"  # push_to_hf_hub uploads what save_for_hf writes
     timm.models.save_for_hf(rebuilt, again, safe_serialization=True)
@@ -200,6 +201,18 @@ def test_a_graph_that_computes_something_else_is_not_written(tmp_path, monkeypat
     with pytest.raises(UserError, match=r"x.onnx: not written: its logits differ from the model's by .* above 1e-03"):
         export_plain(f"{tmp_path}/x.onnx", trained(DEIT))
     assert (tmp_path / "x.onnx").read_text() == "before"
+
+
+def test_an_export_of_an_export_tells_of_the_training(tmp_path):
+    checkpoint, first = trained(DEIT), tmp_path / "first.safetensors"
+    larger = parse_run(checkpoint["config"], "x", ["model.img_size=[32, 24]", "optim.opt=sgd"])
+    export(str(first), larger, checkpoint, "plain")
+    main([str(first), f"{tmp_path}/second/"])
+    for source in (first, tmp_path / "second"):
+        found = open_weights(source).checkpoint
+        assert trained_config(found) == checkpoint["config"]
+        _, line = restore_model(parse_run(found["config"], "x", ["model.img_size=[40, 24]"]), found, "plain")
+        assert line.startswith("model.img_size = [40, 24], trained at [24, 16]; resampled: ")
 
 
 def test_a_directory_that_cannot_be_written_stays(tmp_path, monkeypatch):
