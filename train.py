@@ -32,7 +32,6 @@ from engine.evaluation.evaluate import evaluate_all
 from engine.reporting.console import format_values
 from engine.reporting.prometheus import Heartbeat
 from engine.reporting.recorder import RUN_FILES, Recorder, SilentRecorder
-from engine.reporting.trackers import check_tracker
 from engine.run.load import load_run
 from engine.runtime.distributed import World, autocast, init_distributed, seed_everything, set_arithmetic, world_size
 from engine.runtime.errors import refuse_bad_input
@@ -61,7 +60,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         world = init_distributed(run.train.device, run.train.timeout_minutes)
         # Report refusals before the process group is destroyed; otherwise another rank fails first.
         with world.ending(), refuse_bad_input(), explain_failures(run.train, world), ExitStack() as cleanup:
-            check_tracker(run.report)
             check_device(run, world.device)
             if args.dry_run:
                 return print_plan(run, world, args.output, args.allow_change, quoted_top1(args.config))

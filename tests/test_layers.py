@@ -19,7 +19,6 @@ LIBRARIES = {
         *("torch", "torchvision", "timm", "yaml", "numpy", "PIL", "matplotlib", "tqdm", "safetensors", "tensorboard"),
         "textalloc",
         *EXPORT,
-        "wandb",
     },
     "bench": {"torch", "torchvision", "timm", "yaml", "numpy", "PIL", "matplotlib", "tqdm", "triton"},
     "analysis": {"torch", "timm", "yaml", "matplotlib", "tqdm"},

@@ -23,10 +23,7 @@ from tests.test_layers import EVERY_FILE, LIBRARIES, ROOT, SCRIPTS, imports
 
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT = PYPROJECT["project"]
-NOT_INSTALLED = ("wandb",)
-"""Extras that the tests do not install; their packages are tested where they are present."""
-
-EXTRAS = ("triton", "export", "hf", *NOT_INSTALLED)
+EXTRAS = ("triton", "export", "hf")
 REQUIREMENTS = {
     canonicalize_name(requirement.name): requirement
     for extra in (PROJECT["dependencies"], *(PROJECT["optional-dependencies"][name] for name in EXTRAS))
@@ -51,8 +48,6 @@ def test_imported_packages_are_declared():
 def test_a_declared_package_has_a_lower_bound_that_this_environment_meets(name):
     requirement = REQUIREMENTS[name]
     assert [specifier.operator for specifier in requirement.specifier] == [">="]
-    if name in NOT_INSTALLED:
-        pytest.importorskip(name)
     if requirement.marker is None or requirement.marker.evaluate():
         assert requirement.specifier.contains(version(name), prereleases=True)
 

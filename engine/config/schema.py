@@ -281,13 +281,6 @@ class Train:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
-    """Experiment tracker that receives the records of a run, besides its directory."""
-
-    wandb: str | None = option(None, "Weights & Biases: project; needs the extra wandb; null: none")
-
-
-@dataclass(frozen=True, kw_only=True)
 class Run:
     """One training run."""
 
@@ -301,7 +294,6 @@ class Run:
     optim: Optim = field(default_factory=Optim)
     schedule: Schedule = field(default_factory=Schedule)
     train: Train = field(default_factory=Train)
-    report: Report = field(default_factory=Report)
     plugins: tuple[str, ...] = option(
         (), "modules or .py files that register the mechanisms in attention that are not built in, see --plugin"
     )

@@ -34,7 +34,7 @@ FREE: dict[str, tuple] = {"start": (), "change": ("option", "before", "now"), "s
 NUMBERS = {"epoch", "step", "elapsed_seconds", "gpu_hours", "images_seen", "epochs", "total_steps"}
 """Fields that are numbers in every kind of record, and not null."""
 
-TEXTS = {"kind", "option", "reason", "time", "run_id"}
+TEXTS = {"kind", "option", "reason", "time"}
 """Fields that are texts in every kind of record."""
 
 AVERAGES: Mapping[str, int] = {

@@ -11,7 +11,6 @@ import os
 import platform
 import sys
 import time
-import uuid
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
@@ -30,7 +29,6 @@ from engine.reporting.console import SHOWN, format_values
 from engine.reporting.metrics import CONFIG, EPOCHS, METRICS, EpochTable, epochs_csv, is_until, stream_records
 from engine.reporting.prometheus import HEARTBEAT, Heartbeat
 from engine.reporting.speed import StepSpeed
-from engine.reporting.trackers import Tracker
 from engine.run.load import dump_run
 from engine.runtime.distributed import World, precision
 from engine.runtime.files import append_whole, naming, write_atomically
@@ -111,10 +109,9 @@ class Recorder(SilentRecorder):
         super().__init__(directory, run, progress, total_steps, world)
         self.directory, self.run, self.total_steps, self.device = directory, run, total_steps, world.device
         self.progress, self.num_gpus, self.began = progress, 0, time.monotonic()
-        self.images_seen, self.run_id, self.epochs = 0, uuid.uuid4().hex, EpochTable()
+        self.images_seen, self.epochs = 0, EpochTable()
         self.former: dict[str, Any] = {}  # the last start
         self.spent = {"elapsed_seconds": 0.0, "gpu_hours": 0.0}
-        self.tracker: Tracker | None = None
         self.is_estimated = False
         self.metrics = directory / METRICS
         self.charts, self.heartbeat = Charts(directory, self.step), Heartbeat(directory)
@@ -135,13 +132,11 @@ class Recorder(SilentRecorder):
         if self.metrics.exists():
             kept = (record for record in stream_records(directory) if is_until(self.progress, record))
             write_atomically(self.metrics, (f"{json.dumps(record)}\n".encode() for record in kept))
-        last, run_id = {}, None
+        last = {}
         for last in stream_records(directory):
-            run_id = run_id or last.get("run_id")
             self.epochs.add(last)
         num_since = self.step - last.get("step", 0)
         self.images_seen = last.get("images_seen", 0) + num_since * self.run.train.total_batch_size
-        self.run_id = run_id or self.run_id
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         epoch = self.progress.epoch
@@ -151,8 +146,6 @@ class Recorder(SilentRecorder):
                 self._record("fail", epoch, {"reason": one_line(reason, 200)})
         elif not self.progress.is_finished(self.run):
             self._record("stop", epoch, {})
-        if self.tracker is not None:
-            self.tracker.close(failed=error is not None)
         self.close()
         if error is None:
             files = f"{EPOCHS} (a row per epoch)  {METRICS} (all records)  {CONSOLE}"
@@ -162,7 +155,6 @@ class Recorder(SilentRecorder):
         if resumption.checkpoint is None:
             mark_origin(self.directory)
         write_atomically(self.directory / CONFIG, dump_yaml(dump_run(self.run)).encode())
-        self.tracker = Tracker(self.run, self.directory, self.run_id)
         values |= (origin := provenance(self.device))
         values["precision"] = precision(self.run.train.amp, self.device)
         if resumption.checkpoint is not None:
@@ -177,7 +169,6 @@ class Recorder(SilentRecorder):
             print(f"train.{name} = {values[name]}", flush=True)
         values |= {
             "host": platform.node(),
-            "run_id": self.run_id,
             "processes": processes,
             "epochs": self.run.schedule.epochs,
         }
@@ -257,10 +248,6 @@ class Recorder(SilentRecorder):
         record = {name: _finite(value) for name, value in record.items()}
         append_whole(self.metrics, f"{json.dumps(record)}\n".encode())
         self.epochs.add(record)
-        if self.tracker is not None and kind not in ("start", "change", "stop", "fail"):
-            sent = {f"{kind}/{name}": value for name, value in values.items()} | {"epoch": epoch, **self._totals()}
-            numbers = {name: x for name, x in sent.items() if isinstance(x, int | float) and math.isfinite(x)}
-            self.tracker.log(numbers, self.step)
         self.charts.add(kind, values, self.step)
         ends = {"running": int(kind not in ("final", "stop", "fail")), "failed": int(kind == "fail")}
         shown = {name: x for name, x in record.items() if name not in ("loss", "broken") or kind == "train"}

@@ -90,8 +90,6 @@ REMOVED: dict[str, list[Any] | None] = {
     "model.use_glu": [False],
     "model.patch_drop_rate": None,
     "model.reductions": [[8, 4, 2, 1]],
-    "report.mlflow": None,
-    "report.profile": None,
     "train.elastic": None,
 }
 """Options of earlier versions -> values without an effect on the weights; None: all values."""
@@ -112,6 +110,7 @@ def parse_run(options: Mapping[str, Any], source: str, overrides: Sequence[str] 
         there = options.get(section)
         if isinstance(there, Mapping) and name in there and (harmless is None or there[name] in harmless):
             del tree.values[section][name]
+    tree.values.pop("report", None)  # a section of earlier versions: trackers
     run = _parse(tree, overrides)
     given = [name for name in ("val_split", "val_fraction", "folds") if is_overridden(f"data.{name}", overrides)]
     if (held_out_by := run.data.held_out_by) and given == ["val_split"]:

@@ -19,7 +19,6 @@ RESUMABLE_OPTIONS = {
     "train.checkpoint_steps",
     "train.checkpoint_minutes",
     "train.timeout_minutes",
-    "report.wandb",
     "plugins",
 }
 """Options without an effect on the trained weights: a run may be resumed with other values."""

@@ -33,7 +33,6 @@ HANDS = {
         "workers": 200,
     },
     "train": {"device": "cuda", "compile": True, "timeout_minutes": 9.0},
-    "report": {"wandb": "theirs"},
 }
 
 
@@ -57,7 +56,6 @@ def hostile(checkpoint: dict, tmp_path: Path) -> Path:
 
 
 NOT_BROUGHT = {
-    "report",
     *(f"data.{name}" for name in ("workers", "max_broken", "broken_val")),
     *(f"train.{name}" for name in ("keep_checkpoints", "checkpoint_minutes", "checkpoint_steps")),
     *(f"train.{name}" for name in ("timeout_minutes", "log_every")),
@@ -152,7 +150,7 @@ def test_an_export_of_a_strangers_file_keeps_its_model_alone(hostile: Path, caps
     output = hostile.with_name("x.safetensors")
     export.main([str(hostile), str(output)])
     config = load_checkpoint(output)["config"]
-    assert (config["data"]["root"], config["report"]["wandb"]) == (None, None)
+    assert config["data"]["root"] is None
     assert config["model"] == load_checkpoint(hostile)["config"]["model"]
 
 
