@@ -31,7 +31,7 @@ from engine.data.identity import check_held_out, identify_split
 from engine.data.loaders import count_broken, create_val_loader, indices_read, show_images
 from engine.data.splits import classes_of
 from engine.evaluation.evaluate import evaluate
-from engine.evaluation.label_matching import ClassSubset, Flipped, match_classes, read_real_labels, real_accuracy
+from engine.evaluation.label_matching import ClassSubset, Flipped, match_classes
 from engine.evaluation.predictions import PredictionTable, gather_predictions
 from engine.objectives import choose_objective
 from engine.reporting.outputs import chosen_outputs, write_outputs
@@ -56,8 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         world = init_distributed(run.train.device)
         records: dict[Weights, PredictionTable] | None = {} if outputs else None
         with world.ending(), refuse_bad_input():  # refusals are reported before the process group ends, see train.py
-            check_predicts_classes(run, source, of_metrics=not (outputs or args.real_labels or args.flip))
-            results = validate(run, opened, world, args.batch_size, args.real_labels, records, args.flip)
+            check_predicts_classes(run, source, of_metrics=not (outputs or args.flip))
+            results = validate(run, opened, world, args.batch_size, records, args.flip)
     if world.is_primary:
         with refuse_bad_input():
             print(to_json(results) if args.json else table(results))
@@ -70,16 +70,14 @@ def validate(
     opened: Opened,
     world: World,
     batch_size: int | None = None,
-    real_labels: str | None = None,
     records: dict[Weights, PredictionTable] | None = None,
     flip: bool = False,
 ) -> dict[Weights, dict[str, Any]]:
     """Results for each kind of weights that is kept: its checkpoint and epoch, metrics of `evaluate`, wall time
-    (`seconds`) and `images_per_second`, the number of `broken` images if any were left out, with `real_labels` those
-    of `real_accuracy`.
+    (`seconds`) and `images_per_second`, the number of `broken` images if any were left out.
 
     Args:
-        batch_size: images per process and step; None: see `create_val_loader`. real_labels: see `read_real_labels`.
+        batch_size: images per process and step; None: see `create_val_loader`.
         records: where given, what was found of single images is added, for each kind. flip: see `Flipped`.
     Raises:
         BrokenImage: there is one, and `data.broken_val` refuses it.
@@ -90,7 +88,6 @@ def validate(
     loader = create_val_loader(run, world, img_size=img_size, batch_size=batch_size)
     names, shown = classes_of(loader.dataset), show_images(loader.dataset, run)
     columns, note = match_classes(opened.checkpoint.get("classes"), names, num_classes)
-    real = read_real_labels(real_labels, shown, columns) if real_labels else None
     models = {kind: restore_model(run, checkpoint, kind) for kind, (_, checkpoint) in opened.kept.items()}
     identity = identify_split("val", loader.dataset)
     world.check_same_files(identity)
@@ -105,18 +102,15 @@ def validate(
         path, checkpoint = opened.kept[kind]
         model = Flipped(model) if flip else model
         model = (model if columns == [*range(num_classes)] else ClassSubset(model, columns)).to(world.device)
-        rows = None if records is None and real is None else []
+        rows = None if records is None else []
         begin = time.perf_counter()
         metrics = evaluate(model, loader, world, run.train.amp, rows=rows, measure=choose_objective(run).measure)
         seconds = time.perf_counter() - begin
         source = {"checkpoint": str(path), "epoch": checkpoint["progress"]["epoch"]}
         speed = {"seconds": seconds, "images_per_second": metrics["images"] / seconds}
         results[kind] = {**source, **metrics, **speed}
-        found = None if rows is None else gather_predictions(rows, indices_read(loader), shown, names, world)
-        if real:
-            results[kind] |= real_accuracy(found, real)
         if records is not None:
-            records[kind] = found
+            records[kind] = gather_predictions(rows, indices_read(loader), shown, names, world)
         if broken := count_broken(loader, math.inf, world):
             results[kind]["broken"] = broken
     return results
@@ -137,9 +131,6 @@ COLUMNS = {
     "top5": ("top-5 %", ".3f"),
     "balanced_accuracy": ("balanced %", ".3f"),
     "loss": ("loss", ".4f"),
-    "real_images": ("ReaL images", ""),
-    "real_top1": ("ReaL top-1 %", ".3f"),
-    "real_top5": ("ReaL top-5 %", ".3f"),
     "images_per_second": ("images/s", ".1f"),
     "epoch": ("epoch", ""),
     "checkpoint": ("checkpoint", ""),

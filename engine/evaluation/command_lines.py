@@ -26,7 +26,6 @@ def parse_validate(arguments: Sequence[str] | None = None) -> argparse.Namespace
     add("overrides", nargs="*", metavar="key.path=value", help="options in place of the checkpoint's")
     add("--batch-size", type=Count(), help="images per step and process (128, fewer if they are large)")
     add("--flip", action="store_true", help="mean logits of each image and its mirror image")
-    add("--real-labels", metavar="FILE", help="ImageNet's ReaL labels too: real.json, or timm for its")
     for name, (title, suffix) in OUTPUTS.items():
         add(f"--{name}", type=Path, metavar="FILE", help=f"write {title} ({suffix})")
     add("--json", action="store_true", help="print one JSON object instead of a table")

@@ -1,20 +1,13 @@
-"""Evaluation on other data than a model was trained on: matching of classes, and ImageNet's ReaL labels."""
+"""Evaluation on other data than a model was trained on: matching of classes, and mirror images."""
 
-import json
 from collections.abc import Sequence
-from pathlib import Path
 
-import timm.data
 import torch
 from torch import Tensor, nn
 
 from attention import OptionError
 from engine.checkpoints.weight_sources import describe_unnamed
-from engine.data.splits import Images
-from engine.evaluation.predictions import PredictionTable
-from engine.runtime.errors import UserError
-from engine.runtime.reading import MAX_TEXT, parsing, read_bounded
-from engine.runtime.text import describe_difference, numbers_of, one_line
+from engine.runtime.text import describe_difference, numbers_of
 
 
 def match_classes(known: Sequence[str] | None, here: Sequence[str], num_classes: int) -> tuple[list[int], str]:
@@ -73,44 +66,3 @@ class Flipped(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         return (self.model(images) + self.model(images.flip(-1))) / 2
-
-
-def read_real_labels(file: str, images: Images, columns: Sequence[int]) -> list[set[int]]:
-    """Reads the ReaL labels of ImageNet's validation images: all classes that each image shows, possibly none.
-
-    Args:
-        file: real.json of its authors (Beyer et al. 2020, "Are we done with ImageNet?"), or "timm" for timm's copy.
-        columns: position of each class of `images` among ImageNet's, as `match_classes` returns it.
-    Raises:
-        UserError: the file holds no such labels, or they belong to other images or classes.
-    """
-    names = [Path(images.filename(index)).name for index in range(len(images))]
-    position = {column: index for index, column in enumerate(columns)}
-    path = Path(timm.data.__file__).with_name("_info") / "imagenet_real_labels.json" if file == "timm" else Path(file)
-    with parsing(f"--real-labels: {file}", "expected a list, in JSON, of each image's list of class numbers"):
-        content = [frozenset(labels) for labels in json.loads(read_bounded(path, MAX_TEXT))]
-    found = {f"ILSVRC2012_val_{number:08d}.JPEG": labels for number, labels in enumerate(content, 1)}
-    if len(found) != len(names):
-        raise UserError(f"--real-labels: {file} is not for {len(names):,} images, as many as the data has")
-    if unknown := [name for name in names if name not in found]:
-        raise UserError(f"--real-labels: for files ILSVRC2012_val_*.JPEG, not for {one_line(unknown[0], 100)}")
-    if missing := [label for name in names for label in found[name] if label not in position]:
-        raise UserError(f"--real-labels: {file}: the data has no class number {one_line(str(missing[0]), 100)}")
-    labels = [{position[label] for label in found[name]} for name in names]
-    own = [label in real for label, real in zip(images.reader.labels, labels, strict=True) if real]
-    if 2 * sum(own) <= len(own):  # ImageNet's labels agree on nine tenths
-        problem = f"agree with the data's on {sum(own):,} of {len(own):,} images; are its classes ImageNet's?"
-        raise UserError(f"--real-labels: those of {file} {problem}")
-    return labels
-
-
-def real_accuracy(found: PredictionTable, labels: Sequence[set[int]]) -> dict[str, float]:
-    """Computes the accuracy of timm's validate.py on images with ReaL labels, whose number is `real_images`.
-
-    `real_top1` and `real_top5` are percentages of images whose first class, or one of whose first five classes, is
-    among their ReaL labels.
-    """
-    pairs = ((labels[index], row) for index, row in zip(found.indices.tolist(), found.classes.tolist(), strict=True))
-    hits = [[label in real for label in row] for real, row in pairs if real]
-    correct = {"real_top1": sum(row[0] for row in hits), "real_top5": sum(map(any, hits))}
-    return {name: 100 * n / max(1, len(hits)) for name, n in correct.items()} | {"real_images": len(hits)}

@@ -503,7 +503,6 @@ def test_a_text_that_names_nothing_is_not_taken_for_null(tmp_path, key, text):
         ("train", ["configs/quickstart.yaml", "--output", ""]),
         ("train", ["configs/quickstart.yaml", "--output="]),
         ("validate", [""]),
-        ("validate", ["x", "--real-labels", ""]),
         ("engine.checkpoints.export", ["x", ""]),
         ("predict", ["", "x.png"]),
         ("predict", ["x", ""]),

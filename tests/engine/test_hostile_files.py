@@ -23,9 +23,8 @@ from engine.checkpoints.files import load_checkpoint
 from engine.checkpoints.weight_sources import read_weights
 from engine.config.schema import Data
 from engine.data.folders import list_files, measure_files
-from engine.data.splits import Images, open_split
+from engine.data.splits import open_split
 from engine.data.subset import read_names
-from engine.evaluation.label_matching import read_real_labels
 from engine.reporting.metrics import EpochTable, find_records
 from engine.reporting.runs import summarise
 from engine.run.load import load_run
@@ -51,18 +50,6 @@ def deadline() -> Iterator[None]:
     before = signal.signal(signal.SIGALRM, end)
     yield
     signal.signal(signal.SIGALRM, before)
-
-
-class OneImage:
-    """Reader of an image that does not exist."""
-
-    labels = np.zeros(1)
-
-    def __len__(self) -> int:
-        return 1
-
-    def filename(self, index: int) -> str:
-        return "ILSVRC2012_val_00000001.JPEG"
 
 
 def read_split(path: Path, dataset: str) -> None:
@@ -93,7 +80,6 @@ READERS: dict[str, Callable[[Path], object]] = {
     "measurements.jsonl": read_measurement,
     "runs.csv": lambda path: (lost_runs([], path.parent), read_results(path, 1)),
     "quality.csv": read_quality,
-    "real.json": lambda path: read_real_labels(str(path), Images(OneImage()), [0]),
     "run.yaml": load_run,
     "sweep.yaml": lambda path: read_ablation(path, [], path.parent, []),
     "classes.txt": lambda path: read_names(str(path)),

@@ -2,7 +2,6 @@
 
 import csv
 import io
-import json
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from matplotlib.transforms import Bbox
-from timm.data import RealLabelsImagenet
 from torch import nn
 
 from attention import OptionError
@@ -21,7 +19,7 @@ from engine.data.augment import create_transform
 from engine.data.images import BrokenImage
 from engine.data.loaders import show_images
 from engine.data.splits import Images
-from engine.evaluation.label_matching import ClassSubset, Flipped, match_classes, read_real_labels, real_accuracy
+from engine.evaluation.label_matching import ClassSubset, Flipped, match_classes
 from engine.evaluation.predictions import PredictionTable
 from engine.reporting import outputs
 from engine.reporting.plots import in_style
@@ -283,75 +281,6 @@ def test_the_mean_over_an_image_and_its_mirror_image():
 def test_a_subset_has_the_logits_of_its_classes():
     logits = torch.randn(5, 7, generator=torch.Generator().manual_seed(0))
     assert torch.equal(ClassSubset(torch.nn.Identity(), [6, 0, 2])(logits), logits[:, [6, 0, 2]])
-
-
-class NamedReader:
-    """Reader of images that do not exist, with ImageNet's file names."""
-
-    def __init__(self):
-        self.order = np.random.default_rng(0).permutation(40)
-        self.labels = np.arange(40) % 10
-
-    def __len__(self):
-        return 40
-
-    def filename(self, index):
-        return f"{self.labels[index]}/ILSVRC2012_val_{self.order[index] + 1:08}.JPEG"
-
-
-def write_real(path: Path, reader: NamedReader, columns: list[int]) -> None:
-    """Writes labels: every seventh image has none, all others have their own class and another."""
-    labels = {int(reader.order[i]): [columns[reader.labels[i]], (3 * i) % 10] * (i % 7 > 0) for i in range(40)}
-    path.write_text(json.dumps([labels[i] for i in range(40)]))
-
-
-@pytest.mark.parametrize("columns", [[*range(10)], [*range(9, -1, -1)]])
-def test_real_labels_are_counted_as_timm_does(tmp_path, columns):
-    reader = NamedReader()
-    write_real(tmp_path / "real.json", reader, columns)
-    logits = torch.randn(40, 10, generator=torch.Generator().manual_seed(1))
-    theirs = RealLabelsImagenet([reader.filename(i) for i in range(40)], tmp_path / "real.json")
-    full = torch.zeros(40, 10)
-    full[:, columns] = logits  # of the model's classes, as timm takes them
-    theirs.add_result(full)
-    labels = read_real_labels(str(tmp_path / "real.json"), Images(reader), columns)
-    found = PredictionTable(None, NAMES, torch.arange(40), None, None, logits.topk(5).indices, None)
-    ours = real_accuracy(found, labels)
-    expected = {"real_top1": theirs.get_accuracy(1), "real_top5": theirs.get_accuracy(5), "real_images": 34}
-    assert ours == pytest.approx(expected)
-    assert ours["real_top1"] not in (0, ours["real_top5"])
-    rest = real_accuracy(found._replace(indices=torch.arange(1, 40), classes=found.classes[1:]), labels)
-    assert rest == ours  # without the first image, which has no labels
-
-
-@pytest.mark.parametrize(
-    ("content", "problem"),
-    [
-        (None, "no.json: cannot be read: No such file or directory"),
-        ("{", "no.json: damaged (JSONDecodeError: Expecting property name"),
-        ("[[1]]", "no.json is not for 40 images, as many as the data has"),
-        (json.dumps([[10]] * 40), "no.json: the data has no class number 10"),
-        (json.dumps([1] * 40), "no.json: damaged (TypeError: "),
-        (json.dumps([[[]]] * 40), "no.json: damaged (TypeError: "),
-        (json.dumps([[i * 3 % 10] for i in range(40)]), "no.json agree with the data's on "),
-        (json.dumps([[]] * 40), "no.json agree with the data's on 0 of 0 images"),
-        pytest.param("timm", "timm is not for 40 images", marks=pytest.mark.stress),
-    ],
-)
-def test_wrong_real_labels_are_one_line(tmp_path, content, problem):
-    path = "timm" if content == "timm" else str(tmp_path / "no.json")
-    if content not in (None, "timm"):
-        Path(path).write_text(content)
-    with pytest.raises(UserError) as caught:
-        read_real_labels(path, Images(NamedReader()), range(10))
-    assert problem in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-def test_real_labels_are_for_files_named_as_imagenets(tmp_path, records):
-    (tmp_path / "x.json").write_text(json.dumps([[0]] * 360))
-    with pytest.raises(UserError, match=r"--real-labels: for files ILSVRC2012_val_\*\.JPEG, not for 0.pgm"):
-        read_real_labels(str(tmp_path / "x.json"), records[0].images, range(10))
 
 
 @pytest.mark.parametrize(
