@@ -24,9 +24,6 @@ BATCH_SIZE = 24
 MODES = "evaluation", "sampled"
 """Randomness of attention: as kept or replaced for evaluation, or sampled anew as in training."""
 
-PROCESS = "process1"
-"""Name that stands for a random process in the place of a run."""
-
 BUDGETS = {
     "macs": "multiply-accumulates, as a share of those with the model's own attention",
     "ms": "milliseconds of a forward pass on this machine",
@@ -38,8 +35,7 @@ BUDGETS = {
 def add_arguments(question: str, parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of a question of `analyze.py`."""
     add = parser.add_argument
-    process = f"; {PROCESS}: no model, a random process" if question == "oracle" else ""
-    add_checkpoint(parser, "RUN", f"run directory, checkpoint or export{process}")
+    add_checkpoint(parser, "RUN", "run directory, checkpoint or export")
     directory = "directory of tables and figures (current directory)"
     add("--output", type=Path, default=Path(), metavar="DIR", help=directory)
     if question == "maps":
@@ -69,10 +65,10 @@ def add_arguments(question: str, parser: argparse.ArgumentParser) -> None:
         add("--temperatures", type=float, nargs="+", help=divisors)
         _add_align(parser)
     elif question == "oracle":
-        add("--images", type=Count(high=10_000), default=4, help=f"validation images, or samples of {PROCESS} (4)")
+        add("--images", type=Count(high=10_000), default=4, help="validation images (4)")
         add("--budgets", type=Count(), nargs="+", default=[8, 16, 32, 64], help="numbers per row (8 16 32 64)")
         add("--draws", type=Count(), default=3, help="number of samples of Scatterbrain's random features (3)")
-        add("--seed", type=SEED, default=0, help=f"seed of these and of {PROCESS} (0)")
+        add("--seed", type=SEED, default=0, help="seed of these (0)")
     else:
         _add_search(parser)
         if question == "convert":

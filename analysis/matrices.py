@@ -1,7 +1,6 @@
-"""Softmax attention matrices of a trained model on its images, and of a random process."""
+"""Softmax attention matrices of a trained model on its images."""
 
 import argparse
-import math
 import sys
 from typing import NamedTuple
 
@@ -15,12 +14,6 @@ from engine.runtime.errors import UserError
 
 MAX_TOKENS = 1024
 """Most tokens of a matrix. Decompositions take some 100 N^3 operations, minutes for larger N."""
-
-NUM_TOKENS, DIM, PER_CLUSTER, DELTA = 196, 256, 4, 0.3
-"""Process 1 of Scatterbrain (Chen et al. 2021, arXiv:2110.15343): tokens n, channels d, tokens of a cluster, Delta.
-
-The paper gives orders of magnitude and no numbers; these are ours.
-"""
 
 
 class Layer(NamedTuple):
@@ -74,25 +67,3 @@ def capture(model: nn.Module, images: Tensor) -> list[Layer]:
     for note in dict.fromkeys(notes):
         print(note, file=sys.stderr)
     return layers
-
-
-def process1(samples: int, beta: float, tokens: int) -> Layer:
-    """Samples Scatterbrain's Process 1: tokens z in clusters about random centres c, and A_nm ~ exp(beta z_n . z_m).
-
-    z = c + r, where ||c|| is about 1 and ||r|| about `DELTA`. The paper's covariances I / sqrt(d) are read as standard
-    deviations, which place the clusters on the unit sphere as the paper states.
-    Rows are normalised as softmax's.
-
-    Returns:
-        The `Layer` of a sequence, one head, clusters one after the other.
-    """
-    centres = torch.randn(samples, 1, math.ceil(tokens / PER_CLUSTER), DIM, dtype=torch.float64)
-    z = centres.repeat_interleave(PER_CLUSTER, 2)[:, :, :tokens]
-    z = (z + DELTA * torch.randn(z.shape, dtype=z.dtype)) * DIM**-0.5
-    x = z * (beta * DIM**0.5) ** 0.5
-    return Layer(f"beta {beta:.2f}", x, x, (1, tokens))
-
-
-def process1_layers(samples: int) -> list[Layer]:
-    """Samples `process1` from high temperature to low: inverse temperatures beta = log N times 0.1 to 2."""
-    return [process1(samples, times * math.log(NUM_TOKENS), NUM_TOKENS) for times in (0.1, 0.2, 0.35, 0.5, 0.7, 1, 2)]

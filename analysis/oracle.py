@@ -1,7 +1,6 @@
 """Oracle approximations of softmax attention matrices at one budget: low rank, sparse, both, and `scatterbrain`.
 
     python analyze.py oracle RUN
-    python analyze.py oracle process1        # matrices of a generative process, without a model
 
 Scatterbrain's section 3 (Chen et al. 2021, arXiv:2110.15343) states that sparse wins for rows of low entropy, low rank
 for rows of high entropy, and both together in between. `analysis.decompositions` defines the budget. Each method with
@@ -22,9 +21,8 @@ from matplotlib.ticker import NullLocator
 from torch import Tensor
 
 from analysis.budgets import split_budget
-from analysis.command_line import PROCESS
 from analysis.decompositions import keep_largest, robust_pca, truncate
-from analysis.matrices import Layer, process1_layers, read_layers
+from analysis.matrices import Layer, read_layers
 from attention import create_attention
 from engine.reporting.plots import encode, in_style, line_style, marker_style, new_figure
 from engine.reporting.tables import compact_table, plus_minus, spread
@@ -67,10 +65,7 @@ class Row(NamedTuple):
 def main(args: argparse.Namespace) -> None:
     make_output(args.output, ["oracle.csv", "oracle.png"])
     torch.manual_seed(args.seed)
-    is_random = str(args.checkpoint) == PROCESS
-    if is_random and args.overrides:
-        raise UserError(f"{PROCESS} {args.overrides[0]}: a random process has no such options; leave them out")
-    layers = process1_layers(args.images) if is_random else read_layers(args)
+    layers = read_layers(args)
     budgets, rows = sorted(set(args.budgets)), []
     layers = compressible(layers, budgets)
     total = sum(layer.q.shape[0] * layer.q.shape[1] for layer in layers)
