@@ -24,7 +24,7 @@ class Init:
     strict: bool = option(False, "refuse weights unless all of them, and of the model, load as they are")
 
 
-SPLIT = "folder (csv: NAME.csv, tar: NAME.tar, wds: NAME-*.tar, cache: NAME.npz, idx: NAME-images-idx3-ubyte)"
+SPLIT = "folder (csv: NAME.csv, wds: NAME-*.tar, cache: NAME.npz, idx: NAME-images-idx3-ubyte)"
 
 Other = Literal["wds", "hfds"]
 Torchvision = Literal["torch/cifar10", "torch/cifar100", "torch/mnist", "torch/fashion_mnist", "torch/kmnist"]
@@ -34,11 +34,11 @@ Torchvision = Literal["torch/cifar10", "torch/cifar100", "torch/mnist", "torch/f
 class Data:
     """Place of the images, and preparation of a validation image."""
 
-    dataset: Literal["folder", "csv", "tar", "cache", "idx", "digits", "copy", Other, Torchvision] = option(
+    dataset: Literal["folder", "csv", "cache", "idx", "digits", "copy", Other, Torchvision] = option(
         "folder",
-        "class folders, CSV files of file and label, tar files of class folders, what engine.data.prepare made, IDX"
-        " files, the embedded digits, sequences of the copy task, WebDataset shards, a Hugging Face data set (columns"
-        " image and label), or one of torchvision's",
+        "class folders, CSV files of file and label, what engine.data.prepare made, IDX files, the embedded digits,"
+        " sequences of the copy task, WebDataset shards, a Hugging Face data set (columns image and label), or one of"
+        " torchvision's",
     )
     root: str | None = option(
         None,

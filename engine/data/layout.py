@@ -1,4 +1,4 @@
-"""Images, classes and order of a split, from the paths of its files: for class folders and tar files alike.
+"""Images, classes and order of a split, from the paths of its files.
 
 The classes are the folders of the first level, as in torchvision's `ImageFolder`. A file is an image if it has the
 suffix of one and is not hidden; other files are ignored, and listed.

@@ -27,7 +27,6 @@ from engine.data.idx import ENDINGS, IdxReader
 from engine.data.images import BrokenImage, decode, pass_on
 from engine.data.layout import LOOSE, LayoutError, SplitReader, describe_files, is_hidden, is_image, name_classes
 from engine.data.subset import SubsetReader, choose_classes, choose_images, hold_out
-from engine.data.tar import TarReader
 from engine.data.webdataset import WdsReader
 from engine.objectives import choose_objective
 from engine.runtime.errors import UserError
@@ -36,7 +35,6 @@ from engine.runtime.text import describe_error, one_line
 READERS: dict[str, tuple[Callable[[str], SplitReader], Sequence[str]]] = {
     "folder": (open_class_folders, ("",)),
     "csv": (open_csv, (".csv",)),
-    "tar": (TarReader, (".tar",)),
     "cache": (CacheReader, (INDEX,)),
     "idx": (IdxReader, ENDINGS),
     "wds": (WdsReader, ("-*.tar", ".tar")),

@@ -1,5 +1,7 @@
 """WebDataset shards: tar files of samples NAME.jpg (or another image) and NAME.cls, read by position."""
 
+import io
+import os
 import posixpath
 import tarfile
 from collections import defaultdict
@@ -10,7 +12,6 @@ from typing import BinaryIO
 import numpy as np
 
 from engine.data.layout import Layout, LayoutError, LayoutReader, Samples, is_hidden, is_image, sort_naturally
-from engine.data.tar import find_members, read_member
 from engine.runtime.reading import open_regular
 
 LABEL_BYTES = 18
@@ -54,10 +55,29 @@ class WdsReader(LayoutReader):
 
     def __getitem__(self, index: int) -> tuple[BinaryIO, int]:
         shard, begin, size = self.places[index].tolist()
-        return read_member(self.paths[shard], begin, size), int(self.labels[index])
+        return _read_member(self.paths[shard], begin, size), int(self.labels[index])
 
     def fingerprints(self) -> np.ndarray:
         return self.places[:, -1]
+
+
+def _read_member(path: str, begin: int, size: int) -> BinaryIO:
+    """Reads `size` bytes of the file `path` from byte `begin` on, or fewer if the file ends before."""
+    with open_regular(path) as file:  # not kept open: workers would share its position
+        return io.BytesIO(os.pread(file.fileno(), size, begin))
+
+
+def _find_members(tar: tarfile.TarFile) -> Iterator[tuple[str, int, int]]:
+    """Yields name, first byte and size of the files in `tar`."""
+    for member in tar:
+        name = posixpath.normpath(member.name.lstrip("/"))
+        if member.isreg() and not member.issparse():
+            yield name, member.offset_data, member.size
+        elif is_image(name) and not member.isdir() and not is_hidden(name):
+            raise LayoutError(f"{name!r} is stored as a link, or sparse; make the file with `tar --dereference`")
+    tar.fileobj.seek(tar.offset)
+    if tar.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):  # where tarfile stops without a word
+        raise tarfile.ReadError(f"damaged, or cut off, at byte {tar.offset:,}")
 
 
 def _find_samples(shard: str) -> Iterator[tuple[str, dict[str, tuple[int, int]]]]:
@@ -65,7 +85,7 @@ def _find_samples(shard: str) -> Iterator[tuple[str, dict[str, tuple[int, int]]]
     samples: defaultdict[str, dict[str, tuple[int, int]]] = defaultdict(dict)
     try:
         with open_regular(shard) as file, tarfile.open(fileobj=file, mode="r:") as tar:
-            for name, begin, size in find_members(tar):
+            for name, begin, size in _find_members(tar):
                 folder, member = posixpath.split(name)
                 stem, _, ending = member.partition(".")
                 members = samples[posixpath.join(folder, stem)]
@@ -78,7 +98,7 @@ def _find_samples(shard: str) -> Iterator[tuple[str, dict[str, tuple[int, int]]]
 
 
 def _read_label(shard: str, begin: int, size: int, sample: str) -> int:
-    text = read_member(shard, begin, min(size, LABEL_BYTES)).read()
+    text = _read_member(shard, begin, min(size, LABEL_BYTES)).read()
     if size > LABEL_BYTES or not text.strip().isdigit():
         raise LayoutError(f"{sample}: its .cls holds {text!r}, no number of a class")
     return int(text)

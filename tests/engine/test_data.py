@@ -3,7 +3,6 @@
 import dataclasses
 import hashlib
 import shutil
-import tarfile
 
 import numpy as np
 import pytest
@@ -69,7 +68,7 @@ def read_order(sampler: EpochSampler) -> list[int]:
 
 @pytest.fixture(scope="module")
 def image_root(tmp_path_factory):
-    """Class folders of noise, 9 training and 6 validation images, PNG and JPEG, and tar files of the same."""
+    """Class folders of noise, 9 training and 6 validation images, PNG and JPEG."""
     root = tmp_path_factory.mktemp("images")
     rng = np.random.default_rng(0)
     for split, count in (("train", 3), ("val", 2)):
@@ -78,8 +77,6 @@ def image_root(tmp_path_factory):
             for i in range(count):
                 pixels = rng.integers(0, 256, (20, 30, 3), dtype=np.uint8)
                 Image.fromarray(pixels).save(root / split / name / f"{i}.{('png', 'jpg', 'JPEG')[i]}")
-        with tarfile.open(root / f"{split}.tar", "w") as tar:
-            tar.add(root / split, arcname=split)
     return root
 
 
@@ -114,20 +111,13 @@ def test_digits_reach_the_model_unchanged():
     assert (grey - expected).abs().max() <= 0.5 / 255 + 1e-6  # rounding to 8 bits
 
 
-@pytest.mark.parametrize("augment", [UNCHANGED, Augment()], ids=["plain", "augmented"])
-def test_folder_and_tar_give_the_same_batches(image_root, augment):
-    epochs = {}
-    for kind in ("folder", "tar"):
-        run = make_run(augment, 6, dataset=kind, root=str(image_root))
-        train, val, _ = make_loaders(run, num_classes=3, img_size=32)
-        seed_everything(0)
-        epochs[kind] = [*train, *val]
-    assert len(epochs["folder"]) == 1 + 1
-    for (images, labels), (tar_images, tar_labels) in zip(*epochs.values(), strict=True):
-        assert images.shape == (6, 3, 32, 32)
-        assert torch.equal(images, tar_images)
-        assert torch.equal(labels, tar_labels)
-    assert epochs["folder"][1][1].tolist() == [0, 0, 1, 1, 2, 2]
+def test_batches_of_class_folders(image_root):
+    train, val, _ = make_loaders(
+        make_run(UNCHANGED, 6, dataset="folder", root=str(image_root)), num_classes=3, img_size=32
+    )
+    (images, _), (_, labels) = *train, *val
+    assert images.shape == (6, 3, 32, 32)
+    assert labels.tolist() == [0, 0, 1, 1, 2, 2]
     assert train.dataset.dataset.reader.class_to_idx == {name: index for index, name in enumerate(CLASSES)}
 
 
@@ -145,7 +135,7 @@ def test_the_identity_is_of_names_classes_and_sizes_wherever_files_are(image_roo
     assert identify(image_root, subset=2)["train_content"] != expected["train_content"]
     shutil.copytree(image_root, moved)
     for root in (image_root, moved, f"{moved}/../moved/"):
-        assert identify(root) == identify(root, dataset="tar") == expected
+        assert identify(root) == expected
     path = moved / "train" / CLASSES[1] / "0.png"
     path.rename(path.with_name("00.png"))
     assert changed() == {"train_files"}
@@ -353,12 +343,9 @@ def test_mixup_and_cutmix_work_alone_and_together(mixup, cutmix):
     [
         ({"root": None}, "data.root", "required for data.dataset=folder"),
         ({"root": "{root}/nowhere"}, "data.root", "no directory"),
-        ({"train_split": "training"}, "data.train_split", "no 'training' in .*; found there: .*train, train.tar, val"),
+        ({"train_split": "training"}, "data.train_split", "no 'training' in .*; found there: .*train, val"),
         ({"val_split": "test"}, "data.val_split", "no 'test' in"),
-        ({"dataset": "tar", "val_split": "test"}, "data.val_split", "no 'test.tar' in"),
         ({"val_split": "empty"}, "data.val_split", r"/empty': no images \(files named \*\.jpg, .*\.webp"),
-        ({"dataset": "tar", "train_split": "empty"}, "data.train_split", r"/empty.tar': no images \(files named"),
-        ({"dataset": "tar", "train_split": "broken"}, "data.train_split", "not a readable tar file"),
         ({"val_split": "other"}, "data.val_split", r"only in training: n10 \(1\); only in validation: cat, dog \(2\)"),
         ({"dataset": "digits", "root": "/data"}, "data.root", "the digits need none"),
         ({"dataset": "digits", "root": None, "val_split": "test"}, "data.val_split", "known: train, val"),
@@ -370,8 +357,6 @@ def test_bad_data_is_named(image_root, tmp_path, change, key, problem):
     for path in image_root.iterdir():
         (tmp_path / path.name).symlink_to(path)
     (tmp_path / "empty").mkdir()
-    tarfile.open(tmp_path / "empty.tar", "w").close()
-    (tmp_path / "broken.tar").write_bytes(b"no tar")
     for name in ("n02", "n100", "cat", "dog"):
         (tmp_path / "other" / name).mkdir(parents=True)
         (tmp_path / "other" / name / "0.png").symlink_to(image_root / "val" / CLASSES[0] / "0.png")

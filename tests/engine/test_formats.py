@@ -345,6 +345,36 @@ def test_a_shard_that_cannot_be_read_is_named(tmp_path, make, problem):
     assert_shards_refused(tmp_path, rf"is not a readable wds file \(train-1.tar: .*{problem}\)")
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: content[: 4 * 1024 + 100] + b"\x01" + content[4 * 1024 + 101 :],  # a header in the middle
+        lambda content: content[: 4 * 1024],  # between two files
+        lambda content: content[: 4 * 1024 + 300],  # within a header
+        lambda content: content[: 4 * 1024 + 512 + 2],  # within a file
+    ],
+)
+def test_a_damaged_shard_is_refused(tmp_path, damage):
+    """tarfile would end its list there without an error."""
+    path = tmp_path / "train-0.tar"
+    write_shard(path, [{f"{i}.png": b"x", f"{i}.cls": b"1"} for i in range(3)])
+    content = path.read_bytes()
+    assert len(open_wds(tmp_path)) == 3
+    assert content[4 * 1024 :].startswith(b"2.png\0")
+    path.write_bytes(damage(content))
+    assert_shards_refused(tmp_path, r"\(train-0.tar: (damaged, or cut off, at byte 4,096|unexpected end)")
+
+
+@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE])
+def test_links_in_a_shard_are_refused(tmp_path, kind):
+    with tarfile.open(tmp_path / "train-0.tar", "w") as tar:
+        tar.addfile(tarfile.TarInfo("1.png"))
+        link = tarfile.TarInfo("2.png")
+        link.type, link.linkname = kind, "1.png"
+        tar.addfile(link)
+    assert_shards_refused(tmp_path, "'2.png' is stored as a link, or sparse; make the file with `tar --dereference`")
+
+
 def test_a_broken_image_of_a_shard_is_named_and_other_files_are_ignored(tmp_path):
     samples = [sample(index) for index in range(4)]
     samples[2]["00002.png"] = b"no image"

@@ -86,7 +86,6 @@ READERS: dict[str, Callable[[Path], object]] = {
     "lock": read_lock,
     MARKER: lambda path: owned_files(path.parent),
     "train.csv": lambda path: read_split(path, "csv"),
-    "train.tar": lambda path: read_split(path, "tar"),
     "train.npz": lambda path: read_split(path, "cache"),
     "train-images-idx3-ubyte": lambda path: read_split(path, "idx"),
     "train-images-idx3-ubyte.gz": lambda path: read_split(path, "idx"),

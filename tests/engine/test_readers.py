@@ -1,11 +1,9 @@
-"""Class folders and tar files of them: classes are the first level, nothing is left out without being listed."""
+"""Class folders: classes are the first level, nothing is left out without being listed."""
 
 import hashlib
-import io
 import os
 import random
 import re
-import tarfile
 import tracemalloc
 
 import pytest
@@ -17,10 +15,9 @@ from attention.options import OptionError
 from engine.config.schema import Data
 from engine.data.folders import open_class_folders
 from engine.data.identity import identify_split
-from engine.data.images import FORMATS, SUFFIXES, BrokenImage
+from engine.data.images import FORMATS, SUFFIXES
 from engine.data.layout import classify, describe_files
 from engine.data.splits import classes_of, open_split
-from engine.data.tar import TarReader
 from tests.support.refusals import assert_split_refused
 
 
@@ -30,41 +27,17 @@ def write_folder(root, paths, name="train"):
         (root / name / path).write_text(path)
 
 
-def make_tar(paths, prefix="", contents=None) -> bytes:
-    """A tar file; the content of each file in it is its path, where `contents` has nothing else."""
-    file = io.BytesIO()
-    with tarfile.open(fileobj=file, mode="w") as tar:
-        for path in paths:
-            content = (contents or {}).get(path, path.encode())
-            member = tarfile.TarInfo(prefix + path)
-            member.size = len(content)
-            tar.addfile(member, io.BytesIO(content))
-    return file.getvalue()
+def split_of(root):
+    return open_split(Data(root=str(root)), "train_split")
 
 
-def split_of(root, kind):
-    return open_split(Data(dataset=kind, root=str(root)), "train_split")
-
-
-@pytest.fixture(params=["folder", "tar", "tar below folders", "tar of tars"])
-def open_paths(request, tmp_path):
-    """Writes files whose content is their path, as a split of every kind, and opens it."""
+@pytest.fixture
+def open_paths(tmp_path):
+    """Writes files whose content is their path, as a split, and opens it."""
 
     def write_and_open(paths):
-        if request.param == "folder":
-            write_folder(tmp_path, paths)
-            return split_of(tmp_path, "folder")
-        if request.param == "tar of tars":
-            inner = {}
-            for path in paths:
-                name, _, below = path.partition("/")
-                inner.setdefault(f"{name}.tar" if below else name, []).append(below)
-            made = {name: make_tar(below, "./") if below[0] else b"" for name, below in inner.items()}
-            content = make_tar(made, contents=made)
-        else:
-            content = make_tar(paths, "./data/train/" if request.param == "tar below folders" else "")
-        (tmp_path / "train.tar").write_bytes(content)
-        return split_of(tmp_path, "tar")
+        write_folder(tmp_path, paths)
+        return split_of(tmp_path)
 
     return write_and_open
 
@@ -78,7 +51,7 @@ def test_classes_are_the_first_level(open_paths):
     for i in range(len(images)):
         file, label = images.reader[i]
         with file:
-            assert images.filename(i).endswith(file.read().decode())  # an inner tar file does not know its folder
+            assert images.filename(i) == file.read().decode()
         labels.append(label)
     assert labels == [0, 1, 1]
     assert describe_files(images.reader.ignored) == "ignored files: 1 *.txt ('b/notes.txt')"
@@ -93,7 +66,7 @@ def test_classes_are_the_first_level(open_paths):
     ],
 )
 def test_what_makes_no_classes_is_refused(open_paths, paths, problem):
-    with pytest.raises(OptionError, match=f"train(.tar)?': {problem}") as caught:
+    with pytest.raises(OptionError, match=f"train': {problem}") as caught:
         open_paths(paths)
     assert caught.value.key == "data.train_split"
     assert "\n" not in str(caught.value)
@@ -119,9 +92,9 @@ def test_the_identity_of_data_without_hidden_files_is_what_it_was(tmp_path):
     """SHA-256 of "LABEL PATH" of every image, with a null character behind each."""
     write_folder(tmp_path, ["a/1.png", "b/c.d/2.png"])
     expected = hashlib.sha256(b"0 a/1.png\x001 b/c.d/2.png\x00").hexdigest()
-    assert identify_split("train", split_of(tmp_path, "folder"))["train_files"] == expected
+    assert identify_split("train", split_of(tmp_path))["train_files"] == expected
     write_folder(tmp_path, COPIES)
-    assert identify_split("train", split_of(tmp_path, "folder"))["train_files"] == expected
+    assert identify_split("train", split_of(tmp_path))["train_files"] == expected
 
 
 def test_the_order_is_timms(tmp_path):
@@ -134,9 +107,6 @@ def test_the_order_is_timms(tmp_path):
     ours = open_class_folders(str(tmp_path / "train"))
     assert ours.class_to_idx == theirs.class_to_idx
     assert [(str(tmp_path / "train" / path), label) for path, label in ours.samples] == theirs.samples
-    (tmp_path / "train.tar").write_bytes(make_tar(sorted(paths, reverse=True), "train/"))
-    tar = TarReader(str(tmp_path / "train.tar"))
-    assert (list(tar.samples), tar.class_to_idx) == (list(ours.samples), ours.class_to_idx)
 
 
 def test_names_of_equal_order_are_ordered_too():
@@ -161,14 +131,14 @@ def test_links_to_folders_and_files_elsewhere_are_followed(tmp_path):
     write_folder(tmp_path, ["a/3.png"])
     (tmp_path / "train" / "b").symlink_to(tmp_path / "store")
     (tmp_path / "train" / "a" / "4.png").symlink_to(tmp_path / "store" / "1.png")
-    names = [name for name, _ in split_of(tmp_path, "folder").reader.samples]
+    names = [name for name, _ in split_of(tmp_path).reader.samples]
     assert names == ["a/3.png", "a/4.png", "b/1.png", "b/2.png"]
 
 
 def test_an_empty_class_folder_is_refused(tmp_path):
     write_folder(tmp_path, ["a/1.png", "b/2.png"])
     (tmp_path / "train" / "a" / "empty").mkdir()
-    assert describe_files(split_of(tmp_path, "folder").reader.ignored) == ""
+    assert describe_files(split_of(tmp_path).reader.ignored) == ""
     (tmp_path / "train" / "c").mkdir()
     assert_split_refused("the class folder 'c' holds no image; remove it", root=str(tmp_path))
 
@@ -195,61 +165,9 @@ def test_suffixes_are_those_of_the_formats_that_are_decoded():
 
 def test_many_ignored_suffixes_are_one_line(tmp_path):
     write_folder(tmp_path, ["a/1.png", "a/x", "a/y", "a/\x1b[0m", *(f"a/{i}.s{i}" for i in range(20))])
-    text = describe_files(split_of(tmp_path, "folder").reader.ignored)
+    text = describe_files(split_of(tmp_path).reader.ignored)
     assert text.startswith("ignored files: 3 without suffix ('a/\\x1b[0m'), 1 *.s0 ('a/0.s0'), ")
     assert text.endswith("1 *.s8 ('a/8.s8'), ...")
-
-
-PATHS = [f"{name}/{i}.png" for name in "ab" for i in range(3)]
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda content: content[: 4 * 1024 + 100] + b"\x01" + content[4 * 1024 + 101 :],  # a header in the middle
-        lambda content: content[: 4 * 1024],  # between two files
-        lambda content: content[: 4 * 1024 + 300],  # within a header
-        lambda content: content[: 4 * 1024 + 512 + 2],  # within a file
-    ],
-)
-def test_a_damaged_tar_is_refused(tmp_path, damage):
-    """tarfile would end its list there without an error."""
-    content = make_tar(PATHS)
-    assert content[: 4 * 1024].count(b".png\0") == 4 * 2
-    (tmp_path / "train.tar").write_bytes(content)
-    assert len(split_of(tmp_path, "tar")) == 6
-    (tmp_path / "train.tar").write_bytes(damage(content))
-    problem = r"not a readable tar file \((damaged, or cut off, at byte 4,096|unexpected end)"
-    assert_split_refused(problem, dataset="tar", root=str(tmp_path))
-
-
-def test_of_two_files_of_one_name_the_later_counts(tmp_path):
-    with tarfile.open(tmp_path / "train.tar", "w") as tar:
-        for content in (b"old", b"newer"):
-            member = tarfile.TarInfo("a/1.png")
-            member.size = len(content)
-            tar.addfile(member, io.BytesIO(content))
-    images = split_of(tmp_path, "tar")
-    assert len(images) == 1
-    assert images.reader[0][0].read() == b"newer"
-
-
-@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE])
-def test_links_in_a_tar_are_refused(tmp_path, kind):
-    with tarfile.open(tmp_path / "train.tar", "w") as tar:
-        tar.addfile(tarfile.TarInfo("a/1.png"))
-        link = tarfile.TarInfo("b/2.png")
-        link.type, link.linkname = kind, "a/1.png"
-        tar.addfile(link)
-    problem = "'b/2.png' is stored as a link, or sparse; make the file with `tar --dereference`"
-    assert_split_refused(problem, dataset="tar", root=str(tmp_path))
-
-
-def test_a_tar_that_is_cut_later_breaks_images(tmp_path):
-    (tmp_path / "train.tar").write_bytes(make_tar(PATHS))
-    images = split_of(tmp_path, "tar")
-    os.truncate(tmp_path / "train.tar", 2048)
-    assert all(isinstance(images[i], BrokenImage) for i in range(len(images)))
 
 
 def test_the_order_is_timms_for_any_names():
