@@ -25,11 +25,11 @@ SELF_LOGIT = -5e4
 
 
 @full_precision
-def reformer(q: Tensor, k: Tensor, v: Tensor, bucket: Tensor, *, chunk_size: int, same_bucket: bool = False) -> Tensor:
+def reformer(q: Tensor, k: Tensor, v: Tensor, bucket: Tensor, *, chunk_size: int) -> Tensor:
     """One softmax over the pairs of all rounds.
 
     bucket: bucket of every token of the grid in every round, (B, h, l, N) int64. chunk_size: tokens c of a chunk; one
-    chunk if c >= N. same_bucket: pairs must share a bucket, not only chunks.
+    chunk if c >= N.
     """
     (*_, num_rounds, N), c = bucket.shape, min(chunk_size, q.shape[2])
     n = -(-N // c)
@@ -42,16 +42,10 @@ def reformer(q: Tensor, k: Tensor, v: Tensor, bucket: Tensor, *, chunk_size: int
     own = order.unflatten(-1, (n, c))
     attended = torch.cat([own.roll(1, 3), own], -1) if n > 1 else own  # (B, h, l, n, 2c)
     visible = (attended < N)[..., None, :]  # of the pairs of a round (B, h, l, n, c, 2c): those without padding
-    if same_bucket:
-        buckets = bucket.gather(3, attended.flatten(3)).view_as(attended)
-        visible = visible & equal_pairs(buckets[..., -c:], buckets)
     chunk, meetings = (position // c).int(), bucket.new_zeros((), dtype=torch.int8)
     for r in range(num_rounds):  # of the pairs of all rounds, those that meet in round r too
         chunks = chunk[:, :, r].gather(2, attended.flatten(2)).view_as(attended)
         met = equal_pairs(chunks[..., -c:], chunks) | equal_pairs(chunks[..., -c:], (chunks + 1) % n)
-        if same_bucket:
-            buckets = bucket[:, :, r].gather(2, attended.flatten(2)).view_as(attended)
-            met &= equal_pairs(buckets[..., -c:], buckets)
         meetings = meetings + met
     logits = q.shape[-1] ** -0.5 * gather_tokens(q, own) @ gather_tokens(k, attended).mT
     logits = logits - meetings.to(logits.dtype).log()
@@ -93,7 +87,7 @@ def rotation_counts(num_chunks: int, chunk_size: int) -> tuple[int, ...]:
     return first, math.ceil(num_chunks / (2 * first))
 
 
-def reformer_reference(q, k, v, bucket, *, chunk_size, same_bucket=False):
+def reformer_reference(q, k, v, bucket, *, chunk_size):
     """`reformer` as softmax under the dense mask of all pairs that meet in some round."""
     (B, h, num_rounds, N), c = bucket.shape, min(chunk_size, q.shape[2])
     visible = torch.zeros(B, h, N, N, dtype=torch.bool)
@@ -104,8 +98,7 @@ def reformer_reference(q, k, v, bucket, *, chunk_size, same_bucket=False):
         for n in range(N):
             for m in range(N):
                 before = (chunk[n] - 1) % -(-N // c)
-                meet = chunk[m] in (chunk[n], before) and (buckets[n] == buckets[m] or not same_bucket)
-                visible[b, head, n, m] |= meet
+                visible[b, head, n, m] |= chunk[m] in (chunk[n], before)
     P = k.shape[2] - N
     logits = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(~F.pad(visible, (P, 0), value=True), -torch.inf)
     return logits.masked_fill(F.pad(torch.eye(N, dtype=torch.bool), (P, 0)), SELF_LOGIT).softmax(-1) @ v
@@ -124,7 +117,6 @@ class Reformer(Attention):
             49, "tokens c of a chunk, which attends to 2c keys; N / c chunks, 2N / c buckets", low=1
         )
         num_rounds: int = option(4, "rounds l of hashing", low=1, high=64)
-        same_bucket: bool = option(False, "attend only within a bucket, and not to the whole chunk and the one before")
         local: bool = local_option()
 
     def __init__(self, context: LayerContext, config: Config):
@@ -154,6 +146,5 @@ class Reformer(Attention):
         return Cost(0, config.num_rounds * (hashes + attention))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
-        chunk_size, same_bucket = self.config.chunk_size, self.config.same_bucket
         bucket = hash_buckets(q, *self.rotations(q))
-        return reformer(q, k, v, bucket, chunk_size=chunk_size, same_bucket=same_bucket).to(v.dtype)
+        return reformer(q, k, v, bucket, chunk_size=self.config.chunk_size).to(v.dtype)

@@ -19,10 +19,10 @@ SMALL = {"chunk_size": 8}
 
 CASES = [
     case(SMALL),
-    case({"chunk_size": 4, "same_bucket": True, "num_rounds": 2}),
+    case({"chunk_size": 4, "num_rounds": 2}),
     case({**SMALL, **PREFIX}),
 ]
-EFFECTS = {"chunk_size": (SMALL, 6), "num_rounds": (SMALL, 1), "same_bucket": (SMALL, True), "local": (SMALL, True)}
+EFFECTS = {"chunk_size": (SMALL, 6), "num_rounds": (SMALL, 1), "local": (SMALL, True)}
 SYMMETRIES = [(set(), {"chunk_size": 4})]
 GROWTH = [Growth(1, 1)]  # as SMYRF; of the hash, N^2 C / c up to N = c^2, little is left beside 4 l N c C
 SYMBOLS = {"l": 4, "c": 49}
@@ -42,27 +42,17 @@ def test_reformer_in_one_or_two_chunks_is_softmax_over_the_others(grid, rounds):
         assert_equal(reformer(q, k, v, buckets(q, rounds, 3), chunk_size=c), expected)
 
 
-@pytest.mark.parametrize("same_bucket", [False, True])
-def test_reformer_is_blind_to_equal_rounds(same_bucket):
+def test_reformer_is_blind_to_equal_rounds():
     q, _, v = tokens((5, 7))
     k, once = torch.nn.functional.normalize(q, dim=-1), buckets(q, 1, 3)
-    options = {"chunk_size": 6, "same_bucket": same_bucket}
-    assert_equal(reformer(q, k, v, once.repeat(1, 1, 3, 1), **options), reformer(q, k, v, once, **options))
+    assert_equal(reformer(q, k, v, once.repeat(1, 1, 3, 1), chunk_size=6), reformer(q, k, v, once, chunk_size=6))
 
 
 def test_reformer_attends_to_itself_only_when_alone():
     q, _, v = tokens((3, 4))
     k, each = torch.nn.functional.normalize(q, dim=-1), torch.arange(12).expand(B, h, 2, 12)
-    assert_equal(reformer(q, k, v, each, chunk_size=4, same_bucket=True), v)
+    assert_equal(reformer(q[:, :, :1], k[:, :, :1], v[:, :, :1], each[..., :1], chunk_size=4), v[:, :, :1])
     assert weights_of(reformer, q, k, each, chunk_size=4).diagonal(dim1=-2, dim2=-1).abs().max() == 0
-
-
-def test_reformer_with_the_bucket_mask_is_softmax_within_buckets_that_fit_a_chunk():
-    q, _, v = tokens((8, 8))
-    k = torch.nn.functional.normalize(q, dim=-1)
-    bucket = (torch.arange(64) * 5 % 16).expand(B, h, 1, 64)  # 4 tokens each
-    visible = (bucket[:, :, 0, :, None] == bucket[:, :, 0, None]) & ~torch.eye(64, dtype=torch.bool)
-    assert_equal(reformer(q, k, v, bucket, chunk_size=4, same_bucket=True), under_mask(q, k, v, visible))
 
 
 def test_reformer_hashes_near_queries_alike():
