@@ -52,17 +52,12 @@ def drop_in(
 def check_projections(layer: Attention, own: Attention) -> None:
     """Raises the OptionError if the weights of `own` do not hold the projections of tokens that `layer` makes.
 
-    Queries, keys and values of full width serve every layer with projections of full width, which may be fewer.
+    Queries, keys and values serve every layer, whose projections may be fewer.
     """
     name, own_name = f"attention({layer.name()})", own.name()
     if own.num_projections not in (3, layer.num_projections):
         problem = f" needs {layer.num_projections} projections of tokens, but {own_name} of the run makes"
         raise OptionError(name, f"{problem} {own.num_projections}; give another run")
-    rows, own_rows, C = layer.qkv.out_features, own.qkv.out_features, own.proj.in_features
-    are_full = rows == layer.num_projections * C and own_rows == own.num_projections * C
-    if not are_full and (rows, layer.num_projections) != (own_rows, own.num_projections):
-        problem = f" makes {rows} channels of queries, keys and values, but {own_name} of the run {own_rows}"
-        raise OptionError(name, f"{problem}; give keys the width of the run's (key_dim), or give another run")
 
 
 def set_mode(model: nn.Module, mode: str, seed: int) -> None:

@@ -3,25 +3,21 @@
     y_n = sum_c softmax_c(q_n)_c sum_m softmax_m(k_.c)_m v_m,
 
 so that every channel of the keys pools the values of all tokens, and a query mixes the d pooled values of its head.
-Weights are positive and sum to one without a normaliser. Queries and keys are not scaled, and may be narrower than the
-values, as in the paper.
-Cost: 2 N d C multiply-accumulates; linear in N. Keys of a share C_k / C of the channels take this share of it, and
-their projections too.
+Weights are positive and sum to one without a normaliser. Queries and keys are not scaled.
+Cost: 2 N d C multiply-accumulates; linear in N.
 
-The released module adds its input to its output; here the network adds the residual.
+In the paper, queries and keys may be narrower than the values. The released module adds its input to its output; here
+the network adds the residual.
 """
 
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
 from ..ops.random_features.op import linear_attention
-from ..options import Options, local_option, option
+from ..options import Options, local_option
 from ..parts.features import full_precision
-from ..parts.geometry import Grid, split_heads
-from ..parts.linear import init_linear
+from ..parts.geometry import Grid
 from ..parts.masking import mask_logits
 
 
@@ -41,41 +37,15 @@ def efficient_reference(q, k, v):
     return y
 
 
-def key_width(context: LayerContext, config: Any) -> int:
-    """Channels C_k of the queries, and of the keys, of all heads."""
-    return config.key_dim or context.dim
-
-
 class Efficient(Attention):
     prefix_tokens = "plain"
 
     class Config(Options):
-        key_dim: int | None = option(None, "channels C_k of the queries, and of the keys, of all heads; null: C", low=1)
         local: bool = local_option()
-
-    def __init__(self, context: LayerContext, config: Config):
-        super().__init__(context, config)
-        (C, h), width = (context.dim, context.num_heads), key_width(context, config)
-        if width > C or width % h:
-            nearest = min(max(width // h * h, h), C)
-            self.refuse("key_dim", width, f"expected a multiple of the {h} heads, at most {C}; nearest: {nearest}")
-        self.key_width = width
-        if width < C:
-            self.qkv = init_linear(nn.Linear(C, 2 * width + C, bias=context.qkv_bias))
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:
-        N, C, width = context.num_tokens, context.dim, key_width(context, config)
-        left_out = 2 * (C - width)  # rows of the joint projection
-        return Cost(-left_out * (C + context.qkv_bias), 2 * N * width // context.num_heads * C - left_out * N * C)
-
-    def project(self, x: Tensor, grid: Grid) -> tuple[Tensor, ...]:
-        """(B, P + N, C) -> queries and keys (B, h, P + N, C_k / h), values (B, h, P + N, d)."""
-        width, C = self.key_width, self.num_heads * self.head_dim
-        if width == C:
-            return super().project(x, grid)
-        q, k, v = self.qkv(x).split([width, width, C], -1)
-        return tuple(y for part in (q, k, v) for y in split_heads(part, 1, self.num_heads))
+        return Cost(0, 2 * context.num_tokens * context.head_dim * context.dim)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         return efficient(q, k, v, key_mask=key_mask).to(v.dtype)

@@ -82,6 +82,7 @@ REMOVED: dict[str, list[Any] | None] = {
     "data.shuffle_shards": None,
     "data.cache_dir": None,
     "data.cache_gb": None,
+    "attention.key_dim": [None],
     "attention.same_bucket": [False],
     "augment.batched": [False],
     "train.async_checkpoint": [False, True],

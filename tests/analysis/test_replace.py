@@ -4,7 +4,6 @@ import argparse
 import dataclasses
 import math
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -30,7 +29,7 @@ from engine.run.load import load_run
 from engine.runtime.errors import UserError
 from models import create_model
 from models.base import attention_layers, is_same_attention
-from tests.analysis.models import ROOT, SMALL, ask, load_model, read_rows, refusal, save_model
+from tests.analysis.models import ROOT, ask, load_model, read_rows, refusal, save_model
 from tests.analysis.plans import follow_plans
 from tests.support.facts import stated
 
@@ -327,44 +326,6 @@ def test_a_budget_that_layers_of_several_grids_need_different_values_for_is_refu
     assert with_budget({"name": "linformer"}, 16, {64, 256}) == {"name": "linformer", "num_landmarks": 16}
     with pytest.raises(OptionError, match="--budgets 16: layers of 64 and 256 tokens need different values"):
         with_budget({"name": "sra"}, 16, {256, 64})
-
-
-NARROW = "{name: efficient, key_dim: 12}"
-
-
-@pytest.mark.parametrize("question", ["error", "replace"])
-def test_other_widths_of_keys_are_a_row_with_the_reason(checkpoint, tmp_path, question):
-    rows = ask(
-        checkpoint, tmp_path, question, "--attention", "softmax", NARROW, "linear", "--images", "4", "--draws", "1"
-    )
-    assert {row["attention"] for row in rows if row["error"]} == {"softmax", "linear"}
-    (problem,) = {row["problem"] for row in rows if row["attention"] == NARROW}
-    assert problem.startswith(
-        "attention(efficient) makes 48 channels of queries, keys and values, but softmax of the run 72"
-    )
-
-
-@pytest.fixture(scope="module")
-def narrow(tmp_path_factory) -> Path:
-    """A checkpoint whose keys are narrower than its values, with as many projected channels as two full ones."""
-    return save_model(tmp_path_factory.mktemp("narrow"), [*SMALL, f"attention={NARROW}"])
-
-
-def test_a_run_of_narrow_keys_is_refused_in_one_line(narrow, tmp_path, capsys):
-    problem = "attention(softmax) makes 72 channels of queries, keys and values, but efficient of the run 48"
-    assert problem in refusal(capsys, "error", str(narrow), "--output", str(tmp_path), "--images", "4")
-
-
-def test_narrow_keys_serve_only_mechanisms_of_the_same(narrow):
-    """Two full projections have as many channels as the three here, and another meaning."""
-    run = load_model(narrow)
-    model, untrained = drop_in(run, run.run.attention, 0)
-    assert untrained == 0
-    x, grid = layer_inputs(run, read_sample(run, 4).images)[0]
-    assert torch.equal(attended(attention_layers(model)[0], x, grid), attended(attention_layers(run.model)[0], x, grid))
-    for name in ("linear", "reformer"):
-        with pytest.raises(OptionError, match=r"channels .* efficient of the run 48; give"):
-            drop_in(run, {"name": name}, 0)
 
 
 def test_every_mechanism_has_options_and_at_most_one_size():

@@ -9,18 +9,14 @@ from attention.mechanisms.efficient import efficient
 from tests.support.cases import PREFIX, Case
 from tests.support.comparisons import assert_equal
 from tests.support.growth import Growth
-from tests.support.inputs import B, draw, h, identity, layer, one_head, tokens
+from tests.support.inputs import B, draw, h, identity, one_head, tokens
 from tests.support.symmetry import ALL
 
 case = partial(Case, "efficient", (5, 7))
 
-CASES = [case(), case({"local": True}), case(PREFIX), case({**PREFIX, "local": True}), case({"key_dim": 6, **PREFIX})]
-EFFECTS = {"key_dim": ({}, 6), "local": ({}, True)}
-SYMMETRIES = [(ALL, {}), (ALL, {"key_dim": 6}), (set(), {"local": True})]
-REFUSED = [
-    ({"key_dim": 7}, r"attention\(efficient\).key_dim = 7: expected a multiple of the 2 heads, at most 16; nearest: 6"),
-    ({"key_dim": 18}, r"attention\(efficient\).key_dim = 18: expected a multiple .* nearest: 16"),
-]
+CASES = [case(), case({"local": True}), case(PREFIX), case({**PREFIX, "local": True})]
+EFFECTS = {"local": ({}, True)}
+SYMMETRIES = [(ALL, {}), (set(), {"local": True})]
 GROWTH = [Growth(1, 1), Growth(1, 1, lambda side: {"local": True})]
 SYMBOLS = {}
 UNSIZED = True
@@ -56,20 +52,6 @@ def test_weights_are_positive_sum_to_one_and_have_the_rank_of_a_head():
     assert (weights > 0).all()
     torch.testing.assert_close(weights.sum(-1), torch.ones(B, h, N, dtype=torch.float64), rtol=1e-14, atol=0)
     assert (torch.linalg.matrix_rank(weights) == Q.shape[-1]).all()
-
-
-def test_narrower_keys_are_those_of_a_projection_with_fewer_rows():
-    """Rows of a wide layer, head by head; weights have the rank of a narrow head."""
-    wide, narrow = layer("efficient", GRID), layer("efficient", GRID, key_dim=6)
-    rows = torch.cat([torch.arange(3), 8 + torch.arange(3)])
-    kept = torch.cat([rows, 16 + rows, 32 + torch.arange(16)])
-    narrow.load_state_dict(
-        wide.state_dict() | {key: wide.state_dict()[key][kept] for key in ("qkv.weight", "qkv.bias")}
-    )
-    x = draw(B, N, 16)
-    q, k, v = wide.project(x, GRID)
-    assert_equal(narrow.attend(*narrow.project(x, GRID), GRID), efficient(q[..., :3], k[..., :3], v))
-    assert (torch.linalg.matrix_rank(efficient(*narrow.project(x, GRID)[:2], identity(N))) == 3).all()
 
 
 def test_a_number_added_to_a_query_or_to_a_channel_of_all_keys_has_no_effect():
