@@ -301,7 +301,7 @@ class Attention(nn.Module):
         x = stand_in(x, counts)
         # If no token of an image counts, its zeros attend to each other.
         key_mask = counts | ~counts.any(1, keepdim=True)
-        y = kernels.by_path(self.attend_all, self.project(x, grid), grid, key_mask)
+        y = self.attend_all(self.project(x, grid), grid, key_mask)
         return self.output(y, x).masked_fill(~counts[..., None], 0)
 
     def packing(self, grid: Grid) -> "Packing | None":
@@ -314,11 +314,11 @@ class Attention(nn.Module):
         """
         packing = self.packing(grid) if kernels.takes_kernels(x) else None
         if packing is None or self.attn_drop:
-            return kernels.by_path(self.attend_all, self.project(x, grid), grid)
+            return self.attend_all(self.project(x, grid), grid)
         packed = self.qkv(x).unflatten(2, (3, self.num_heads, self.head_dim))
 
         def apart(packed: Tensor, packing: "Packing") -> Tensor:
-            return kernels.by_path(self.attend_all, split_heads(packed.flatten(2), 3, self.num_heads), grid)
+            return self.attend_all(split_heads(packed.flatten(2), 3, self.num_heads), grid)
 
         attend = kernels.covering("packed_attention", packed, packing)
         if attend is None:

@@ -61,8 +61,8 @@ def plan(args: argparse.Namespace, device: torch.device) -> list[Comparison]:
     if args.models:
         kinds.append(("model", [whole_model(name) for name in dict.fromkeys(args.models)], args.image_sizes, 64))
     for _, subjects, _, _ in kinds:
-        for subject, execution in itertools.product(subjects, args.execution):
-            subject.check_path(execution, device)
+        for subject, _execution in itertools.product(subjects, args.execution):
+            subject.check_path(device)
 
     comparisons = []
     for kind, subjects, sizes, patch in kinds:

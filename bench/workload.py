@@ -56,15 +56,10 @@ class Subject:
         with kernels.use(self.path), sdpa_kernel(SDPBackend.MATH) if self.path == "plain" else nullcontext():
             yield
 
-    def check_path(self, execution: str, device: torch.device) -> None:
+    def check_path(self, device: torch.device) -> None:
         """Raises a ConfigError if calls would take another path than its name says."""
-        problem = None
         if self.path == "triton" and device.type == "cpu":
-            problem = "Triton's kernels need a GPU"
-        elif self.path == "lean" and execution.startswith("compiled"):
-            problem = "compiled graphs do not attend by parts of the batch"
-        if problem:
-            raise ConfigError(f"{self.name!r}, path {self.path}: {problem}; use the path auto")
+            raise ConfigError(f"{self.name!r}, path triton: Triton's kernels need a GPU; use the path auto")
 
     def costs(self, size: Grid) -> Costs:
         """Counts the costs for one image in evaluation, on the meta device.

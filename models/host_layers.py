@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from attention import Attention, Grid, kernels
+from attention import Attention, Grid
 
 
 class PassGrid:
@@ -127,7 +127,7 @@ class Replaced(nn.Module):
             of_pass = f"a {grid[0]}x{grid[1]} grid" if grid else "no grid, or grids of two shapes"
             problem = f"{N} tokens after {core.num_prefix_tokens} prefix tokens, but this pass has {of_pass}"
             raise ValueError(f"{self.host_name}: {core.label} got {problem}; keep all patches, in their order")
-        return kernels.by_path(core.attend_all, self.projected(query, key, value), grid)
+        return core.attend_all(self.projected(query, key, value), grid)
 
     def projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Any, ...]:
         query, key = query.to(value.dtype), key.to(value.dtype)  # as torch's attention does under autocast

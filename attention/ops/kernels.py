@@ -7,7 +7,6 @@ fast path takes tensors in their own type and upcasts those that need it.
 with kernels.use("plain"): ...   # the definitions themselves
 with kernels.use("torch"): ...   # fast paths of PyTorch's operators
 with kernels.use("triton"): ...  # fused kernels on a GPU, fast paths of PyTorch's operators for what they do not cover
-with kernels.use("lean"): ...    # as "auto", by parts of the batch that the backward pass computes again
 
 "auto", the default, takes for each call the faster of "triton" and "torch" where both were timed, as train.py does. For
 others it is "triton" in half precision on NVIDIA's GPUs from `LOWEST_CAPABILITY` on, else "torch".
@@ -23,13 +22,13 @@ import torch
 
 from ..parts import transforms
 from ..parts.features import autocast_off
-from ..parts.transforms import exporting, in_graph, transformed
+from ..parts.transforms import exporting, transformed
 from . import memory
 from .timing import Clock, speedup
 
 Op = TypeVar("Op", bound=Callable[..., Any])
 
-Path = Literal["auto", "torch", "triton", "lean", "plain"]
+Path = Literal["auto", "torch", "triton", "plain"]
 
 LOWEST_CAPABILITY = (8, 0)
 """Lowest compute capability of NVIDIA's GPUs that Triton's kernels are for. On (9, 0) they were measured: they are
@@ -77,14 +76,14 @@ def offer(op: str, module: str) -> None:
 
 def path() -> Path:
     """The path in use: "torch" takes fast paths, "triton" prefers kernels to them, "plain" takes none. "auto" is one of
-    the first two. "lean" is "auto" with least memory: layers attend by parts of the batch, see `memory.by_parts`.
+    the first two.
     """
     return _path
 
 
 def takes_kernels(x: torch.Tensor) -> bool:
     """True if the path in use takes Triton's kernels for some calls with this tensor; `prefer` chooses for each."""
-    return _path == "triton" or (_path in ("auto", "lean") and has_kernels(x))
+    return _path == "triton" or (_path == "auto" and has_kernels(x))
 
 
 def has_kernels(x: torch.Tensor) -> bool:
@@ -172,7 +171,7 @@ def use(path: Path, speedups: dict[str, float] | None = None, clock: Clock | Non
 
     Args:
         speedups: signature of a call -> how many times as fast as PyTorch's operators Triton's kernel is; decides for
-            the paths "auto" and "lean".
+            the path "auto".
         clock: times calls that are not in `speedups`, and adds them; compiled graphs cannot.
     Raises:
         ValueError: the path is unknown, or is "triton" and triton is not installed.
@@ -199,22 +198,13 @@ def resolved() -> str:
     """The path in use and the calls or the imported ops that it serves, for logs."""
     if _path == "plain":
         return _path
-    if _path in ("auto", "lean") and _speedups:
+    if _path == "auto" and _speedups:
         taken = (f"{'triton' if x > 1 else 'torch'} for {key} ({x:.2f}x)" for key, x in sorted(_speedups.items()))
         return f"{_path}: {', '.join(taken)}; fast {', '.join(sorted(_fast))}"
-    runs_kernels = _path in ("auto", "lean") and torch.cuda.is_initialized() and refusal_of(None) is None
+    runs_kernels = _path == "auto" and torch.cuda.is_initialized() and refusal_of(None) is None
     half = "" if _path == "triton" else " in half precision"
     on_gpu = f"on a GPU{half} Triton's {', '.join(TRITON_MODULES)}; " if _path == "triton" or runs_kernels else ""
     return f"{_path}: {on_gpu}fast {', '.join(sorted(_fast))}"
-
-
-def by_path(attend: Op, projected: tuple[Any, ...], grid: Any, key_mask: torch.Tensor | None = None) -> torch.Tensor:
-    """Calls a layer's `attend_all`; with the path "lean" by parts of the batch, but not in graphs and transforms of
-    torch.func.
-    """
-    if _path != "lean" or in_graph() or transformed():
-        return attend(projected, grid, key_mask)
-    return memory.by_parts(lambda *part: attend(part[:-1], grid, part[-1]), *projected, key_mask)
 
 
 def first_order(backward: Op) -> Op:
@@ -245,7 +235,7 @@ def _is_batched(gradient: torch.Tensor | None) -> bool:
 def with_fast_path(fast: Callable, covers: Callable[..., bool], triton: str | None = None) -> Callable[[Op], Op]:
     """Decorates an op, whose first argument is a tensor: calls `fast` in its place if `covers` is true of the arguments
     and the path is not "plain". The path "triton" prefers the kernel of the module `triton` if that covers them, and so
-    do "auto" and "lean" where `prefer` does. Exported and traced graphs, transforms of torch.func and forward
+    does "auto" where `prefer` does. Exported and traced graphs, transforms of torch.func and forward
     differentiation take the op itself.
     """
 

@@ -1,19 +1,15 @@
-"""Memory: the layout of tensors of the fast paths, the chunks that they work on, and parts of the batch."""
+"""Memory: the layout of tensors of the fast paths, and the chunks that they work on."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from ..parts.geometry import Windows
 
 CACHE = 8 * 2**20
 """Bytes of a chunk that stay in a CPU's cache while it is processed: a share of the L3 cache."""
-
-PARTS = 8
-"""Parts of the batch in which layers attend with the path "lean"."""
 
 WORDS = torch.complex128, torch.int64, torch.int32
 """Types that `copy` moves several numbers as, the widest first."""
@@ -49,21 +45,6 @@ def cache_chunks(x: Tensor, bytes_of_head: int) -> Iterator[Chunk]:
 def take(chunk: Chunk, *tensors: Tensor | None) -> list[Tensor | None]:
     """Views of one chunk of tensors (B, h, ...)."""
     return [None if x is None else x[chunk] for x in tensors]
-
-
-def by_parts(function: Callable[..., Tensor], q: Tensor, *others: Tensor | None) -> Tensor:
-    """Result (B, h, N, d) of a function of tensors (B, ...) or None, computed for `PARTS` parts of the batch in turn.
-
-    The backward pass keeps the tensors alone, and computes each part again. Random numbers that the function draws for
-    all images are drawn for each part.
-
-    Raises:
-        ValueError: the tensors divide into other numbers of parts, and are not of one batch.
-    """
-    first = q.split(max(-(-len(q) // PARTS), 1))
-    split = ([None] * len(first) if x is None else x.split(len(first[0]) or 1) for x in others)
-    y = [checkpoint(function, *part, use_reentrant=False) for part in zip(first, *split, strict=True)]
-    return torch.cat([part.transpose(1, 2) for part in y]).transpose(1, 2)
 
 
 def like_tokens(x: Tensor) -> Tensor:

@@ -226,10 +226,10 @@ class Train:
         " host launches thousands of kernels as two; smaller batches and evaluation run as they are; auto: on a GPU,"
         " unless an option or the mechanism rules it out, with a line that says so; true: refuse such an option",
     )
-    kernels: Literal["auto", "torch", "triton", "lean", "plain"] = option(
+    kernels: Literal["auto", "torch", "triton", "plain"] = option(
         "auto",
         "fast paths of attention, see docs/mechanisms.md; torch: PyTorch's operators; triton: fused kernels on a GPU;"
-        " auto: the faster of these two, timed before the first update; lean: auto with least memory; plain: none",
+        " auto: the faster of these two, timed before the first update; plain: none",
     )
     grad_checkpointing: bool = option(
         False, "recompute block activations in the backward pass; random state is restored"

@@ -115,9 +115,6 @@ def _check_training(run: Run) -> None:
     if train.best_by and train.best_by not in (measured := choose_objective(run).measure.ranks_by):
         problem = f" = {train.best_by}, which the evaluations of this run do not measure; known: {', '.join(measured)}"
         raise OptionError("train.best_by", problem)
-    if train.compile is True and train.kernels == "lean":
-        problem = " = lean: compiled blocks take auto; set it to auto, or train.compile=false"
-        raise OptionError("train.kernels", problem)
     check_cuda_graph(run, train.device != "cpu")
 
 
@@ -145,7 +142,6 @@ def why_eager(run: Run, on_cuda: bool) -> str:
             train.grad_checkpointing
         ),
         "other people's models are not captured; set train.cuda_graph=auto": is_host(run.model["name"]),
-        "train.kernels = lean computes attention again by parts; set it to auto": train.kernels == "lean",
     }
     refusals = (reason for reason, applies in reasons.items() if applies)
     return next(refusals, "") or choose_objective(run).graph_refusal

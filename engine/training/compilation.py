@@ -2,16 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from attention import kernels
-from attention.options import OptionError
 from engine.config.micro_batches import micro_batch_size
 from engine.config.schema import Run
-from engine.run.checks import check_run
 from engine.runtime.distributed import World
 from engine.runtime.text import describe_error
 from models.base import Backbone
@@ -29,10 +26,6 @@ def describe_compilation(run: Run, world: World) -> str:
         return "off: no CUDA GPU"
     if reason := kernels.refusal_of(world.device.index):  # torch's compiler needs what our kernels need
         return f"off: {reason}"
-    try:
-        check_run(replace(run, train=replace(run.train, compile=True)), world.size)
-    except OptionError as error:
-        return f"off: {error}"
     return "on"
 
 

@@ -41,7 +41,7 @@ def check_device(run: Run, device: torch.device) -> None:
 def chosen_kernels(run: Run, network: Callable[[], nn.Module], progress: Progress, world: World) -> Iterator[str]:
     """Context of the path `train.kernels`, whose value says what it takes.
 
-    On a GPU the paths auto and lean take the faster of two functions, see `attention.kernels.use`. Those that
+    On a GPU the path auto takes the faster of two functions, see `attention.kernels.use`. Those that
     `progress` does not know for the primary rank's GPU are timed there, and added to it.
 
     Args:
@@ -60,7 +60,7 @@ def chosen_kernels(run: Run, network: Callable[[], nn.Module], progress: Progres
 
 def is_timed(run: Run, world: World) -> bool:
     """Returns whether times choose functions: times of deterministic runs would not repeat."""
-    return run.train.kernels in ("auto", "lean") and world.on_cuda and not run.train.deterministic
+    return run.train.kernels == "auto" and world.on_cuda and not run.train.deterministic
 
 
 def time_kernels(run: Run, model: nn.Module, known: Mapping[str, float], world: World) -> dict[str, float]:

@@ -342,7 +342,6 @@ CONTRADICTIONS = {
         f"by 1 ranks x 3 accumulation steps; nearest: {nearest}"
         for size, nearest in ((1024, 1023), (2, 3))
     },
-    "train.kernels=lean train.compile=true": "train.kernels = lean: compiled blocks take auto; set it to auto",
     "train.total_batch_size=9": "train.total_batch_size = 9 leaves 9 images per rank and step",
     "schedule.epochs=5": "schedule.warmup_epochs = 10 is above schedule.epochs = 5",
     "schedule.warmup_lr=0.1": "schedule.warmup_lr = 0.1 is above the peak learning rate 0.001",

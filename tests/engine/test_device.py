@@ -38,7 +38,7 @@ def with_kernels(gpu: str):
     parts = patch.multiple(kernels, _triton=found, has_kernels=lambda x: True)
     return parts, patch.multiple(
         device,
-        is_timed=lambda run, world: run.train.kernels in ("auto", "lean"),
+        is_timed=lambda run, world: run.train.kernels == "auto",
         device_name=lambda place: gpu,
         gpu_milliseconds=milliseconds,
     )

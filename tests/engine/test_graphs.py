@@ -205,7 +205,6 @@ def test_a_network_that_cannot_be_captured_trains_without_graphs(fake: FakeCaptu
         ((), True, ""),
         ((), False, "the device is not cuda"),
         (("train.grad_checkpointing=true",), True, "train.grad_checkpointing=false"),
-        (("train.kernels=lean",), True, "train.kernels = lean"),
         (("distill.teacher=x", "distill.type=attention", "init.weights=x"), True, "distill.type = attention"),
     ],
 )

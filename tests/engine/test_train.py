@@ -205,12 +205,6 @@ def test_too_many_graphs_are_an_error():
         ("train.compile=auto", (7, 5), True, "off: kernels need compute capability 8.0, and this GPU has 7.5"),
         ("train.compile=auto", (9, 0), False, "off: triton is not installed"),
         ("train.compile=auto", None, True, "off: no CUDA GPU"),
-        (
-            "train.kernels=lean",
-            (9, 0),
-            True,
-            "off: train.kernels = lean: compiled blocks take auto; set it",
-        ),
         ("train.compile=true", None, False, "on"),
         ("train.compile=false", (9, 0), True, "off: train.compile = false"),
     ],

@@ -31,12 +31,12 @@ def capture_op(case: Case, attn: Attention, x: Tensor, key_mask: Tensor | None =
     return op, args, {key: value for key, value in options.items() if value is not None}
 
 
-def value_and_gradients(attn, x: Tensor, grid, amp: bool = False, images: int | None = None) -> list[Tensor]:
-    """Output, gradient of the tokens, gradients of all parameters that have one. images: of a call; None: all."""
+def value_and_gradients(attn, x: Tensor, grid, amp: bool = False) -> list[Tensor]:
+    """Output, gradient of the tokens, gradients of all parameters that have one."""
     x = x.detach().requires_grad_()
     torch.manual_seed(3)
     with torch.autocast("cpu", torch.bfloat16, enabled=amp):
-        y = torch.cat([attn(part, grid) for part in x.split(images)]) if images else attn(x, grid)
+        y = attn(x, grid)
     y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64).to(y.dtype))
     gradients = [x.grad, *(p.grad for p in attn.parameters() if p.grad is not None)]
     attn.zero_grad()
@@ -44,12 +44,9 @@ def value_and_gradients(attn, x: Tensor, grid, amp: bool = False, images: int | 
 
 
 def assert_paths_agree(case: Case, path: str):
-    """Asserts that a layer's output and gradients in training equal those of the path "auto".
-
-    The path "lean" draws random numbers image by image here, so that the other path gets one image at a time.
-    """
+    """Asserts that a layer's output and gradients in training equal those of the path "auto"."""
     attn, x = case.build(), case.tokens()
-    (y, *gradients) = value_and_gradients(attn, x, case.grid, images=1 if path == "lean" else None)
+    (y, *gradients) = value_and_gradients(attn, x, case.grid)
     with kernels.use(path):
         (other, *other_gradients) = value_and_gradients(attn, x, case.grid)
     torch.testing.assert_close(other, y, rtol=FP64, atol=FP64)

@@ -135,7 +135,7 @@ def kernels_by_default() -> dict[str, list[str]]:
         ):
             attn, x = create_attention(**EVA, dim=32, num_heads=2, grid=(6, 4)), torch.randn(1, 24, 32)
             for way, layer in ("eager", attn), ("compiled", torch.compile(attn, fullgraph=True, backend="aot_eager")):
-                for path, half in ("auto", True), ("lean", True), ("torch", True), ("auto", False):
+                for path, half in ("auto", True), ("torch", True), ("auto", False):
                     CALLS.clear()
                     with kernels.use(path), torch.autocast("cpu", torch.bfloat16, enabled=half):
                         layer(x, (6, 4)).sum().backward()
@@ -151,25 +151,23 @@ def kernels_by_times() -> dict[str, Any]:
         call()
         return (1.0 if CALLS[0] == "lara" else 3.0) if CALLS else 2.0
 
-    found: dict[str, Any] = {}
-    for path in "auto", "lean":
-        kernels.refusal_of.cache_clear()
-        torch.compiler.reset()
-        with (
-            patch.object(memory, "on_gpu", lambda x: True),
-            patch.object(torch.cuda, "get_device_capability", lambda gpu: (8, 0)),
-            torch.autocast("cpu", torch.bfloat16),
-        ):
-            layers = [create_attention(**each, dim=32, num_heads=2, grid=(6, 4)) for each in (EVA, LARA)]
-            attn, x, speedups = nn.Sequential(*layers), torch.randn(2, 24, 32), {}
-            with kernels.use(path, speedups, clock):
-                attn(x).sum().backward()
-            found |= {f"{path} {key}": ratio for key, ratio in speedups.items()}
-            for way, layer in ("eager", attn), ("compiled", torch.compile(attn, fullgraph=True, backend="aot_eager")):
-                CALLS.clear()
-                with kernels.use(path, speedups):
-                    layer(x)
-                found[f"{path} {way}"] = list(CALLS)
+    kernels.refusal_of.cache_clear()
+    torch.compiler.reset()
+    with (
+        patch.object(memory, "on_gpu", lambda x: True),
+        patch.object(torch.cuda, "get_device_capability", lambda gpu: (8, 0)),
+        torch.autocast("cpu", torch.bfloat16),
+    ):
+        layers = [create_attention(**each, dim=32, num_heads=2, grid=(6, 4)) for each in (EVA, LARA)]
+        attn, x, speedups = nn.Sequential(*layers), torch.randn(2, 24, 32), {}
+        with kernels.use("auto", speedups, clock):
+            attn(x).sum().backward()
+        found: dict[str, Any] = dict(speedups)
+        for way, layer in ("eager", attn), ("compiled", torch.compile(attn, fullgraph=True, backend="aot_eager")):
+            CALLS.clear()
+            with kernels.use("auto", speedups):
+                layer(x)
+            found[way] = list(CALLS)
     return found
 
 

@@ -142,7 +142,7 @@ def test_defaults_suit_the_grids_of_deit_and_pvt(name):
         assert attn(torch.randn(1, side * side, 8), (side, side)).shape == (1, side * side, 8)
 
 
-@pytest.mark.parametrize("path", chosen(["auto", "lean", "plain"], lambda path: path == "lean"))
+@pytest.mark.parametrize("path", chosen(["auto", "plain"], "auto".__eq__))
 @every_case
 def test_an_empty_batch_goes_through(case, path):
     attn, x = case.build(), case.tokens(batch=0).requires_grad_()

@@ -37,7 +37,7 @@ def corners() -> Iterator[Any]:
 @pytest.mark.parametrize(("case", "context", "batch"), list(corners()))
 def test_corners_are_right_on_every_path(case, context, batch):
     attn, x, results = case.build(**context).eval(), case.tokens()[:batch, :, : context.get("dim")], []
-    for path in ("plain", "auto", "lean"):
+    for path in ("plain", "auto"):
         with kernels.use(path):
             results.append(value_and_gradients(attn, x, case.grid))
     for other in results[1:]:

@@ -254,12 +254,11 @@ def test_half_types_are_finite(case, dtype):
 @one_case_of_each
 def test_no_path_ignores_a_mask(case, monkeypatch):
     attn, x, key_mask, results = case.build().eval(), case.tokens(), masks(case.grid), []
-    for path in ("plain", "auto", "lean"):
+    for path in ("plain", "auto"):
         with kernels.use(path), monkeypatch.context() as patch:
             patch.setattr(transforms, "by_definition", True)  # torch's softmax attention rounds alike on all paths
             results.append(attn(x, case.grid, key_mask))
     assert torch.equal(results[0], results[1])
-    torch.testing.assert_close(results[2], results[0], rtol=FP64, atol=FP64)  # images by themselves round otherwise
 
 
 @pytest.mark.stress

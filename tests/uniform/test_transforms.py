@@ -54,13 +54,11 @@ def test_transforms_agree_with_autograd(case):
     near(dual.tangent.detach(), slope.detach())
 
 
-@pytest.mark.parametrize("path", ["auto", "lean"])
 @pytest.mark.parametrize("name", ["local", "eva", "lara", "performer", "ra"])
-def test_every_path_gives_way_to_the_definition(name, path):
+def test_fast_paths_give_way_to_the_definition(name):
     case = next(case for case in CASES if case.name == name)
     attn, x = case.build().eval(), case.tokens()
     with kernels.use("plain"):
         expected = torch.func.hessian(lambda scale: attn(scale * x, case.grid).square().sum())(torch.tensor(1.0))
-    with kernels.use(path):
-        slope = torch.func.hessian(lambda scale: attn(scale * x, case.grid).square().sum())(torch.tensor(1.0))
+    slope = torch.func.hessian(lambda scale: attn(scale * x, case.grid).square().sum())(torch.tensor(1.0))
     assert torch.equal(slope, expected)
