@@ -56,22 +56,20 @@ def draw_top1(axes: Axes, settings: Sequence[Setting], measured: Sequence[Measur
 
 
 def draw_differences(axes: Axes, measured: Sequence[Measured], replicate: str) -> None:
-    """Draws mean differences to the first setting with 95 % intervals; markers are filled if 0 is outside."""
-    axes.set_xlabel(f"difference to the first row (points, same {replicate}s)")
+    """Draws mean differences to the first setting with 95 % intervals; markers of noise are hollow, see `holm`."""
+    axes.set_xlabel(f"difference to the first row with 95 % interval\n(points, same {replicate}s)")
     axes.grid(axis="x")
     axes.axvline(0, color="black", linewidth=0.8)
-    differences = {y: own.difference for y, own in enumerate(measured) if own.difference}
     kinds = (
-        ("difference: 95 % interval without 0", {"fmt": "o", "color": BLUE}, lambda d: not d.is_noise),
-        ("noise: interval with 0", {"fmt": "o", "color": GREY, "mfc": "white"}, lambda d: d.is_noise and d.n > 1),
+        ("difference", {"fmt": "o", "color": BLUE}, lambda d: not d.is_noise),
+        ("noise (Holm's correction)", {"fmt": "o", "color": GREY, "mfc": "white"}, lambda d: d.is_noise and d.n > 1),
         (f"one {replicate}", {"fmt": ".", "color": GREY}, lambda d: d.n == 1),
     )
     for label, style, belongs in kinds:
-        points = {y: difference for y, difference in differences.items() if belongs(difference)}
-        bars = [difference.half_width if difference.n > 1 else 0 for difference in points.values()]
+        points = {y: d for y, own in enumerate(measured) if (d := own.difference) and belongs(d)}
+        bars = [d.half_width if d.n > 1 else 0 for d in points.values()]
         if points:
-            x = [difference.mean for difference in points.values()]
-            axes.errorbar(x, list(points), xerr=bars, label=label, **style)
+            axes.errorbar([d.mean for d in points.values()], list(points), xerr=bars, label=label, **style)
 
 
 @in_style

@@ -8,7 +8,7 @@ from typing import Any
 from ablation.names import short_names
 from ablation.runs import Case, Setting, changed_options, find_crowded, in_order, replicate_of
 from engine.checkpoints.progress import is_score
-from engine.reporting.tables import Spread, plus_minus, spread, verdict
+from engine.reporting.tables import Spread, holm, plus_minus, spread, verdict
 
 Table = dict[str, list[str]]
 """Title of a column -> texts of its rows; empty for values that are not known yet."""
@@ -16,21 +16,18 @@ Table = dict[str, list[str]]
 MEASURED_COSTS = {"step_seconds": "step time (s)", "memory_mb": "peak memory (MB)"}
 """Costs that runs measure: key in their final records -> label of an axis."""
 
-ONE_RUN = (
-    "One run per row: how far other seeds would end from it is not known, and rows that are near cannot be ranked."
-)
+ONE_RUN = "One run per row: how far other seeds would end is not known, and rows that are near cannot be ranked."
 
 REPLICATES = (
-    "± is the standard deviation over {0}s. Differences are to the first row, between runs of the same {0}, and noise"
-    " where the 95 % interval of Student's t over them contains 0; their standard deviation is taken as at"
-    " least one image, because accuracies are multiples of one image (row by row: of 20 rows without an effect, one"
-    " will seem to have one)."
+    "Statistics: ± is the standard deviation over {0}s. Differences are to the first row, between runs of the same {0},"
+    " and noise unless Student's t over them is significant at 5 % after Holm's correction for the rows: at most one in"
+    " 20 tables without an effect shows one. Their standard deviation is taken as at least one image, because"
+    " accuracies are multiples of one image."
 )
 
 FOLDS = (
-    "Each fold is another part of the training images, which its run validates on. Runs of different folds share"
-    " training images, so that the standard deviation over folds is too small (Bengio and Grandvalet: No unbiased"
-    " estimator of the variance of k-fold cross-validation, JMLR 2004)."
+    "Runs of different folds share training images, so that the standard deviation over folds is too small (Bengio and"
+    " Grandvalet: No unbiased estimator of the variance of k-fold cross-validation, JMLR 2004)."
 )
 
 
@@ -57,10 +54,8 @@ def tabulate(settings: Sequence[Setting], for_readers: bool = False) -> Table:
     }
     if several := len(settings[0].cases) > 1:
         options[f"{replicate_of(settings)}s"] = [str(len(runs)) for runs in results]
-    measured = {name: measure(results, key) for name, key in accuracies(settings).items()}
-
     write = mean_and_verdict if for_readers else single_numbers
-    for name, own in measured.items():
+    for name, own in ((name, measure(results, key)) for name, key in accuracies(settings).items()):
         options |= write(name, own) if several else {f"{name} (%)": mean_cells(own, ".2f")}
     return options | {"paper (%)": paper_cells(settings, "top1", ".2f")}
 
@@ -110,8 +105,8 @@ def measure(results: Sequence[Mapping[int, Mapping[str, Any]]], name: str) -> li
     images = [record.get("images", math.inf) for runs in results for record in runs.values() if name.endswith("top1")]
     first, step = values[0], 100 / min(images, default=math.inf)
     pairs = [[own[seed] - first[seed] for seed in own if seed in first] for own in values[1:]]
-    differences = [None, *(spread(found, step) for found in pairs)]
-    return [Measured(own, spread(own.values()), d) for own, d in zip(values, differences, strict=True)]
+    differences = holm({y: spread(found, step) for y, found in enumerate(pairs, 1)})
+    return [Measured(own, spread(own.values()), differences.get(y)) for y, own in enumerate(values)]
 
 
 def accuracies(settings: Sequence[Setting]) -> dict[str, str]:
@@ -128,8 +123,10 @@ def list_best(settings: Sequence[Setting]) -> dict[str, list[bool]]:
     results, best = [setting.results() for setting in settings], {}
     for name, key in accuracies(settings).items() if len(settings[0].cases) > 1 else ():
         means = [own.spread.mean if own.spread else -math.inf for own in measure(results, key)]
-        differences = measure([results[means.index(max(means))], *results], key)[1:]
-        best[f"{name} (%)"] = [own.difference is not None and own.difference.is_noise for own in differences]
+        top = means.index(max(means))
+        others = measure([results[top], *results[:top], *results[top + 1 :]], key)[1:]
+        noise = [own.difference is not None and own.difference.is_noise for own in others]
+        best[f"{name} (%)"] = [*noise[:top], means[top] > -math.inf, *noise[top:]]
     return best
 
 

@@ -23,7 +23,7 @@ from analysis.tune import Start, configure, tune
 from attention import OptionError
 from engine.data.splits import open_split
 from engine.reporting.plots import encode
-from engine.reporting.tables import Spread, compact_table, mean_and_std, over_draws, plus_minus, verdict
+from engine.reporting.tables import Spread, compact_table, holm, mean_and_std, over_draws, plus_minus, verdict
 from engine.runtime.errors import UserError
 from engine.runtime.files import dicts_to_csv, write_file
 from engine.runtime.ownership import make_output
@@ -144,7 +144,7 @@ def report(laboratory: Laboratory, rows: Sequence[Row], where: str, args: argpar
         stages.append(f"then fine-tuned for {epochs} (tuned: top-1 of all {validation} validation images)")
     title = f"{args.checkpoint}: top-1 {own:.2f} % with its own attention, {count} images"
     title += f"; others{where} {', '.join(stages)}, {over_draws(args.draws)}"
-    differences = {} if control is None else {row: paired(row, control, 100 / validation) for row in rows}
+    differences = {} if control is None else holm({row: paired(row, control, 100 / validation) for row in rows})
     print(f"{title}\n\n{compact_table([readable(row, own, differences.get(row)) for row in rows])}")
     print("", *certify(rows, count), NOTE, sep="\n")
     lines = [values(row, own, count, differences.get(row)) for row in rows]
@@ -186,8 +186,7 @@ def readable(row: Row, own: float, difference: Spread | None) -> dict[str, str]:
 
 def values(row: Row, own: float, images: int, difference: Spread | None) -> dict[str, Any]:
     """Returns the row of the CSV file, column -> value."""
-    line: dict[str, Any] = {"attention": row.name, "options": row.options, "images": images}
-    line |= {"draws": len(row.draws)}
+    line: dict[str, Any] = {"attention": row.name, "options": row.options, "images": images, "draws": len(row.draws)}
     spreads = {
         "top1": row.spread("replaced", "top1"),
         "error": row.spread("replaced", "attended"),

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from statistics import mean
 
-from engine.reporting.tables import Spread, markdown_table, plus_minus, spread, verdict
+from engine.reporting.tables import Spread, holm, markdown_table, plus_minus, spread, verdict
 from engine.runtime.reading import read_csv
 
 DATA = Path(__file__).parents[2] / "docs/data"
@@ -73,7 +73,7 @@ def difference(values: Series, others: Series, step: float = 0.0) -> Spread | No
 
 def less(found: Mapping[str, Series], others: Mapping[str, Series], step: float = 0.0) -> Column:
     """Returns the differences to the row of the same name, each with its verdict."""
-    spreads = {name: difference(found[name], others[name], step) for name in found if name in others}
+    spreads = holm({name: difference(found[name], others[name], step) for name in found if name in others})
     return {name: plus_minus(each, "+.2f") + verdict(each) for name, each in spreads.items()}
 
 
@@ -178,9 +178,7 @@ def at_equal_macs() -> str:
         "difference at 196": less_one(small, "softmax"),
         "784 tokens (%)": means(large),
         "difference at 784": less_one(large, "softmax"),
-        "trained at 196, tested at 784 (%)": means(
-            series("resolutions.csv", seed="seed", name="name", tokens="784"),
-        ),
+        "trained at 196, tested at 784 (%)": means(series("resolutions.csv", seed="seed", name="name", tokens="784")),
     }
     return table(columns, best_first(small))
 
@@ -199,10 +197,8 @@ def tasks() -> str:
     columns: dict[str, dict[str, str]] = {}
     for title, file in TASKS.items():
         found = {re.findall(r"name: (\w+)", name)[0]: values for name, values in series(file).items()}
-        columns[title] = {
-            name: cell + (verdict(difference(found[name], found["softmax"])) if name != "softmax" else "")
-            for name, cell in means(found).items()
-        }
+        differences = holm({name: difference(x, found["softmax"]) for name, x in found.items() if name != "softmax"})
+        columns[title] = {name: cell + verdict(differences.get(name)) for name, cell in means(found).items()}
     return table(columns, dict.fromkeys(name for column in columns.values() for name in column))
 
 

@@ -1,45 +1,68 @@
 """Numbers as text: means with standard deviations, Markdown tables, aligned columns."""
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import mean, stdev
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from engine.runtime.text import one_line
 
-T_975 = (
-    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
-    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
-    *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
-)
-"""97.5 % quantiles of Student's t distribution for 1, 2, ... degrees of freedom."""
+
+def student(t: float, freedom: int) -> float:
+    """Returns the probability beyond ±t under Student's t (Abramowitz and Stegun, 26.7.3 and 4); 1 for freedom = 0."""
+    angle, odd = math.atan2(t, math.sqrt(freedom)), freedom % 2
+    total, term = 0.0, math.cos(angle) ** odd
+    for k in range(2 + odd, freedom + 1, 2):
+        total += term
+        term *= (1 - 1 / k) * math.cos(angle) ** 2
+    inside = math.sin(angle) * total
+    return 1 - (2 / math.pi * (angle + inside) if odd else inside)
 
 
 class Spread(NamedTuple):
     """Mean and standard deviation (over n - 1) of n values; a single value has no standard deviation (None).
 
-    `step` is the least difference of two unequal values, 0 if they are continuous.
+    `step` is the least difference of two unequal values, 0 if they are continuous. The level of a test of the mean is
+    5 % divided by `comparisons`, see `holm`.
     """
 
     mean: float
     std: float | None
     n: int
     step: float = 0.0
+    comparisons: int = 1
+
+    @property
+    def error(self) -> float:
+        """Standard error of the mean, by at least one step: few rounded values may be equal; infinite for n = 1."""
+        return math.inf if self.std is None else max(self.std, self.step) / math.sqrt(self.n)
 
     @property
     def half_width(self) -> float:
-        """Half width of the 95 % interval of Student's t around the mean; infinite for n = 1, a bit wide above 31.
+        """Half width of the 95 % interval of Student's t around the mean, uncorrected; infinite for n = 1."""
+        return self.error * bisect_left(range(13_000_000), -0.05, key=lambda t: -student(t / 1e6, self.n - 1)) / 1e6
 
-        The standard deviation counts as at least one step: few values that are rounded to steps may be equal by chance.
-        """
-        if self.std is None:
-            return math.inf
-        return T_975[min(self.n - 1, len(T_975)) - 1] * max(self.std, self.step) / math.sqrt(self.n)
+    @property
+    def p(self) -> float:
+        """Probability of a mean as far from 0 without an effect; 1 for n = 1, NaN if a value is not finite."""
+        return student(abs(self.mean) / (self.error or math.ulp(0)), self.n - 1)
 
     @property
     def is_noise(self) -> bool:
-        """Whether that interval contains 0, or is not known because a value is not finite."""
-        return not self.half_width < abs(self.mean) < math.inf
+        """Whether Student's t does not tell the mean from 0."""
+        return not self.p * self.comparisons < 0.05
+
+
+def holm(differences: Mapping[Any, Spread | None]) -> dict[Any, Spread | None]:
+    """Returns a table's differences with Holm's correction (Scand. J. Stat., 1979); those of one run are not tested."""
+    found = dict(differences)
+    tested = [(name, x) for name, x in found.items() if x is not None and x.n > 1]
+    comparisons = len(tested)
+    for name, x in sorted(tested, key=lambda item: item[1].p):
+        found[name] = x = x._replace(comparisons=comparisons)
+        comparisons -= not x.is_noise
+    return found
 
 
 def spread(values: Iterable[float], step: float = 0.0) -> Spread | None:

@@ -48,7 +48,7 @@ def test_cells(file):
     assert means(found) == {"softmax": "81.00 ± 1.41", "eva": "82.00 ± 1.41", "lara": "70.00"}
     assert averages(found, ".0f") == {"softmax": "81", "eva": "82", "lara": "70"}
     assert less_one(found, "softmax") == {"eva": "+1.00 ± 0.00", "lara": "-12.00 (one run)"}
-    assert difference({"0": 1, "1": 5, "2": 9}, {"0": 2, "1": 3}) == (0.5, pytest.approx(4.5**0.5), 2, 0)
+    assert difference({"0": 1, "1": 5, "2": 9}, {"0": 2, "1": 3}) == (0.5, pytest.approx(4.5**0.5), 2, 0, 1)
     assert table({"a": {"x": "1"}, "b": {"y": "2"}}, ["y", "x"]) == (
         "| mechanism | a | b |\n| --- | --- | --- |\n| `y` |  | 2 |\n| `x` | 1 |  |"
     )
