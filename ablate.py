@@ -23,15 +23,7 @@ from ablation.command_line import parse_arguments
 if __name__ == "__main__":
     parse_arguments()  # help, and refusals of arguments, wait for none of the imports below
 
-from ablation.report import (
-    FIGURES,
-    TABLES,
-    count_finished,
-    lost_runs,
-    report_sweep,
-    write_figures,
-    write_tables,
-)
+from ablation.report import FIGURES, TABLES, count_finished, lost_runs, report_sweep, write_figures, write_tables
 from ablation.runs import Case, check_begun, failure_mark, in_order
 from ablation.sweep import read_ablation
 from ablation.worker import is_busy, train_all

@@ -57,7 +57,7 @@ def draw_top1(axes: Axes, settings: Sequence[Setting], measured: Sequence[Measur
 
 def draw_differences(axes: Axes, measured: Sequence[Measured], replicate: str) -> None:
     """Draws mean differences to the first setting with 95 % intervals; markers of noise are hollow, see `holm`."""
-    axes.set_xlabel(f"difference to the first row with 95 % interval\n(points, same {replicate}s)")
+    axes.set_xlabel("difference to the first (points)")
     axes.grid(axis="x")
     axes.axvline(0, color="black", linewidth=0.8)
     kinds = (
@@ -104,7 +104,7 @@ def axis_of(option: str, values: Sequence[float], settings: Sequence[Setting]) -
     """Returns label and ticks of an axis, by the sweep's labels, or else `LABELS`."""
     names = {float(setting.changes[option]): name_change(setting, option) for setting in settings}
     symbols, _, ticks = zip(*(names[value].partition("=") for value in values), strict=True)
-    return str(settings[0].labels.get(symbols[0], LABELS.get(symbols[0], option))), list(ticks)
+    return settings[0].labels.get(symbols[0], LABELS.get(symbols[0], option)), list(ticks)
 
 
 def numeric_axes(settings: Sequence[Setting]) -> list[tuple[str, list[float]]] | None:

@@ -3,15 +3,20 @@
 import itertools
 import re
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import yaml
 
 from ablation.runs import Setting, expand, varied_options
+from attention.options import OptionError, nearest
 from engine.runtime.text import one_line
 
 SYMBOLS = {"window_size": "E", "cluster_size": "E", "num_landmarks": "C", "num_samples": "S"}
 """Option -> symbol: |E| tokens of a window or cluster, C landmarks or groups, S samples. Names have them for short."""
+
+WORD = re.compile(r"[\w./-]+")
+"""Word of a short name."""
 
 MAX_NAME = 24
 """Longest text of a value in a short name."""
@@ -47,7 +52,18 @@ def short_names(settings: Sequence[Setting]) -> list[str]:
         ]
         if len(set(sized)) == len(sized):
             break
-    return [re.sub(r"[\w./-]+", lambda word: str(settings[0].labels.get(word[0], word[0])), name) for name in sized]
+    return [WORD.sub(lambda word: settings[0].labels.get(word[0], word[0]), name) for name in sized]
+
+
+def check_labels(settings: Sequence[Setting], left_out: Sequence[str]) -> None:
+    """Raises an OptionError for a label that is no text, or of no word in the names of rows, `left_out` included."""
+    names = short_names([replace(setting, labels={}) for setting in settings])
+    words = {word for name in [*names, *left_out] for word in WORD.findall(name)}
+    for word, text in settings[0].labels.items():
+        if word not in words:
+            raise OptionError(f"labels.{word}", f"no word of a row's name{nearest(word, words)}")
+        if not isinstance(text, str):
+            raise OptionError(f"labels.{word}", f"expected a text, got {text!r}")
 
 
 def name_change(setting: Setting, option: str) -> str:

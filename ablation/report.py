@@ -53,7 +53,7 @@ def make_report(settings: Sequence[Setting], left_out: Sequence[str] = ()) -> tu
     table = tabulate(settings, for_readers=True)
     given = {*changed_options(settings), *tabulate_match(settings), "parameters (M)", "MACs (G)", "seeds", "folds"}
     constant = [x for x in table if (x in given or x.startswith("paper")) and len(set(table[x])) == 1]
-    same = {title: table[title][0] for title in constant if len(settings) > 1 or not table[title][0]}
+    same = {title: table[title][0] for title in constant if len(settings) > 1}
     stated = ", ".join(f"{title} = {text}" for title, text in same.items() if text and (title, text) not in NO_RUNS)
     shown = {title: texts for title, texts in table.items() if title not in same}
     return shown, f"All rows: {stated}." * bool(stated), list_notes(settings, table, left_out)
@@ -130,6 +130,7 @@ def write_figures(caption: str, settings: Sequence[Setting], output: Path) -> No
                 remove_owned(output, [f"{name}.png", f"{name}.pdf"])
                 continue
             write_file(output / f"{name}.png", encode(figure))
+            figure.suptitle("")  # a paper has captions of its own
             write_file(output / f"{name}.pdf", encode(figure, "pdf"))
 
 

@@ -58,7 +58,8 @@ class Case:
         options, expected = read_yaml(path).values, dump_run(self.run)
         if options == expected:
             return []
-        return list_differences(flatten(dump_run(parse_run(options, str(path)))), flatten(expected))
+        there = parse_run(options, str(path), resumes=True)
+        return list_differences(flatten(dump_run(there)), flatten(expected))
 
     def has_failed(self) -> bool:
         """Returns whether the run has ended without a result: it has failed, or diverged."""
@@ -126,7 +127,7 @@ class Setting:
     cases: tuple[Case, ...]
     matched: Matched | None = None
     replicated_by: str = "train.seed"
-    labels: Mapping[str, Any] = field(default_factory=dict)
+    labels: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def run(self) -> Run:

@@ -43,8 +43,7 @@ class Ablation:
         " match: false keeps the size that it has",
     )
     match: Match | None = option(
-        None,
-        "token_macs: multiply-accumulates of a token in attention for which the size of every mechanism is solved",
+        None, "token_macs: multiply-accumulates of a token in attention for which the size of every mechanism is solved"
     )
     labels: dict[str, Any] | None = option(
         None, "word in the short names of rows -> its text in figures, LaTeX and notes: {E: '|E|'}"

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ablation.match import Matched, OutOfReach, solve
+from ablation.names import check_labels
 from ablation.runs import Case, Setting, to_text
 from ablation.schema import OF_ROWS, Ablation, Row, list_replicates, list_rows, parse_ablation
 from attention.options import OptionError, nearest, parse_options, to_yaml
@@ -58,6 +59,8 @@ def read_ablation(
     check_effect(overrides, rows, path)
     if not settings:
         raise ConfigError(f"{tree.origin('match')}: match: no setting can be trained; the last: {left_out[-1]}")
+    with tree.locating():
+        check_labels([*settings.values()], left_out)
     return ablation, [*settings.values()], left_out
 
 

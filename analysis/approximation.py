@@ -102,10 +102,7 @@ class Softmax:
 
 @torch.no_grad()
 def attend_by_softmax(
-    trained: Trained,
-    inputs: Sequence[Given],
-    temperature: float,
-    compute: Compute = attended,
+    trained: Trained, inputs: Sequence[Given], temperature: float, compute: Compute = attended
 ) -> Softmax:
     """Computes softmax attention with the weights of a trained model; see `Softmax`.
 

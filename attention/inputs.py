@@ -20,7 +20,8 @@ def check_inputs(layer: str, x: Tensor, grid: Any, num_prefix_tokens: int, chann
     """
     is_pair = isinstance(grid, tuple | list) and len(grid) == 2
     if not (is_pair and isinstance(grid[0], int | torch.SymInt) and isinstance(grid[1], int | torch.SymInt)):
-        raise TypeError(f"{layer}: got the grid {grid!r}; give the rows and columns of the tokens, two ints (H, W)")
+        got = f"a tensor {tuple(grid.shape)}: there is no cross-attention" if isinstance(grid, Tensor) else repr(grid)
+        raise TypeError(f"{layer}: got the grid {got}; give the rows and columns of the tokens, two ints (H, W)")
     (H, W), P, shape = grid, num_prefix_tokens, tuple(x.shape)
     if x.ndim == 4:
         channels_last = shape[3] == channels != shape[1]

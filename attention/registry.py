@@ -42,7 +42,8 @@ class UnknownMechanism(OptionError):
     """
 
     def __init__(self, key: str, name: Any, reason: str = ""):
-        super().__init__(key, f"unknown mechanism {name!r}{nearest(name, ATTENTION)}{reason}")
+        meant = nearest(name, ATTENTION).partition("; known")[0] or "; `python -m attention` lists all"
+        super().__init__(key, f"unknown mechanism {name!r}{meant}{reason}")
         self.name = name
 
 

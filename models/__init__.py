@@ -14,7 +14,7 @@ from dataclasses import fields
 from typing import Any
 
 import torch
-from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models import build_model_with_cfg, generate_default_cfgs, is_model, register_model
 from timm.models._input import update_model_args
 from torch import nn
 
@@ -24,7 +24,7 @@ from models.assignment import Mechanism, as_option, assign, layer_factories, sin
 from models.base import Backbone
 from models.convert import resample_weights
 from models.deit import Deit
-from models.hosted import create_host, host_calls, is_host, parse_host
+from models.hosted import TIMM, create_host, host_calls, is_host, parse_host
 from models.hosts import replace_attention
 from models.objective_parts import WITH_PARTS
 from models.pvt import Pvt
@@ -153,7 +153,8 @@ def family_of(name: str) -> type[Backbone]:
         OptionError: unknown model.
     """
     if name not in MODELS:
-        raise OptionError("model.name", f"unknown model {name!r}{nearest(name, MODELS)}")
+        meant = f"; did you mean {TIMM + name!r}?" if is_model(name) else nearest(name, MODELS)
+        raise OptionError("model.name", f"unknown model {name!r}{meant}")
     return MODELS[name][0]
 
 

@@ -95,6 +95,7 @@ def test_tables_show_values_as_yaml_reads_them():
 
 
 def test_a_mechanism_in_full(capsys):
+    assert {*attention.__all__} <= {*dir(attention)}
     main(["eva"])
     printed = capsys.readouterr().out
     assert printed.startswith("EVA (Zheng et al. 2023, arXiv:2302.04542): a window exactly, and c groups of tokens")
@@ -130,6 +131,10 @@ SHAPES = {  # shape of x, grid -> the error's type and what it says
     ((2, 24, 16), (4.0, 6.0)): (TypeError, "got the grid (4.0, 6.0); give"),
     ((2, 24, 16), (24,)): (TypeError, "got the grid (24,); give"),
     ((2, 24, 16), torch.Size((2, 16, 4, 6))): (TypeError, "got the grid torch.Size([2, 16, 4, 6]); give"),
+    ((2, 24, 16), torch.ones(1, 1)): (
+        TypeError,
+        "got the grid a tensor (1, 1): there is no cross-attention; give the rows",
+    ),
     ((2, 24, 16), "46"): (TypeError, "got the grid '46'; give"),
 }
 

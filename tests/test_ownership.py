@@ -27,14 +27,7 @@ from engine.runtime.distributed import World
 from engine.runtime.errors import UserError
 from engine.runtime.files import TOKEN, write_atomically
 from engine.runtime.locks import hold_lock, lock_directory
-from engine.runtime.ownership import (
-    MARKER,
-    claim,
-    make_output,
-    owned_files,
-    remove_owned,
-    write_together,
-)
+from engine.runtime.ownership import MARKER, claim, make_output, owned_files, remove_owned, write_together
 
 ROOT = Path(__file__).parents[1]
 

@@ -273,9 +273,7 @@ def test_two_stages_train_one_model(path):
 
 
 @pytest.mark.parametrize(
-    "path",
-    chosen(ABLATIONS, lambda path: path.stem in ("eva_table6", "quickstart_pvt")),
-    ids=name,
+    "path", chosen(ABLATIONS, lambda path: path.stem in ("eva_table6", "quickstart_pvt")), ids=name
 )
 def test_an_ablation_is_read_and_all_its_runs_checked(path, tmp_path):
     ablation, settings, left_out = read_ablation(path, [], tmp_path / "output", ["python"])

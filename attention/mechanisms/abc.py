@@ -85,12 +85,6 @@ class Abc(Attention):
         return Cost((C + 1) * slots, N * slots * C + writing_and_reading)
 
     def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        control: Tensor,
-        grid: Grid,
-        key_mask: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, control: Tensor, grid: Grid, key_mask: Tensor | None = None
     ) -> Tensor:
         return abc(q, k, v, control, self.attn_drop, causal=self.config.causal, key_mask=key_mask)

@@ -91,8 +91,7 @@ class EvaLsh(Attention):
         noise: Noise | None = noise_option()
         local: bool = local_option()
         fit: bool = fit_option(
-            cluster_size=up_to_tokens,
-            num_landmarks=lambda c, layer, _: up_to_bins(c, raster(layer.grid, "1d")),
+            cluster_size=up_to_tokens, num_landmarks=lambda c, layer, _: up_to_bins(c, raster(layer.grid, "1d"))
         )
 
     def __init__(self, context: LayerContext, config: Config):

@@ -24,14 +24,7 @@ from .softmax import softmax
 
 
 def longformer(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    global_tokens: Tensor,
-    grid: Grid,
-    radius: int,
-    attn_drop: float = 0.0,
+    q: Tensor, k: Tensor, v: Tensor, *, global_tokens: Tensor, grid: Grid, radius: int, attn_drop: float = 0.0
 ) -> Tensor:
     """Softmax over band and global keys; over all keys for the global queries.
 

@@ -38,5 +38,6 @@ class LocalTerm(nn.Conv2d):
         key_mask: (B, P + N) bool, true for tokens that count; the image is zero at others.
         """
         prefix, tokens = split_prefix(mask_tokens(v, key_mask), math.prod(grid))
-        y = on_images(self, tokens, grid, self.in_channels)
+        weight = self.weight.squeeze(1).unsqueeze(1)  # whose gradient has the strides of the weight, as DDP's buckets
+        y = on_images(lambda x: self._conv_forward(x, weight, self.bias), tokens, grid, self.in_channels)
         return F.pad(y, (0, 0, prefix.shape[2], 0)) if prefix.shape[2] else y

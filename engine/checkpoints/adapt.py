@@ -14,13 +14,7 @@ from torch import Tensor, nn
 from attention import Attention, Grid
 from engine.checkpoints.files import WEIGHTS, Weights, trained_config
 from engine.checkpoints.weight_sources import Source, source_of
-from engine.checkpoints.weights import (
-    build_model,
-    check_state,
-    describe_misfits,
-    list_not_finite,
-    load_weights,
-)
+from engine.checkpoints.weights import build_model, check_state, describe_misfits, list_not_finite, load_weights
 from engine.config.schema import Run
 from engine.run.described import parse_described
 from engine.run.load import MISSING

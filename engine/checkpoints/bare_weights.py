@@ -11,7 +11,7 @@ from timm.layers import to_2tuple
 from engine.checkpoints.identify import FOREIGN, Found, Kind, identify
 from engine.checkpoints.initial_weights import load_initial_weights
 from engine.checkpoints.local_dir import preprocessing_of
-from engine.checkpoints.progress import Progress
+from engine.checkpoints.progress import Progress, Weights
 from engine.checkpoints.weight_sources import is_of_timm, read_timm_arguments
 from engine.config.schema import Init, Run
 from engine.run.load import dump_run, flatten, parse_run, plain
@@ -21,19 +21,20 @@ from engine.runtime.text import one_line
 from models import create_model
 
 
-def read_with_config(run: Run, path: Path) -> dict[str, Any]:
+def read_with_config(run: Run, path: Path, weights: Weights | None = None) -> dict[str, Any]:
     """Returns a checkpoint of the weights in `path`, which belong to the model that `run` describes.
 
     Raises:
-        UserError: they cannot be read, do not fit that model exactly, were trained with other options, or have a
-            configuration of their own.
+        UserError: they cannot be read, are of another kind than `weights`, do not fit that model exactly, were trained
+            with other options, or have a configuration of their own.
     """
     found = identify(path)
     if found.kind not in FOREIGN | {Kind.RELEASED, Kind.GRAPH} and not is_of_timm(found):
         raise UserError(f"{path}: has its own configuration; leave --config out; options are key.path=value")
     model = create_model(attention=run.attention, **run.model)
     check_arguments(run, str(model.global_pool), found)
-    load_initial_weights(model, replace(run, init=Init(weights=str(path), strict=True)), World(torch.device("cpu")))
+    run = replace(run, init=Init(weights=str(path), strict=True))
+    load_initial_weights(model, run, World(torch.device("cpu")), weights=weights)
     metadata = {"config": dump_run(run), "processes": 1, "images": 0, "progress": asdict(Progress())}
     return {**metadata, "model": model.state_dict()}
 

@@ -18,7 +18,4 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("overrides", nargs="*", metavar="key.path=value", help="options in place of the checkpoint's")
     add("--config", type=find_config, help="YAML file as for train.py, for weights that have none")
     add("--weights", choices=tuple(WEIGHTS), help="kind of weights (ema where kept and no worse)")
-    args = parser.parse_intermixed_args(arguments)
-    if args.config and args.weights:
-        parser.error("--weights chooses from a checkpoint that has its own configuration; leave it or --config out")
-    return args
+    return parser.parse_intermixed_args(arguments)

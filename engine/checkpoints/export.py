@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise UserError(f"{args.output}: is the checkpoint itself; name another file")
         if args.config:
             run = load_run(args.config, args.overrides)
-            checkpoint = read_with_config(run, args.checkpoint)
+            checkpoint = read_with_config(run, args.checkpoint, args.weights)
         else:
             path, checkpoint, kind, why, _ = open_weights(args.checkpoint, weights=args.weights)
             is_own = is_made_here(args.checkpoint)

@@ -16,6 +16,7 @@ from engine.checkpoints.adapt import (
     table,
 )
 from engine.checkpoints.identify import list_checkpoints
+from engine.checkpoints.progress import Weights
 from engine.checkpoints.weight_sources import describe_unnamed, read_weights
 from engine.config.schema import Run
 from engine.runtime.distributed import World
@@ -49,8 +50,10 @@ def create_initial_model(run: Run, output: Path, world: World, classes: Sequence
     return model
 
 
-def load_initial_weights(model: nn.Module, run: Run, world: World, classes: Sequence[str] | None = None) -> list[str]:
-    """Loads the weights that `init` names and prints their outcome, see `create_initial_model`.
+def load_initial_weights(
+    model: nn.Module, run: Run, world: World, classes: Sequence[str] | None = None, weights: Weights | None = None
+) -> list[str]:
+    """Loads the weights that `init` names, see `read_weights`, and prints their outcome, see `create_initial_model`.
 
     Returns the names of the parameters that keep their initial values.
     """
@@ -58,7 +61,7 @@ def load_initial_weights(model: nn.Module, run: Run, world: World, classes: Sequ
     assert name is not None, "there is nothing to load"
     place = f"init.weights={name}"
     try:
-        source = read_weights(name)
+        source = read_weights(name, weights)
     except UserError as error:
         raise UserError(f"init.weights: {error}") from None
     state, outcome = fit_weights(model, source, place, classes)

@@ -239,10 +239,5 @@ def _lara(layer: State, args: Arguments, grid: Grid | None) -> dict[str, Any]:
     }
 
 
-MECHANISMS = {
-    "softmax": lambda layer, args, grid: {},
-    "local": _local,
-    "eva": _eva,
-    "lara": _lara,
-}
+MECHANISMS = {"softmax": lambda layer, args, grid: {}, "local": _local, "eva": _eva, "lara": _lara}
 """Mechanism, by the same name in that code -> function (layer's weights, arguments, (H, W) grid) -> our options."""

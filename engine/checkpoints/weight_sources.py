@@ -11,7 +11,7 @@ from timm.models import clean_state_dict
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from engine.checkpoints.files import WEIGHTS, open_weights
+from engine.checkpoints.files import WEIGHTS, Weights, open_weights
 from engine.checkpoints.format import check_plain
 from engine.checkpoints.identify import CONFIG, FOREIGN, Found, Kind, damaged, identify
 from engine.checkpoints.local_dir import PREPROCESSING, read_description, read_label_names
@@ -25,8 +25,8 @@ from models import MODELS, create_model, parse_model
 from models.hosted import TIMM
 from models.of_transformers import HF, pretrained_host
 
-NESTED = ("state_dict_ema", "model_ema", "state_dict", "model")
-"""Keys of the weights in files of training scripts, in timm's order, averaged ones first. The first found counts."""
+NESTED: dict[str, Weights] = {"state_dict_ema": "ema", "model_ema": "ema", "state_dict": "plain", "model": "plain"}
+"""Keys of the weights in files of training scripts -> their kind, in timm's order. The first found counts."""
 
 LIGHTNING = "model."
 """Prefix of all names in files of Lightning, after the attribute that usually holds the model."""
@@ -60,17 +60,19 @@ class Source(NamedTuple):
     num_heads: int | Sequence[int] | None = None
 
 
-def read_weights(name: str) -> Source:
+def read_weights(name: str, weights: Weights | None = None) -> Source:
     """Reads the weights that `init.weights` names, of a run those of `open_weights`; a file need not be trusted.
 
     Raises:
-        UserError: no such file or name, or no weights in it.
+        UserError: no such file or name, or no weights of this kind in it.
     """
     try:
         found = identify(name, follow_links=True)
     except UserError as error:
         raise UserError(f"{error}; {EXPECTED}") from None
     if found.kind is Kind.HUB or is_of_timm(found):
+        if weights == "ema":
+            raise UserError(f"{name}: holds no ema weights")
         model = load_timm(name.removeprefix(TIMM) if found.kind is Kind.HUB else f"{LOCAL}{found.path.parent}")
         config = model.pretrained_cfg
         images = {key: config[key] for key in ("mean", "std")}
@@ -78,16 +80,16 @@ def read_weights(name: str) -> Source:
     if found.kind is Kind.TRANSFORMERS:
         return _read_transformers(name)
     if found.kind in FOREIGN:
-        return _read_state(found)
+        return _read_state(found, weights)
     try:
-        path, checkpoint, kind, note, _ = open_weights(found)
+        path, checkpoint, kind, note, _ = open_weights(found, weights=weights)
         run, state = parse_described(checkpoint["config"], str(found.path)), checkpoint[WEIGHTS[kind]]
         taken = WEIGHTS[kind] + (f" in {path.name}" if found.kind is Kind.RUN else "")
         origin = f"{found.kind.value}: its {taken}{f', {note}' if note else ''}"
         return source_of(run, state)._replace(classes=checkpoint.get("classes"), origin=origin)
     except UserError as error:
         if found.kind is Kind.RELEASED and isinstance(error, Unsupported | MissingOptions):
-            return _read_state(found)  # a new run describes its model itself
+            return _read_state(found, weights)  # a new run describes its model itself
         raise UserError(f"{error}; {EXPECTED}") from None
 
 
@@ -160,10 +162,13 @@ def describe_unnamed(classes: Sequence[str]) -> str:
     return f"not known from this file; the {len(classes)} of its classifier are taken for the data's, in order"
 
 
-def _read_state(found: Found) -> Source:
+def _read_state(found: Found, weights: Weights | None) -> Source:
     """Reads the weights alone from a file of another program."""
     content = found.values()
     kept = [key for key in NESTED if isinstance(content.get(key), Mapping)]
+    kept.sort(key=lambda key: weights not in (None, NESTED[key]))
+    if weights and weights != (NESTED[kept[0]] if kept else "plain"):
+        raise UserError(f"{found.path}: holds no {weights} weights")
     state = content[kept[0]] if kept else content
     if not state or not all(isinstance(k, str) and k.isprintable() and torch.is_tensor(x) for k, x in state.items()):
         names = one_line(", ".join(map(repr, content)), 100)

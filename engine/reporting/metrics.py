@@ -37,10 +37,7 @@ NUMBERS = {"epoch", "step", "elapsed_seconds", "gpu_hours", "images_seen", "epoc
 TEXTS = {"kind", "option", "reason", "time"}
 """Fields that are texts in every kind of record."""
 
-AVERAGES: Mapping[str, int] = {
-    **dict.fromkeys(("loss", "step_seconds", "data_wait"), 1),
-    "images_per_second": -1,
-}
+AVERAGES: Mapping[str, int] = {**dict.fromkeys(("loss", "step_seconds", "data_wait"), 1), "images_per_second": -1}
 """Fields of `train` records -> exponent of their mean over an epoch, weighted by updates: 1, the arithmetic one, or -1,
 the harmonic one. The last record gives other fields."""
 

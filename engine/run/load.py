@@ -97,20 +97,23 @@ REMOVED: dict[str, list[Any] | None] = {
 """Options of earlier versions -> values without an effect on the weights; None: all values."""
 
 
-def parse_run(options: Mapping[str, Any], source: str, overrides: Sequence[str] = ()) -> Run:
+def parse_run(options: Mapping[str, Any], source: str, overrides: Sequence[str] = (), resumes: bool = False) -> Run:
     """Checks plain `options`, as `dump_run` returns them, and returns their `Run`; `source` names their origin.
 
     They may be those of a stranger's checkpoint: their `plugins` are never imported. Those of an earlier version may
-    have options of `REMOVED` with values that had no effect.
+    have options of `REMOVED` with values that had no effect; on a run that `resumes`, none in its training.
 
     Raises:
         ConfigError: anything that cannot be honoured.
     """
     tree = Tree(copy.deepcopy(options), {(): source})
-    for key, harmless in REMOVED.items():
+    removed = REMOVED | ({"model.patch_drop_rate": [0.0]} if resumes else {})
+    for key, harmless in removed.items():
         section, _, name = key.partition(".")
         there = options.get(section)
-        if isinstance(there, Mapping) and name in there and (harmless is None or there[name] in harmless):
+        if isinstance(there, Mapping) and name in there:
+            if harmless is not None and there[name] not in harmless:
+                raise ConfigError(f"{source}: {key} = {there[name]!r}: gone from this version; use an earlier one")
             del tree.values[section][name]
     tree.values.pop("report", None)  # a section of earlier versions: trackers
     run = _parse(tree, overrides)

@@ -96,6 +96,10 @@ class ArgumentParser(argparse.ArgumentParser):
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         if "" in arg_strings:  # which Path takes for the working directory, and `if` for no value
             raise argparse.ArgumentError(action, "'' is empty and names nothing; give a value, or leave it out")
+        text = arg_strings[0] if action.dest in ("config", "checkpoint") and arg_strings else ""
+        if re.match(r"\w+(\.\w+)*=", text) and not Path(text).exists():
+            problem = f"{text!r} is no file; the {action.dest} comes before any key.path=value"
+            raise argparse.ArgumentError(action, problem)
         return super()._get_values(action, arg_strings)
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
@@ -113,5 +117,7 @@ def _refuse_abbreviation(text: str) -> NoReturn:
 
 def _load_plugins(arguments: Sequence[str] | None) -> list[str]:
     """Loads the plugins that a command line names, by default this process's; returns its other arguments."""
+    if arguments is None:  # Ctrl-C during the imports that follow ends the script without a traceback
+        sys.excepthook = lambda kind, *of: sys.exit(130) if kind is KeyboardInterrupt else sys.__excepthook__(kind, *of)
     with refuse_bad_input():
         return take_plugins(sys.argv[1:] if arguments is None else arguments)

@@ -21,12 +21,7 @@ from engine.run.load import dump_run, parse_run
 from engine.runtime.distributed import World
 from engine.runtime.errors import ConfigError, UserError
 from engine.runtime.ownership import claim, owned_files, remove_owned
-from engine.training.differences import (
-    TEACHER,
-    find_differences,
-    flatten_metadata,
-    list_differences,
-)
+from engine.training.differences import TEACHER, find_differences, flatten_metadata, list_differences
 from engine.training.optim import create_optimizer, restore_optimizer
 
 Stateful = Mapping[str, nn.Module | Optimizer | torch.amp.GradScaler]
@@ -139,7 +134,7 @@ class Resumed:
             UserError: this run cannot go on from there.
         """
         try:  # new options have their defaults
-            run = parse_run(checkpoint["config"], "its configuration")
+            run = parse_run(checkpoint["config"], "its configuration", resumes=True)
         except ConfigError as error:
             raise UserError(f"{path}: this version cannot resume it; {error}") from None
         there = flatten_metadata(checkpoint | {"config": dump_run(run)})

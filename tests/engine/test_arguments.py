@@ -135,3 +135,18 @@ def test_sizes_are_whole_numbers(kind, text):
 def test_an_abbreviated_plugin_is_refused_and_not_left_out(capsys):
     line = refusal(run("train"), ["configs/quickstart.yaml", "--plug=x", "--output", "r"], capsys)
     assert line.endswith("argument --plugin: write --plugin x in full\n")
+
+
+def test_an_interrupt_during_the_imports_ends_a_script_silently():
+    finder = "class Finder:\n  def find_spec(name, *of):\n    if name == 'torch': raise KeyboardInterrupt"
+    argv = ["train.py", "configs/quickstart.yaml", "--output", "r"]
+    code = f"{finder}\nimport runpy, sys\nsys.meta_path.insert(0, Finder)\nsys.argv = {argv}"
+    code += "\nrunpy.run_module('train', run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+@pytest.mark.parametrize("script", ["train", "ablate", "validate", "engine.checkpoints.export"])
+def test_an_option_of_the_run_is_not_taken_for_the_file(script, capsys):
+    words = ["optim.lr=1", "x", *["--output", "r"] * (script in ("train", "ablate"))]
+    assert "'optim.lr=1' is no file; the c" in refusal(run(script), words, capsys)

@@ -43,6 +43,15 @@ def test_weights_of_timm_become_an_export(stock, tmp_path, monkeypatch, capsys):
     assert "bilinear" in str(trained.transform)
 
 
+@pytest.mark.parametrize(("choice", "taken"), [([], 1), (["--weights", "ema"], 1), (["--weights", "plain"], 0)])
+def test_either_kind_of_weights_is_exported(choice, taken, stock, tmp_path):
+    plain, path, out = stock.state_dict(), tmp_path / "both.pth.tar", tmp_path / "out.safetensors"
+    averaged = {name: x + 1 for name, x in plain.items()}
+    torch.save({"arch": "vit_tiny_patch16_224", "state_dict": plain, "state_dict_ema": averaged}, path)
+    export([str(path), str(out), "--config", str(tmp_path / "config.yaml"), *choice])
+    assert torch.equal(load(out).model.norm.bias, (plain, averaged)[taken]["norm.bias"])
+
+
 def test_a_directory_of_timms_own_architecture_is_read_as_its_file(stock, tmp_path):
     """With heads and means, as by the name that timm has for it."""
     timm.models.save_for_hf(stock, tmp_path / "hub", model_args=SIZES)
@@ -62,7 +71,7 @@ def test_a_directory_of_timms_own_architecture_is_read_as_its_file(stock, tmp_pa
             "not all is loaded as it is: 1 fresh (blocks.0.attn.temperature",
         ),
         (["--config", "config.yaml", "model.depth=2"], "weights of another architecture (12 missing: blocks.1"),
-        (["--config", "config.yaml", "--weights", "ema"], "--weights chooses from a checkpoint that has its own conf"),
+        (["--config", "config.yaml", "--weights", "ema"], "last.pth.tar: holds no ema weights"),
         ([], "engine.checkpoints.export last.pth.tar FILE.safetensors --config CONFIG.yaml` makes one of it, where"),
     ],
 )

@@ -105,8 +105,10 @@ def test_options_of_earlier_versions_without_an_effect_are_passed_over():
     former = removed | {"model": removed["model"] | options["model"], "report": {"wandb": "project"}}
     assert parse_run(options | former, "last.pt") == parse_run(options, "last.pt")
     assert former["distill"] == {"layers": None, "distance": "squared", "beside": "labels"}  # not changed
+    with pytest.raises(ConfigError, match=r"^last\.pt: model\.patch_drop_rate = 'any': gone from this version; use"):
+        parse_run(options | former, "last.pt", resumes=True)
     former["distill"]["layers"] = [1]
-    with pytest.raises(ConfigError, match=r"^last\.pt: distill\.layers: unknown option"):
+    with pytest.raises(ConfigError, match=r"^last\.pt: distill\.layers = \[1\]: gone from this version; use"):
         parse_run(options | former, "last.pt")
 
 
@@ -296,6 +298,7 @@ def test_refused(tmp_path, case):
         ("batch_size=1", "batch_size: unknown option; did you mean 'train.total_batch_size'?"),
         ("window_sizes=1", "window_sizes: unknown option; did you mean 'attention.window_size'?"),
         ("attention.mixup=1", "attention(local).mixup: unknown option; did you mean 'augment.mixup'?"),
+        ("attention=qqqq", "attention.name: unknown mechanism 'qqqq'; `python -m attention` lists all"),
         ("qqqq=1", "qqqq: unknown option; known: attention, ..."),
         ("model.name=DeiT_Tiny_P16", "model.name: unknown model 'DeiT_Tiny_P16'; did you mean 'deit_tiny_p16'?"),
         ("optim.lr_=1", "optim.lr_: unknown option; did you mean 'lr'?"),

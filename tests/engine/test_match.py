@@ -69,8 +69,7 @@ def test_sizes_of_the_shipped_sweep_stay_where_two_are_equally_near():
 
 
 @pytest.mark.parametrize(
-    ("mechanism", "per_layer"),
-    [("transnormer", (16 * 24, 6 * 24)), ("shifted_window", (16 * 24, 16 * 24))],
+    ("mechanism", "per_layer"), [("transnormer", (16 * 24, 6 * 24)), ("shifted_window", (16 * 24, 16 * 24))]
 )
 def test_layers_that_differ_count_each_for_itself(config, mechanism, per_layer):
     """TransNormer's first layer has windows of 4 x 4 tokens, its second linear attention of heads of 6 channels."""

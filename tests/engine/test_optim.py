@@ -18,13 +18,7 @@ from engine.run.load import load_run
 from engine.runtime.distributed import World, seed_everything
 from engine.runtime.errors import UserError
 from engine.training.differences import list_differences
-from engine.training.optim import (
-    check_optimizer,
-    create_optimizer,
-    create_schedule,
-    keep_finite,
-    restore_optimizer,
-)
+from engine.training.optim import check_optimizer, create_optimizer, create_schedule, keep_finite, restore_optimizer
 from engine.training.resume import Checkpoints, Resumed
 from models import create_model
 from tests.engine.test_resume import digest

@@ -478,11 +478,18 @@ def test_a_configuration_that_is_written_otherwise_is_the_same(runs: Runs):
     assert outcome(job, output) == runs.expected
 
 
-def test_a_configuration_that_cannot_be_read_is_refused_in_one_line(runs: Runs):
-    output = stop_with_config(runs, lambda config: config["attention"].update(window_sides=3))
+@pytest.mark.parametrize(
+    ("section", "option", "problem"),
+    [
+        ("attention", "window_sides", "attention(eva).window_sides: unknown option; did you mean 'window_size'?"),
+        ("model", "patch_drop_rate", "model.patch_drop_rate = 0.5: gone from this version; use an earlier one"),
+    ],
+)
+def test_a_configuration_that_cannot_be_resumed_is_refused_in_one_line(section, option, problem, runs: Runs):
+    output = stop_with_config(runs, lambda config: config[section].update({option: 0.5}))
     statuses, job, _ = runs.launch(output=output)
-    problem = "this version cannot resume it; its configuration: attention(eva).window_sides: unknown option; did you"
-    assert (statuses, job.text) == ([2], f"error: {output}/step_4.pt: {problem} mean 'window_size'?\n")
+    problem = f"this version cannot resume it; its configuration: {problem}"
+    assert (statuses, job.text) == ([2], f"error: {output}/step_4.pt: {problem}\n")
 
 
 def test_only_the_mode_of_a_mechanism_may_differ_by_itself():

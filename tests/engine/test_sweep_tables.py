@@ -117,7 +117,7 @@ def test_step_times_beside_other_runs_of_the_sweep_are_left_out(config):
     assert note in (config.parent / "out/table.md").read_text()
     by_time = draw_pareto("", settings).axes[1]
     assert len(by_time.containers) == 3
-    assert "step (s)" not in tabulate(settings[:2])
+    assert "step (s)" not in report_sweep("", settings[:2])
 
 
 def test_what_is_the_same_in_all_rows_goes_to_the_caption(config):
@@ -128,6 +128,7 @@ def test_what_is_the_same_in_all_rows_goes_to_the_caption(config):
     columns = ["attention.window_size", "parameters (M)", "MACs (G)", "top-1 (%)"]
     assert header == f"| {' | '.join(columns)} |"  # without a paper's, which gives none
     assert "attention.position_bias" in tabulate(settings)
+    assert "paper (%)" not in tabulate(settings)
 
 
 @pytest.mark.complete
@@ -232,7 +233,7 @@ def test_two_axes_of_numbers_make_a_heat_map(config):
 
 
 def test_labels_replace_words_of_names(config):
-    labels = "labels: {E: $\\abs$, epochs: 7, poch: part}\n"
+    labels = 'labels: {E: $\\abs$, epochs: "7"}\n'
     _, settings, _ = read(config, f"{labels}grid: {{attention.window_size: [1, 2], schedule.epochs: [10, 9]}}\n")
     assert short_names(settings) == ["$\\abs$=1, 7=10", "$\\abs$=1, 7=9", "$\\abs$=4, 7=10", "$\\abs$=4, 7=9"]
     axes = draw_heat_map("Windows", settings).axes[0]
@@ -241,13 +242,17 @@ def test_labels_replace_words_of_names(config):
 
 
 @pytest.mark.complete
-def test_a_figure_that_a_sweep_has_no_longer_is_removed(config):
-    settings = grid_of_numbers(config)
+def test_a_figure_that_a_sweep_has_no_longer_is_removed(config, monkeypatch):
+    """A PDF has no title."""
+    settings, titles = grid_of_numbers(config), set()
+    encoding = lambda figure, form="png": titles.add((form, figure.get_suptitle() != "")) or encode(figure, form)  # noqa: E731
+    monkeypatch.setattr("ablation.report.encode", encoding)
     claim(config.parent, FIGURES)
     for rows, gone in (settings, set()), (settings[:-1], {"heat_map.png", "heat_map.pdf"}):
         write_figures("Windows", rows, config.parent)
         assert {path.name for path in config.parent.glob("*.p[nd][gf]")} == set(FIGURES) - gone
         assert (config.parent / "table.pdf").read_bytes().startswith(b"%PDF")
+    assert titles == {("png", True), ("pdf", False)}
 
 
 @pytest.mark.complete

@@ -58,6 +58,9 @@ def test_empty_cells_have_the_values_that_hold(config):
     assert table["attention.window_size"] == ["", "1", "2"]
     assert table["schedule.epochs"] == ["4", "4", "2"]
     assert table["top-1 difference"] == ["", "+2.00", "-1.00"]
+    path = settings[0].cases[0].directory / "config.yaml"  # of an earlier version that left out patches in training
+    path.write_text(path.read_text().replace("model:\n", "model:\n  patch_drop_rate: 0.5\n"))
+    assert settings[0].cases[0].result() is None
 
 
 def test_bases_are_changed_in_turn(config):
@@ -128,6 +131,9 @@ def test_keys_of_stages_are_those_of_the_size_and_of_one_mechanism(config):
             "1: paper: 'EVA Table 22' is no source in engine/config/papers.yaml; did you mean 'EVA Table 2'?",
         ),
         ("grid:", "folds: 3\nseeds: 2\ngrid:", "3: folds = 3 is given beside seeds; leave one of them out"),
+        ("grid:", "labels: {E: null}\ngrid:", "3: labels.E: expected a text, got None"),
+        ("grid:", "labels: {E: [a]}\ngrid:", "3: labels.E: expected a text, got ['a']"),
+        ("grid:", "labels: {soft: x}\ngrid:", "3: labels.soft: no word of a row's name; did you mean 'softmax'?"),
         ("grid:", "folds: 1\ngrid:", "3: folds = 1 is below the least valid value 2"),
         ("grid:", "folds: 3\ngrid:\n  data.fold: [0, 1]", "4: grid: data.fold is given beside folds; leave"),
         ("grid:", "folds: 3\ngrid:\n  data.val_fraction: [0.1]", "4: grid: data.val_fraction = 0.1: folds"),

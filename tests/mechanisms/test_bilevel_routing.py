@@ -21,11 +21,7 @@ FEW = {"num_regions": 3, "topk": 2}
 THREE = {"num_regions": 2, "topk": 3}  # of four, of up to 3 x 4 tokens; rounding does not change the choice
 GLOBAL = {"local": False}
 
-CASES = [
-    case((5, 7), THREE),
-    case((6, 8), {"num_regions": 2, "topk": 1, **GLOBAL}),
-    case((5, 7), {**THREE, **PREFIX}),
-]
+CASES = [case((5, 7), THREE), case((6, 8), {"num_regions": 2, "topk": 1, **GLOBAL}), case((5, 7), {**THREE, **PREFIX})]
 EFFECTS = {
     "num_regions": (FEW, 2),
     "topk": (FEW, 3),

@@ -58,10 +58,7 @@ REFUSED = [
     ({"window_size": -1}, r"attention\(local\).window_size = -1 is below the least valid value 1"),
     ({"causal": True, "layout": "2d"}, r"attention\(local\).layout = 2d: causal .* set layout: 1d"),
 ]
-EVERYTHING = [
-    {"window_size": 6, **FREE},
-    {"causal": True, "layout": "1d", "window_size": 24, **FREE},
-]
+EVERYTHING = [{"window_size": 6, **FREE}, {"causal": True, "layout": "1d", "window_size": 24, **FREE}]
 RELEASED = {
     "local_2d_rpe": {"released": True},
     "local_2d_norpe": {"position_bias": "none"},

@@ -30,9 +30,7 @@ EFFECTS = {
 }
 SYMMETRIES = [({"transposed"}, {"radius": 1, "layout": "2d"}), (set(), {"radius": 2})]
 GROWTH = [Growth(1, 1)]
-REFUSED = [
-    ({"num_global": 47}, r"attention\(longformer\).num_global = 47 .* nearest valid: 48"),
-]
+REFUSED = [({"num_global": 47}, r"attention\(longformer\).num_global = 47 .* nearest valid: 48")]
 EVERYTHING = [{"radius": 24}, {"radius": 5, "layout": "2d"}, {"radius": 0, "num_global": 24}]
 SYMBOLS = {"w": 3 * 24, "g": 1}  # tiles of rho = 24 queries
 

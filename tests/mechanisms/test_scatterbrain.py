@@ -167,12 +167,7 @@ def test_global_tokens_for_the_low_rank_part_are_bigbird():
 @every_grid
 @pytest.mark.parametrize(
     ("size", "overlap", "leave_one_out"),
-    [
-        ((2, 2), (0, 0), "merge"),
-        ((3, 2), (0, 0), "merge"),
-        ((2, 2), (0, 0), "subtract"),
-        ((3, 3), (1, 1), "subtract"),
-    ],
+    [((2, 2), (0, 0), "merge"), ((3, 2), (0, 0), "merge"), ((2, 2), (0, 0), "subtract"), ((3, 3), (1, 1), "subtract")],
 )
 def test_scatterbrain_corrects_the_estimate_on_windows(grid, size, overlap, leave_one_out):
     q, k, v = tokens(grid)

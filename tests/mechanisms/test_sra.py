@@ -17,11 +17,7 @@ from tests.support.inputs import CPU, B, d, draw, every_grid, h, layer
 
 case = partial(Case, "sra", mixes_values=False, stock_keys=False)  # its keys and values are convolved
 
-CASES = [
-    case((6, 8), {"reduction": 2}),
-    case((5, 7), {"reduction": 3}),
-    case((6, 8), {"reduction": 2, **PREFIX}),
-]
+CASES = [case((6, 8), {"reduction": 2}), case((5, 7), {"reduction": 3}), case((6, 8), {"reduction": 2, **PREFIX})]
 EFFECTS = {"reduction": ({"reduction": 2}, 3), "attn_drop": ({"reduction": 2}, 0.5)}
 SYMMETRIES = [({"between"}, {"reduction": 2})]  # the keys of a strided convolution have no order
 GROWTH = [

@@ -32,6 +32,8 @@ def local_term_reference(v, weight, bias, grid):
 def test_masked_tokens_are_zeros():
     term, v, counts = LocalTerm(d, 3).double(), draw(B, h, N, d), draw(B, N) > 0
     assert_equal(term.convolve(v, GRID, counts), term.convolve(torch.where(counts[:, None, :, None], v, 0), GRID))
+    term.float().convolve(v.float(), GRID).sum().backward()
+    assert term.weight.grad.stride() == term.weight.stride()  # with others, DDP warns, and copies them in every step
 
 
 SMALL = {"window_size": 3, "num_landmarks": 6, "cluster_size": 4, "block_size": 4, "kernel_size": 3}

@@ -87,8 +87,7 @@ IMAGE_FILES = {
     ),
     "alpha.png": ImageFile(saved(CLEAR, "PNG"), (RED, WHITE, BLUE, (204, 204, 204))),
     "grey_alpha.png": ImageFile(
-        saved(Image.fromarray(quadrants([(0, 255), (0, 0), (100, 255), (0, 51)]), "LA"), "PNG"),
-        greys(0, 255, 100, 204),
+        saved(Image.fromarray(quadrants([(0, 255), (0, 0), (100, 255), (0, 51)]), "LA"), "PNG"), greys(0, 255, 100, 204)
     ),
     "clear_color.png": ImageFile(saved(PICTURE, "PNG", transparency=GREEN), (RED, WHITE, BLUE, YELLOW)),
     "alpha_webp.png": ImageFile(saved(CLEAR, "WEBP", lossless=True), (RED, WHITE, BLUE, (204, 204, 204))),
@@ -127,17 +126,12 @@ IMAGE_FILES = {
     "animated_webp.png": ImageFile(frames("WEBP"), "WEBP with several frames"),
     "pages_tiff.jpg": ImageFile(frames("TIFF"), "TIFF with several frames"),
     "float_tiff.jpg": ImageFile(
-        saved(Image.fromarray(quadrants([0, 0.2, 0.5, 1], np.float32)), "TIFF"),
-        "TIFF of mode F",
+        saved(Image.fromarray(quadrants([0, 0.2, 0.5, 1], np.float32)), "TIFF"), "TIFF of mode F"
     ),
-    "int_tiff.jpg": ImageFile(
-        saved(Image.fromarray(quadrants([0, 9, 99, 999], np.int32)), "TIFF"),
-        "TIFF of mode I",
-    ),
+    "int_tiff.jpg": ImageFile(saved(Image.fromarray(quadrants([0, 9, 99, 999], np.int32)), "TIFF"), "TIFF of mode I"),
     "lab_tiff.jpg": ImageFile(saved(Image.new("LAB", (16, 8)), "TIFF"), "TIFF of mode LAB"),
     "white_is_zero_tiff.jpg": ImageFile(
-        saved(DEEP, "TIFF").replace(*[struct.pack("<HHIHH", 262, 3, 1, value, 0) for value in (1, 0)]),
-        "white as zero",
+        saved(DEEP, "TIFF").replace(*[struct.pack("<HHIHH", 262, 3, 1, value, 0) for value in (1, 0)]), "white as zero"
     ),
     "16_bit_clear.png": ImageFile(png(16, 8, 16, 0, (b"\0" + bytes(32)) * 8, (b"tRNS", b"\0\0")), "transparent"),
     "bomb.png": ImageFile(png(20_000, 20_000, 1, 0, bytes(100)), "89,478,485 pixels, perhaps a decompression bomb"),
