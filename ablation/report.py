@@ -41,7 +41,6 @@ ESCAPES = {
 
 NUMBER = re.compile(r"([+-]?\d[\d.]*(?:e[+-]?\d+)?)(?: ± (\d[\d.]*))?(?= |$)")
 
-
 NO_RUNS = {("seeds", "0"), ("folds", "0")}
 
 
@@ -117,7 +116,7 @@ def write_tables(caption: str, settings: Sequence[Setting], output: Path, left_o
 
 
 def write_figures(caption: str, settings: Sequence[Setting], output: Path) -> None:
-    """Writes table, pareto and, for two options of numbers, heat_map as .png and .pdf into `output`.
+    """Writes table, pareto and, for two options of numbers, heat_map as .png, and as .pdf without title, into `output`.
 
     Removes an earlier figure that the sweep has no longer; without a finished run it has none.
     """
@@ -130,6 +129,7 @@ def write_figures(caption: str, settings: Sequence[Setting], output: Path) -> No
                 remove_owned(output, [f"{name}.png", f"{name}.pdf"])
                 continue
             write_file(output / f"{name}.png", encode(figure))
+            figure.suptitle("")  # a paper has captions
             write_file(output / f"{name}.pdf", encode(figure, "pdf"))
 
 

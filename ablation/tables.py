@@ -47,9 +47,9 @@ def tabulate(settings: Sequence[Setting], for_readers: bool = False) -> Table:
         **tabulate_options(settings),
         **tabulate_match(settings),
         "parameters (M)": [f"{setting.costs.parameters / 1e6:#.4g}" for setting in settings],
-        "paper: parameters (M)": paper_cells(settings, "parameters", ".1f"),
+        **if_any("paper: parameters (M)", paper_cells(settings, "parameters", ".1f")),
         "MACs (G)": [f"{setting.costs.macs / 1e9:#.4g}" for setting in settings],
-        "paper: MACs (G)": paper_cells(settings, "macs", ".1f"),
+        **if_any("paper: MACs (G)", paper_cells(settings, "macs", ".1f")),
         **if_any("step (s)", mean_cells(measure(alone, "step_seconds"), ".3f")),
         **if_any("paper: step (ms)", paper_cells(settings, "step_ms", "g")),
         **if_any("peak memory (MB)", mean_cells(measure(results, "memory_mb"), ".0f")),
@@ -62,7 +62,7 @@ def tabulate(settings: Sequence[Setting], for_readers: bool = False) -> Table:
     write = mean_and_verdict if for_readers else single_numbers
     for name, own in measured.items():
         options |= write(name, own) if several else {f"{name} (%)": mean_cells(own, ".2f")}
-    return options | {"paper (%)": paper_cells(settings, "top1", ".2f")}
+    return options | if_any("paper (%)", paper_cells(settings, "top1", ".2f"))
 
 
 def list_runs(settings: Sequence[Setting]) -> Table:

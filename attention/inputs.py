@@ -14,10 +14,12 @@ def check_inputs(layer: str, x: Tensor, grid: Any, num_prefix_tokens: int, chann
     Args:
         layer: start of the message, e.g. ``attention(eva)``.
     Raises:
-        TypeError: the grid is not a pair of ints.
+        TypeError: the grid is not a pair of ints, as are tokens for cross-attention.
         ValueError: x is an image, and the message shows how to turn it into tokens; or x has another number of axes,
             tokens or channels.
     """
+    if isinstance(grid, Tensor):
+        raise TypeError(f"{layer}: got a tensor as the grid; there is no cross-attention: give x and its (H, W)")
     is_pair = isinstance(grid, tuple | list) and len(grid) == 2
     if not (is_pair and isinstance(grid[0], int | torch.SymInt) and isinstance(grid[1], int | torch.SymInt)):
         raise TypeError(f"{layer}: got the grid {grid!r}; give the rows and columns of the tokens, two ints (H, W)")

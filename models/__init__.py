@@ -14,7 +14,7 @@ from dataclasses import fields
 from typing import Any
 
 import torch
-from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models import build_model_with_cfg, generate_default_cfgs, is_model, register_model
 from timm.models._input import update_model_args
 from torch import nn
 
@@ -153,7 +153,8 @@ def family_of(name: str) -> type[Backbone]:
         OptionError: unknown model.
     """
     if name not in MODELS:
-        raise OptionError("model.name", f"unknown model {name!r}{nearest(name, MODELS)}")
+        known = (f"timm:{name}",) if is_model(str(name)) else MODELS
+        raise OptionError("model.name", f"unknown model {name!r}{nearest(name, known)}")
     return MODELS[name][0]
 
 

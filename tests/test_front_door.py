@@ -130,6 +130,10 @@ SHAPES = {  # shape of x, grid -> the error's type and what it says
     ((2, 24, 16), (4.0, 6.0)): (TypeError, "got the grid (4.0, 6.0); give"),
     ((2, 24, 16), (24,)): (TypeError, "got the grid (24,); give"),
     ((2, 24, 16), torch.Size((2, 16, 4, 6))): (TypeError, "got the grid torch.Size([2, 16, 4, 6]); give"),
+    ((2, 24, 16), torch.zeros(1, 1, 2)): (
+        TypeError,
+        "got a tensor as the grid; there is no cross-attention: give x and its (H, W)",
+    ),
     ((2, 24, 16), "46"): (TypeError, "got the grid '46'; give"),
 }
 

@@ -127,7 +127,7 @@ def test_what_is_the_same_in_all_rows_goes_to_the_caption(config):
     assert (caption, same, note) == ("Windows", "All rows: attention.position_bias = table.", ONE_RUN)
     columns = ["attention.window_size", "parameters (M)", "MACs (G)", "top-1 (%)"]
     assert header == f"| {' | '.join(columns)} |"  # without a paper's, which gives none
-    assert "attention.position_bias" in tabulate(settings)
+    assert [*tabulate(settings)] == [columns[0], "attention.position_bias", *columns[1:]]
 
 
 @pytest.mark.complete
@@ -238,6 +238,14 @@ def test_labels_replace_words_of_names(config):
     axes = draw_heat_map("Windows", settings).axes[0]
     assert encode(axes.figure)  # labels are no mathematics
     assert (axes.get_ylabel(), axes.get_xlabel()) == ("$\\abs$", "7")
+
+
+def test_a_pdf_has_no_title(config, monkeypatch):
+    """Papers have captions."""
+    titles = []
+    monkeypatch.setattr("ablation.report.encode", lambda figure, _="png": titles.append(figure.get_suptitle()) or b"")
+    write_figures("Windows", grid_of_numbers(config)[:3], config.parent)
+    assert [title[:7] for title in titles] == ["Windows", ""] * 2
 
 
 @pytest.mark.complete

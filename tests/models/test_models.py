@@ -630,6 +630,8 @@ def test_other_image_sizes():
         ValueError, match=r"got images of \(72, 56\), .* for \(48, 40\); build it with dynamic_img_size="
     ):
         fixed(images)
+    with pytest.raises(ValueError, match=r"shape \(3, 48, 40\), but they are \(B, C, height, width\)"):
+        fixed(images[0, :, :48, :40])
     pyramid = tiny_model("pvtv2_b0").eval()
     assert [tuple(y.shape[2:]) for y in pyramid.forward_intermediates(torch.randn(2, 3, 70, 99))[1]] == [
         (18, 25), (9, 13), (5, 7), (3, 4)
@@ -654,6 +656,7 @@ BY_STAGE = "one mechanism or a list of 4, or of mappings that name their stage"
     ("name", "attention", "options", "message"),
     [
         ("deit_tiny_p9", "softmax", {}, "model.name: unknown model 'deit_tiny_p9'; did you mean 'deit_tiny_p8'?"),
+        ("resnet18", None, {}, "model.name: unknown model 'resnet18'; did you mean 'timm:resnet18'?"),
         ("deit", "eva", {"img_size": 100}, "model.img_size = 100 is not a multiple of patch_size = 16; nearest: 96"),
         ("deit", "eva", {"img_size": [64, 7]}, "model.img_size = 7 is not a multiple of patch_size = 16; nearest: 16"),
         ("deit", "softmax", {"num_heads": 5}, "model.num_heads = 5 does not divide the width 192"),
