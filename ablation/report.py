@@ -62,7 +62,7 @@ def report_sweep(caption: str, settings: Sequence[Setting], left_out: Sequence[s
     """Formats a sweep in Markdown: caption, given values that all rows share, the table without them, and its notes."""
     table, stated, notes = make_report(settings, left_out)
     text = markdown_table(list(table), list(zip(*table.values(), strict=True)))
-    return "\n\n".join([caption, *filter(None, [stated]), f"{text}\n"]) + "".join(f"\n{note}\n" for note in notes)
+    return "\n\n".join(filter(None, [caption, stated, f"{text}\n"])) + "".join(f"\n{note}\n" for note in notes)
 
 
 def to_latex(caption: str, settings: Sequence[Setting], left_out: Sequence[str] = (), label: str = "sweep") -> str:

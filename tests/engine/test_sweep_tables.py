@@ -128,6 +128,7 @@ def test_what_is_the_same_in_all_rows_goes_to_the_caption(config):
     columns = ["attention.window_size", "parameters (M)", "MACs (G)", "top-1 (%)"]
     assert header == f"| {' | '.join(columns)} |"  # without a paper's, which gives none
     assert [*tabulate(settings)] == [columns[0], "attention.position_bias", *columns[1:]]
+    assert report_sweep("", settings).startswith(f"{same}\n\n{header}\n")
 
 
 @pytest.mark.complete
