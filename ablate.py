@@ -55,9 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         report = functools.partial(report_sweep, ablation.caption, settings, left_out)
         if args.dry_run:
             check_claim(output, OUTPUT_FILES)
-            seeds = f"{settings[0].replicated_by} {', '.join(map(str, settings[0].replicates))}"
-            print(report(), f"{len(settings)} rows, {seeds}; {count_finished(settings, args.jobs)}", sep="\n")
-            return print(f"The first run: {shlex.join(cases[0].command)}")
+            seeds = ", ".join(map(str, sorted({seed for setting in settings for seed in setting.replicates})))
+            print(report(), f"{len(settings)} rows, {settings[0].replicated_by} {seeds}", sep="\n", end="; ")
+            return print(f"{count_finished(settings, args.jobs)}\nThe first run: {shlex.join(cases[0].command)}")
         make_output(output, OUTPUT_FILES)
         store_sweep(args.config, args.overrides, output)
         for case in cases:  # this command tries failed runs again

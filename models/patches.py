@@ -24,8 +24,10 @@ class Patches(PatchEmbed):
         """Embeds images (B, in_chans, height, width).
 
         Raises:
-            ValueError: they have another size than the model, which has no `dynamic_img_size`.
+            ValueError: they have another size than the model, which has no `dynamic_img_size`, or other axes.
         """
+        if x.ndim != 4:
+            raise ValueError(f"got images of shape {tuple(x.shape)}, but they are (B, C, height, width)")
         size, own = tuple(x.shape[2:]), self.img_size
         if self.strict_img_size and size != own:
             problem = f"got images of {size}, and the model is built for {own}"

@@ -13,7 +13,7 @@ from engine.data.splits import classes_of
 from engine.objectives.classification import CLASSES, TOP
 from engine.objectives.objective import BALANCED, Measure
 from engine.runtime.distributed import Amp, World, autocast
-from engine.runtime.terminal import progress_bar
+from engine.runtime.terminal import progress
 from engine.runtime.text import one_line
 
 NUM_RECALLS = 20
@@ -82,7 +82,7 @@ def evaluate(
     sums = torch.zeros(len(measure.names) + 2, dtype=torch.float64, device=world.device)  # the last: see below
     by_class = torch.zeros(2, len(names), dtype=torch.float64, device=world.device)  # sums of the first; images
     num_images = len(loader.sampler) * world.size if is_named else None
-    bar = progress_bar("evaluation", num_images, hidden=not world.is_primary)
+    bar = progress("evaluation", num_images, "images", hidden=not world.is_primary)
     problem = ""
     try:
         for images, targets in loader:

@@ -250,7 +250,7 @@ class Recorder(SilentRecorder):
         self.epochs.add(record)
         self.charts.add(kind, values, self.step)
         ends = {"running": int(kind not in ("final", "stop", "fail")), "failed": int(kind == "fail")}
-        shown = {name: x for name, x in record.items() if name not in ("loss", "broken") or kind == "train"}
+        shown = {name: x for name, x in record.items() if name not in ("epoch", "loss", "broken") or kind == "train"}
         self.heartbeat.beat({"total_steps": self.total_steps, **shown, **ends})
         if kind in ("change", "fail"):  # shown by `start`; shown last
             return

@@ -139,23 +139,19 @@ def break_line(line: str, width: int) -> str:
     return "\n".join(lines)
 
 
-def progress_bar(title: str, total: int | None, *, initial: int = 0, hidden: bool = False) -> tqdm:
-    """Returns a bar that counts images, as wide as the terminal, which leaves nothing on the screen.
+def progress_bar(title: str, total: int, *, initial: int = 0) -> tqdm:
+    """Returns a bar that counts `total` images, as wide as the terminal, which leaves nothing on the screen.
 
     It shows the title, the share done, the time left, images per second, and last what `set_postfix_str` adds. It is
     hidden if stderr is no terminal, or stdout is a pipe: `tee` would write its lines over the bar.
-
-    Args:
-        total: number of all images; None: unknown. hidden: always hide it.
     """
-    stream = sys.stderr.bars if isinstance(sys.stderr, Copied) else sys.stderr
     return tqdm(
         desc=title,
         total=total,
         initial=initial,
         leave=False,
-        file=stream,
-        disable=hidden or _is_pipe(sys.stdout) or None,  # None: unless the stream is a terminal
+        file=sys.stderr.bars if isinstance(sys.stderr, Copied) else sys.stderr,
+        disable=_is_pipe(sys.stdout) or None,  # None: unless the file is a terminal
         dynamic_ncols=True,
         unit=" images",
         unit_scale=True,
@@ -163,12 +159,11 @@ def progress_bar(title: str, total: int | None, *, initial: int = 0, hidden: boo
     )
 
 
-def progress(title: str, total: int, unit: str) -> tqdm:
+def progress(title: str, total: int | None, unit: str, hidden: bool = False) -> tqdm:
     """Returns a bar that disappears at the end; for a pipe or a log, lines of progress."""
-    options: dict[str, Any] = {"desc": title, "total": total, "unit": f" {unit}", "leave": False}
-    if _is_pipe(sys.stdout) or not sys.stderr.isatty():
-        return ProgressLines(**options)
-    return tqdm(**options, dynamic_ncols=True)
+    has_lines = not hidden and (_is_pipe(sys.stdout) or not sys.stderr.isatty())
+    kind: type[tqdm] = ProgressLines if has_lines else tqdm
+    return kind(desc=title, total=total, unit=f" {unit}", leave=False, disable=hidden, dynamic_ncols=True)
 
 
 class ProgressLines(tqdm):

@@ -610,6 +610,12 @@ def test_a_dry_run_of_twelve_rows_fits_a_screen(config, capsys):
     assert sum(max(1, -(-len(line) // 80)) for line in out.splitlines()) <= 40
 
 
+def test_a_dry_run_names_the_seeds_of_all_rows(config, capsys):
+    config.write_text("base: base.yaml\ngrid: {train.seed: [3, 1]}\n")
+    ablate.main([str(config), "--output", str(config.parent / "out"), "--dry-run"])
+    assert "\n2 rows, train.seed 1, 3; 0 of 2 runs finished\n" in capsys.readouterr().out
+
+
 def test_dry_run_shows_everything_and_writes_nothing(config, capsys):
     before = sorted(config.parent.rglob("*"))
     ablate.main([str(config), "--output", str(config.parent / "out"), "--dry-run"])

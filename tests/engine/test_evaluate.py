@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from pathlib import Path
 
 import numpy as np
@@ -50,6 +51,16 @@ def create_loader(root: str, world: World, batch_size: int, split: str = "digits
     data = Data(root=root, workers=0, val_split=split, broken_val="skip" if split == "few" else "refuse")
     run = Run(model={}, attention="softmax", data=data)
     return create_val_loader(run, world, img_size=8, batch_size=batch_size)
+
+
+def test_a_log_has_lines_of_progress(monkeypatch, capsys):
+    def batches():
+        yield torch.zeros(2, 10), torch.zeros(2, dtype=torch.long)
+        time.sleep(0.3)
+
+    monkeypatch.setattr("engine.runtime.terminal.LINE_SECONDS", 0.01)
+    evaluate(nn.Identity(), batches(), CPU, None)
+    assert "\nevaluation: 2 of ? images in 00:00" in capsys.readouterr().err
 
 
 def evaluate_digits(root: str, world: World) -> list[dict[str, float]]:

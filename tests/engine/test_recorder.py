@@ -443,7 +443,7 @@ def gauges(directory: Path) -> dict[str, float]:
 
 
 def test_a_heartbeat_has_the_last_values(tmp_path: Path):
-    """Its loss is that of training, as an evaluation and the end have another."""
+    """Its epoch and loss are those of training, as an evaluation and the end have others."""
     directory = tmp_path / 'a "run"'
     directory.mkdir()
     begin = time.time()
@@ -452,7 +452,7 @@ def test_a_heartbeat_has_the_last_values(tmp_path: Path):
     assert {name: found[name] for name in ("running", "failed", "epoch", "step", "total_steps")} == {
         "running": 0,
         "failed": 0,
-        "epoch": 2,
+        "epoch": 1,
         "step": 1,
         "total_steps": 1,
     }
