@@ -8,7 +8,7 @@ import torch
 
 from .base import Cost, LayerContext
 from .parts.chunks import chunk_size, num_chunked
-from .parts.geometry import Windows
+from .parts.geometry import Grid, Windows
 from .parts.position import BiasKind, PositionBias
 from .window_options import windows_on
 
@@ -27,6 +27,16 @@ def linear_attention_macs(
         return N * f * (2 * context.dim + h * normalised)
     width = context.dim + h * normalised
     return num_chunked(N) * (2 * f * width + chunk_size(N) * (f * h + width))
+
+
+def fourier_macs(grid: Grid, count: int) -> int:
+    """MACs of `count` Fourier transforms of N real numbers over the rows and columns of a grid, 5/4 N log2 N each.
+
+    A fast transform of N complex numbers takes 5 N log2 N real operations (Cooley and Tukey 1965; the convention of
+    FFTW, Frigo and Johnson 2005), one of real numbers half of them, and two operations are one multiply-accumulate.
+    """
+    N = math.prod(grid)
+    return round(5 * N * count * math.log2(N) / 4)
 
 
 def mix_features_macs(context: LayerContext, num_features: int, causal: bool = False) -> int:

@@ -1,6 +1,7 @@
 """Costs of a model: parameters, and multiply-accumulates (MACs) of one image. The papers print MACs as "FLOPs"."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,18 @@ class Costs(NamedTuple):
 
     parameters: int
     macs: int
+
+
+def _fourier_flops(reals: Sequence[int], axes: Sequence[int]) -> int:
+    """FLOPs of Fourier transforms of real numbers by the rule of `attention.costs.fourier_macs`."""
+    return 2 * round(5 * math.prod(reals) * math.log2(math.prod(reals[axis] for axis in axes)) / 4)
+
+
+FOURIER = {
+    torch.ops.aten._fft_r2c: lambda reals, axes, *_, **__: _fourier_flops(reals, axes),
+    torch.ops.aten._fft_c2r: lambda _, axes, *__, out_shape, **___: _fourier_flops(out_shape, axes),
+}
+"""Counts of `FlopCounterMode` for operators that it leaves out."""
 
 
 def count_costs(model: Mapping[str, Any], attention: Any) -> Costs:
@@ -36,7 +49,7 @@ def costs_of(network: nn.Module, *inputs: Any, **others: Any) -> Costs:
     try:
         for weight in trained:
             weight.requires_grad_(False)  # the counter watches gradients
-        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        with torch.no_grad(), FlopCounterMode(display=False, custom_mapping=FOURIER) as counter:
             network(*inputs, **others)
     finally:
         for weight in trained:

@@ -85,7 +85,7 @@ def test_a_normaliser_that_vanishes_makes_no_large_output():
     assert_equal(rala(0 * q, k, v, grid=(1, 1)), UNTURNED(0 * q, k, v))
 
 
-@pytest.mark.parametrize("name", ["mlla", "polaformer", "rala"])
+@pytest.mark.parametrize("name", ["mlla", "polaformer", "rala", "circulant"])
 def test_a_gate_of_zero_leaves_the_bias(name):
     attn, x = layer(name, GRID), draw(B, N, h * d)
     for parameter in attn.gate.parameters():

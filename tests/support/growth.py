@@ -15,6 +15,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from attention import create_attention
+from models.costs import FOURIER
 
 SIDES = 28, 56, 112
 C = 8
@@ -44,7 +45,7 @@ def own_costs(name: str, side: int, options: dict, device: str) -> tuple[float, 
         return tensor
 
     with (
-        FlopCounterMode(display=False) as counter,
+        FlopCounterMode(display=False, custom_mapping=FOURIER) as counter,
         torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor),
     ):
         y = attn(x, (side, side))

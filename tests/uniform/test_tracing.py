@@ -13,7 +13,7 @@ from tests.support.partition import ONE_OF_A_KIND, chosen
 
 CAUSAL = {case.name: case for case in reversed(CASES) if case.options.get("causal")}
 TRACED = [*ORDINARY, *CAUSAL.values(), Case("eva", (5, 7), {"window_size": 3, "num_landmarks": 6, "partition": "mask"})]
-UNCOUNTED = {"aten::scaled_dot_product_attention", "aten::einsum", "aten::_convolution"}
+UNCOUNTED = {"aten::scaled_dot_product_attention", "aten::einsum", "aten::_convolution", "aten::fft_rfft2"}
 """Operators of multiply-accumulates other than matrix products, which are not counted here."""
 
 
