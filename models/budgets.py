@@ -52,9 +52,7 @@ class Budgets:
         OptionError: the last is not the model's own size, weights depend on the size, or it cannot be built.
     """
 
-    def __init__(
-        self, model: nn.Module, options: Mapping[str, Any], attention: Any, sizes: Sequence[Budget] | None = None
-    ):
+    def __init__(self, model: nn.Module, options: Mapping[str, Any], attention: Any, sizes: Sequence[Budget] | None):
         self.number, self.choices = 0, [list[tuple[nn.Module, dict[str, Any]]]() for _ in sizes or [0]]
         if sizes and with_budget(attention, sizes[-1]) != attention:
             raise OptionError("train.budgets", f" = {sizes[-1]}, the last, is not the model's own size, in attention")
@@ -73,8 +71,8 @@ class Budgets:
                 if names := sorted({name for name, _ in shapes[0] ^ shapes[1]}):
                     problem = f"weights of attention({here.name()}) depend on {here.size_option}: {', '.join(names)}"
                     raise OptionError("train.budgets", f" = {size}: {problem}; choose another mechanism")
-                modules = zip(here.modules(), there.modules(), strict=True)
-                choice += [(own, _attributes(own, other)) for own, other in modules]
+                pairs = zip(here.modules(), there.modules(), strict=True)
+                choice += [(own, _attributes(own, other)) for own, other in pairs]
 
     def use(self, index: int) -> None:
         """Gives the layers one of the sizes."""

@@ -84,14 +84,11 @@ def _describe_size(run: Run, trained: Any) -> str:
         {path: size for path, size in flatten(attention, "attention").items() if path.split(".")[-1] in options}
         for attention in (run.attention, trained)
     )
-    if here.keys() != there.keys() or MISSING in there.values():  # another mechanism, or options that the user gave
-        return ""
-    budgets = run.train.budgets or ()
-    if here == there or any(run.attention == with_budget(run.attention, budget) for budget in budgets):
+    budgets, is_comparable = run.train.budgets or (), here.keys() == there.keys() and MISSING not in there.values()
+    if not is_comparable or here == there or run.attention in [with_budget(run.attention, x) for x in budgets]:
         return ""
     sizes = ", ".join(f"{path} = {size}" for path, size in here.items())
-    known = ", ".join(map(str, budgets or there.values()))
-    return f"{sizes}: the model was not trained for it, but for {known}"
+    return f"{sizes}: the model was not trained for it, but for {', '.join(map(str, budgets or there.values()))}"
 
 
 def fit_weights(
