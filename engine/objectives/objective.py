@@ -59,7 +59,7 @@ class Objective:
     values: Mapping[str, Tensor] = {}
     compiled: Sequence[Any] = ()
     summary: str = ""
-    budgets: Budgets
+    budgets: Budgets = Budgets(nn.Module(), {}, None, None)
 
     @staticmethod
     def applies(run: Run) -> bool:
