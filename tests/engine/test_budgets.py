@@ -137,7 +137,7 @@ def test_every_size_is_drawn_for_all_layers():
 @pytest.mark.parametrize(
     ("overrides", "problem"),
     [
-        ([EVA, "train.budgets=[9, 4]"], "= 4, the last, is not the model's own size, in attention"),
+        ([EVA, "train.budgets=[9, 4]"], "= 4, the last, is not the model's own size; write that last"),
         ([EVA, "train.budgets=[[1, 2], 9]"], ": train.budgets = (1, 2): mechanisms of attention that have a size: 1;"),
         ([EVA, "train.budgets=[7, 9]"], "train.budgets = 7: attention(eva).num_landmarks = 7 does not divide the 6x6"),
         ([EVA, "train.budgets=[]"], "train.budgets has 0 sizes; give 1 to 64, or null"),
