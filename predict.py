@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             check_file(args.output, "--output", [".csv"])
         device = init_distributed(args.device).device
         files = list_files(args.images)
-        trained = load(args.checkpoint, weights=args.weights, select=args.select)
+        trained = load(args.checkpoint, weights=args.weights, select=args.select, overrides=args.set)
     trained.model.to(device)
     loader, predictions, not_finite = create_loader(trained, files, args.batch_size), [], 0
     with refuse_bad_input(), progress_bar("prediction", len(files)) as bar:

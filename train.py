@@ -191,7 +191,8 @@ class Trainer:
             images, targets = next(batches)
             # Gradients add up over the micro-batches; the ranks average them once, in the last backward pass.
             is_last = micro + 1 == num_micro
-            with nullcontext() if self.world.size == 1 or is_last else self.network.no_sync():
+            syncing = nullcontext() if self.world.size == 1 or is_last else self.network.no_sync()
+            with syncing, self.objective.budgets.drawn(self.options.seed, self.progress.step):
                 with autocast(self.options.amp, self.world.device):
                     loss = self.objective(self.network, images, targets) / num_micro
                 stop = self.signals.stop_requested()

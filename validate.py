@@ -1,6 +1,7 @@
 """Evaluates a checkpoint on the validation images, every one of them once: exact top-1, top-5 and mean loss.
 
     python validate.py runs/eva                                # a run directory, or any checkpoint file
+    python validate.py runs/eva --budgets all                  # at every size of attention that it was trained with
     python validate.py runs/eva --predictions predictions.csv --confusion confusion.png --mistakes mistakes.png
     torchrun --nproc_per_node=8 validate.py runs/eva data.root=/data/imagenet
 
@@ -15,6 +16,7 @@ import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from engine.evaluation.command_lines import parse_validate
@@ -22,6 +24,7 @@ from engine.evaluation.command_lines import parse_validate
 if __name__ == "__main__":
     parse_validate()  # help, and refusals of arguments, wait for none of the imports below
 
+from attention import OptionError
 from engine.checkpoints.adapt import restore_model
 from engine.checkpoints.files import Opened, Weights, open_weights
 from engine.checkpoints.origin import is_made_here
@@ -41,6 +44,8 @@ from engine.runtime.distributed import World, init_distributed
 from engine.runtime.errors import refuse_bad_input
 from engine.runtime.signals import end_at_interrupt
 from engine.training.differences import list_data_differences
+from models.budgets import with_budget
+from models.costs import count_costs
 
 
 @end_at_interrupt()
@@ -53,11 +58,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
         is_own = is_made_here(args.checkpoint)
         source = str(opened.path)
         run = parse_described(opened.checkpoint["config"], source, overrides, is_own=is_own, reads_images=True)
+        runs = {"": run}
+        if args.budgets:
+            runs = {f" {x}": replace(run, attention=with_budget(run.attention, x)) for x in run.train.budgets or ()}
+        if not runs:
+            problem = " = all: the model was trained for its own size only; give another as attention.OPTION=SIZE"
+            raise OptionError("--budgets", problem)
         world = init_distributed(run.train.device)
         records: dict[Weights, PredictionTable] | None = {} if outputs else None
         with world.ending(), refuse_bad_input():  # refusals are reported before the process group ends, see train.py
             check_predicts_classes(run, source, of_metrics=not (outputs or args.flip))
-            results = validate(run, opened, world, args.batch_size, records, args.flip)
+            asked, results = (args.batch_size, records, args.flip), {}
+            for size, each in runs.items():
+                macs = {"macs": count_costs(each.model, each.attention).macs} if size else {}
+                results |= {kind + size: found | macs for kind, found in validate(each, opened, world, *asked).items()}
     if world.is_primary:
         with refuse_bad_input():
             print(to_json(results) if args.json else table(results))
@@ -116,7 +130,7 @@ def validate(
     return results
 
 
-def to_json(results: Mapping[Weights, dict[str, Any]]) -> str:
+def to_json(results: Mapping[str, dict[str, Any]]) -> str:
     """Returns the results in JSON, with null for a value that is not finite."""
     finite = {
         kind: {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in each.items()}
@@ -131,6 +145,7 @@ COLUMNS = {
     "top5": ("top-5 %", ".3f"),
     "balanced_accuracy": ("balanced %", ".3f"),
     "loss": ("loss", ".4f"),
+    "macs": ("MACs", ","),
     "images_per_second": ("images/s", ".1f"),
     "epoch": ("epoch", ""),
     "checkpoint": ("checkpoint", ""),
@@ -138,8 +153,8 @@ COLUMNS = {
 """Column of the table -> title and format; it is shown if it was measured."""
 
 
-def table(results: dict[Weights, dict[str, Any]]) -> str:
-    """One line per kind of weights, and notes."""
+def table(results: dict[str, dict[str, Any]]) -> str:
+    """One line per kind of weights and size, and notes."""
     shown = {name: column for name, column in COLUMNS.items() if all(name in result for result in results.values())}
     lines = [["weights", *(title for title, _ in shown.values())]]
     notes = []

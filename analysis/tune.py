@@ -40,7 +40,7 @@ def further(run: Run, weights: str, epochs: int) -> Run:
     """
     schedule = replace(run.schedule, epochs=epochs, warmup_epochs=min(run.schedule.warmup_epochs, epochs - 1))
     changed = {"init": Init(weights=weights), "distill": Distill(), "schedule": schedule}
-    return replace(run, **changed, train=replace(run.train, freeze=None))
+    return replace(run, **changed, train=replace(run.train, freeze=None, budgets=None, budget_distill=False))
 
 
 def shorter(run: Run, weights: str) -> Run:

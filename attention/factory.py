@@ -26,6 +26,11 @@ class AttentionFactory:
     name: str
     config: Any
 
+    @property
+    def size_option(self) -> str | None:
+        """The mechanism's `size_option`."""
+        return ATTENTION[self.name].size_option
+
     @classmethod
     def from_options(cls, options: str | Mapping[str, Any], path: str = "attention") -> "AttentionFactory":
         """Builds a factory from ``"eva"`` or ``{"name": "eva", "window_size": 7, ...}``.

@@ -82,7 +82,8 @@ def to_words(kind: Any) -> str:
         return " or ".join(kinds) + ", or null" * (types.NoneType in arguments)
     if origin is tuple:
         count = "" if arguments[-1] is Ellipsis else f"{len(arguments)} "
-        return f"list of {count}{to_words(arguments[0])}{'s' * (count != '1 ')}"
+        items = to_words(arguments[0])
+        return f"list of {count}{items}{'s' * (count != '1 ' and items[-1] != 's')}"
     if dataclasses.is_dataclass(kind) or kind is Any or origin is dict:
         return "mapping"
     return {bool: "true or false", int: "integer", float: "number", str: "text"}[kind]

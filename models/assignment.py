@@ -142,6 +142,11 @@ def split_place(entry: Mechanism) -> tuple[dict[str, Any], dict[str, Any]]:
     return {name: options.pop(name) for name in Place.__dataclass_fields__ if name in options}, options
 
 
+def factories_of(attention: Mechanism | Sequence[Mechanism] | None) -> list[AttentionFactory]:
+    """The parsed mechanism of every entry; none of a model with its own attention."""
+    return [AttentionFactory.from_options(mechanism) for mechanism in mechanisms_of(attention)]
+
+
 def mechanisms_of(attention: Mechanism | Sequence[Mechanism] | None) -> list[dict[str, Any]]:
     """Name and options of the mechanism of every entry, without places; none of a model with its own attention."""
     entries = [attention] if isinstance(attention, str | Mapping) else attention or []

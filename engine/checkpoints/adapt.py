@@ -17,11 +17,12 @@ from engine.checkpoints.weight_sources import Source, source_of
 from engine.checkpoints.weights import build_model, check_state, describe_misfits, list_not_finite, load_weights
 from engine.config.schema import Run
 from engine.run.described import parse_described
-from engine.run.load import MISSING
+from engine.run.load import MISSING, flatten
 from engine.runtime.errors import UserError
 from engine.runtime.text import describe_error, numbers_of, one_line
 from models import convert, create_model, parse_model, split_name
-from models.assignment import text_of
+from models.assignment import factories_of, text_of
+from models.budgets import with_budget
 from models.hosted import Hosted
 
 OF_ANOTHER = "choose the model (model.name, model.depth, ...) that the weights were made for"
@@ -45,17 +46,18 @@ def restore_model(run: Run, checkpoint: Mapping, weights: Weights) -> tuple[nn.M
     """Builds the model of `run` with one kind of weights of a checkpoint, resampled if its images had another size.
 
     Returns:
-        The model, and a line that names the resampled weights ("": the size is the same).
+        The model, and lines that name a size of attention that it was not trained for, and resampled weights.
     Raises:
         UserError: weights that do not fit, or cannot be resampled, or of another number of attention heads.
     """
     stated = {key: x for key, x in checkpoint["config"]["model"].items() if key in run.model}  # without removed options
     there = parse_model(*split_name({key: run.model[key] if x == MISSING else x for key, x in stated.items()}))
     place, state = WEIGHTS[weights], checkpoint[WEIGHTS[weights]]
+    note = _describe_size(run, checkpoint["config"].get("attention"))
     if to_2tuple(there.img_size) == to_2tuple(run.model["img_size"]):
         model = build_model(run, state, place)
         check_heads(there.num_heads, parse_model(*split_name(run.model)).num_heads, "the checkpoint")
-        return model, ""
+        return model, note
     trained = parse_described(checkpoint["config"], "the checkpoint's configuration")
     former = one_line(str(trained_config(checkpoint)["model"].get("img_size", trained.model["img_size"])), 20)
     title = f"model.img_size = {run.model['img_size']}, trained at {former}"
@@ -65,7 +67,22 @@ def restore_model(run: Run, checkpoint: Mapping, weights: Weights) -> tuple[nn.M
     if rest := summarize(outcome | {"adapted": {}}):
         raise UserError(f"{place}: {title}: not all weights can be resampled: {rest}")
     load_weights(model, taken, place)
-    return model, f"{title}; resampled: {_join(outcome['adapted']) or 'nothing'}"
+    resampled = f"{title}; resampled: {_join(outcome['adapted']) or 'nothing'}"
+    return model, "\n".join(filter(None, [note, resampled]))
+
+
+def _describe_size(run: Run, trained: Any) -> str:
+    """Names sizes in the option `attention` of `run` that a model, with the option `trained`, was not trained for."""
+    options = {factory.size_option for factory in factories_of(run.attention)}
+    here, there = (
+        {path: size for path, size in flatten(attention, "attention").items() if path.split(".")[-1] in options}
+        for attention in (run.attention, trained)
+    )
+    budgets, is_comparable = run.train.budgets or (), here.keys() == there.keys() and MISSING not in there.values()
+    if not is_comparable or here == there or run.attention in [with_budget(run.attention, x) for x in budgets]:
+        return ""
+    sizes = ", ".join(f"{path} = {size}" for path, size in here.items())
+    return f"{sizes}: the model was not trained for it, but for {', '.join(map(str, budgets or there.values()))}"
 
 
 def fit_weights(

@@ -122,7 +122,10 @@ def export(target: str, run: Run, checkpoint: Mapping[str, Any], weights: Weight
     if kind == "/" and is_host(run.model["name"]):
         problem = f"timm's layout cannot describe {run.model['name']} with its attention"
         raise UserError(f"{target}: {problem}; choose a file .safetensors or .onnx")
-    model = restore_model(run, checkpoint, weights)[0].eval()
+    model, line = restore_model(run, checkpoint, weights)
+    if line:
+        print(line, file=sys.stderr)
+    model.eval()
     own = {TRAINED: trained_config(checkpoint), "config": dump_run(run), state: model.state_dict()}
     checkpoint = {**checkpoint, **own}
     if kind == ".safetensors":

@@ -11,6 +11,7 @@ from engine.config.schema import Run
 from engine.objectives import choose_objective
 from engine.runtime.errors import UserError
 from models import create_model
+from models.budgets import cut_features
 
 
 def build_model(run: Run, state: Mapping[str, Any], source: str) -> nn.Module:
@@ -50,6 +51,7 @@ def load_weights(model: nn.Module, state: Mapping[str, Any], source: str) -> Non
 def check_fit(model: nn.Module, state: Mapping[str, Any], source: str) -> dict[str, torch.Tensor]:
     """Returns `state` without the prefixes of torch's wrappers, checked to fit `model`, perhaps on the meta device."""
     state = {re.sub(r"^(module\.|_orig_mod\.)+", "", name): value for name, value in state.items()}
+    state = cut_features(state, model)
     problems = describe_misfits(state, model.state_dict())
     if not problems:
         _check_memory(model, state, source)

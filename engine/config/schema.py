@@ -237,6 +237,18 @@ class Train:
     channels_last: bool = option(False, "NHWC memory format (PVT)")
     deterministic: bool = option(False, "deterministic algorithms only, at some cost in speed")
     seed: int = option(0, "seed of weights, order and augmentation", low=0)
+    budgets: tuple[int | tuple[int, ...], ...] | None = option(
+        None,
+        "sizes of attention (num_landmarks, num_samples, ...), from the cheapest to the model's own: every update draws"
+        " one for all layers; an item may be a list, a size for each entry of attention that has one; null: its own",
+        low=1,
+        high=2**20,
+    )
+    budget_distill: bool = option(
+        False,
+        "with budgets: an update has passes at the first, the last and one size between, and the predictions of the"
+        " last teach the others (Yu and Huang 2019); the loss is the sum",
+    )
     freeze: str | tuple[str, ...] | None = option(
         None,
         "parameters that are not trained: backbone (all but the classifier), or patterns of the names of parameters or"

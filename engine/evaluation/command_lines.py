@@ -26,10 +26,14 @@ def parse_validate(arguments: Sequence[str] | None = None) -> argparse.Namespace
     add("overrides", nargs="*", metavar="key.path=value", help="options in place of the checkpoint's")
     add("--batch-size", type=Count(), help="images per step and process (128, fewer if they are large)")
     add("--flip", action="store_true", help="mean logits of each image and its mirror image")
+    add("--budgets", choices=("all",), help="results at every size of train.budgets")
     for name, (title, suffix) in OUTPUTS.items():
         add(f"--{name}", type=Path, metavar="FILE", help=f"write {title} ({suffix})")
     add("--json", action="store_true", help="print one JSON object instead of a table")
-    return parser.parse_intermixed_args(arguments)
+    args = parser.parse_intermixed_args(arguments)
+    if args.budgets and any(vars(args)[name.replace("-", "_")] for name in OUTPUTS):
+        parser.error("--budgets: a file has the predictions of one size; give that as attention.OPTION=SIZE instead")
+    return args
 
 
 def parse_predict(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -39,6 +43,7 @@ def parse_predict(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add_checkpoint(parser)
     add("images", nargs="+", metavar="IMAGE", help="image, folder of images, or - for a list on stdin")
+    add("--set", action="append", default=[], metavar="key.path=value", help="option in place of the checkpoint's")
     add("--top", type=Count(), default=5, help="classes to name for each image (5)")
     add("--output", type=Path, metavar="FILE", help="write FILE (.csv) instead of printing")
     add("--batch-size", type=Count(), help="images per step and process (128, fewer if they are large)")

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 from torchvision.transforms import Compose
 
-from engine.checkpoints.files import WEIGHTS, Weights, open_weights
-from engine.checkpoints.weights import build_model, check_predicts_classes
+from engine.checkpoints.adapt import restore_model
+from engine.checkpoints.files import Weights, open_weights
+from engine.checkpoints.weights import check_predicts_classes
 from engine.config.schema import Data, num_channels
 from engine.data.augment import create_transform
 from engine.data.folders import open_files
@@ -41,13 +42,20 @@ class Trained(NamedTuple):
     classes: list[str]
 
 
-def load(path: str | Path, *, weights: Weights | None = None, select: Literal["best", "last"] = "best") -> Trained:
+def load(
+    path: str | Path,
+    *,
+    weights: Weights | None = None,
+    select: Literal["best", "last"] = "best",
+    overrides: Sequence[str] = (),
+) -> Trained:
     """Loads the model of a run directory, a checkpoint or an exported file. The file need not be trusted.
 
     Args:
         weights: "plain" or "ema" (averaged); None: averaged weights if there are any, unless the plain ones were
             measured as better, see `prefer`; a line on stderr says so.
         select: checkpoint of a run directory, the best by these weights or the last.
+        overrides: ``"key.path=value"`` in place of the file's options, such as ``"attention.num_landmarks=16"``.
     Raises:
         UserError: the file does not exist, is no checkpoint of train.py, is damaged or contradicts itself.
         ConfigError: the configuration in it cannot be honoured.
@@ -55,10 +63,12 @@ def load(path: str | Path, *, weights: Weights | None = None, select: Literal["b
     found, checkpoint, kind, note, _ = open_weights(Path(path), select, weights)
     if note:
         print(f"{found}: {note}", file=sys.stderr)
-    run = parse_described(checkpoint["config"], str(found))
+    run = parse_described(checkpoint["config"], str(found), overrides)
     check_predicts_classes(run, str(found))
-    state, num_classes = WEIGHTS[kind], run.model["num_classes"]
-    model = build_model(run, checkpoint[state], f"{found}: {state}").eval()  # first: the file may claim many classes
+    num_classes = run.model["num_classes"]
+    model, line = restore_model(run, checkpoint, kind)  # first: the file may claim many classes
+    if line:
+        print(f"{found}: {line}", file=sys.stderr)
     classes = checkpoint.get("classes")
     if classes is None:
         print(f"{found}: without class names; they are numbers here", file=sys.stderr)
@@ -67,7 +77,7 @@ def load(path: str | Path, *, weights: Weights | None = None, select: Literal["b
         raise UserError(f"{found}: holds {len(classes)} class names, but model.num_classes = {num_classes}")
     transform = create_transform(run, run.model["img_size"], is_training=False, as_bytes=False)
     to_mode = partial(convert, mode="L" if num_channels(run) == 1 else "RGB")
-    return Trained(model, Compose([to_mode, transform]), classes)
+    return Trained(model.eval(), Compose([to_mode, transform]), classes)
 
 
 class Prediction(NamedTuple):

@@ -7,6 +7,7 @@ from engine.objectives.copying import Copying
 from engine.objectives.distillation import Distillation
 from engine.objectives.masked_images import MaskedImages
 from engine.objectives.objective import Objective
+from engine.objectives.sandwich import Sandwich
 from engine.objectives.sequences import SequenceClassification
 
 OBJECTIVES: dict[str, type[Objective]] = {
@@ -15,6 +16,7 @@ OBJECTIVES: dict[str, type[Objective]] = {
     "sequences": SequenceClassification,
     "alignment": Alignment,
     "distillation": Distillation,
+    "sandwich": Sandwich,
     "classification": Classification,
 }
 """Name of an objective -> its class. A run has the first one that applies; the last one always does."""

@@ -7,6 +7,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from engine.config.schema import Run
+from models.budgets import Budgets
 
 BALANCED = "balanced_accuracy"
 """Name of the mean of the recalls of all classes that have images."""
@@ -46,6 +47,7 @@ class Objective:
         values: scalars of the last batch of this process, which are logged beside the loss: name -> value.
         compiled: models of the objective itself whose blocks `train.compile` compiles.
         summary: what is trained, for the first lines of a run.
+        budgets: sizes of attention that the updates of the run draw, see `engine.training.objective`.
     """
 
     measure: ClassVar[Measure]
@@ -57,6 +59,7 @@ class Objective:
     values: Mapping[str, Tensor] = {}
     compiled: Sequence[Any] = ()
     summary: str = ""
+    budgets: Budgets = Budgets(nn.Module(), {}, None, None)
 
     @staticmethod
     def applies(run: Run) -> bool:

@@ -9,6 +9,7 @@ from timm.optim import list_optimizers
 from attention.options import OptionError, collecting, nearest, refuse
 from engine.config.schema import Augment, Data, Run
 from engine.objectives import OBJECTIVES, choose_objective
+from engine.objectives.sandwich import Sandwich
 from models import is_host
 
 
@@ -115,6 +116,15 @@ def _check_training(run: Run) -> None:
     if train.best_by and train.best_by not in (measured := choose_objective(run).measure.ranks_by):
         problem = f" = {train.best_by}, which the evaluations of this run do not measure; known: {', '.join(measured)}"
         raise OptionError("train.best_by", problem)
+    if train.budgets is not None and not 0 < len(train.budgets) <= 64:
+        raise OptionError("train.budgets", f" has {len(train.budgets)} sizes; give 1 to 64, or null")
+    refusals = {
+        "train.budgets is null; name sizes": train.budgets is None,
+        "it needs labels alone; leave teacher, masks and tokens out": choose_objective(run) is not Sandwich,
+        "train.grad_checkpointing repeats passes at another size; leave it out": train.grad_checkpointing,
+    }
+    if train.budget_distill and (problem := next((text for text, applies in refusals.items() if applies), "")):
+        raise OptionError("train.budget_distill", f" = true: {problem}, or leave it out")
     check_cuda_graph(run, train.device != "cpu")
 
 
@@ -142,6 +152,7 @@ def why_eager(run: Run, on_cuda: bool) -> str:
             train.grad_checkpointing
         ),
         "other people's models are not captured; set train.cuda_graph=auto": is_host(run.model["name"]),
+        "train.budgets changes the sizes of attention; set it to null": train.budgets is not None,
     }
     refusals = (reason for reason, applies in reasons.items() if applies)
     return next(refusals, "") or choose_objective(run).graph_refusal

@@ -31,7 +31,7 @@ DESCRIBED = {
     *_options("data", "subset val_fraction folds fold subset_seed num_sequences"),
     *_options("data", "crop_mode crop_pct interpolation mean std"),
     *_options("train", "total_batch_size class_weights grad_accum_steps amp tf32 seed freeze"),
-    *_options("train", "ema_decay eval_every best_by early_stop"),
+    *_options("train", "ema_decay eval_every best_by early_stop budgets budget_distill"),
 }
 """Options and whole sections that any file brings. `plugins`, `init.weights` and `distill.teacher` are names that no
 reader of such a file opens; the size of drawn sequences has a bound."""

@@ -25,6 +25,7 @@ from engine.runtime.errors import ConfigError
 from models import MODELS, create_model, is_host, parse_model, split_name
 from models.assignment import Entry, as_option, assign, parse_entries, split_place
 from models.base import attention_layers
+from models.budgets import Budgets
 from models.freeze import freeze
 from models.hosted import described
 
@@ -62,7 +63,11 @@ def load_run(
             run = dataclasses.replace(run, model={**run.model, "num_classes": count_classes(run.data)})
         name, options = split_name(run.model)
         run = dataclasses.replace(run, model={"name": name, **described(name, options)})
-    return _build(tree, run, overrides, world_size)
+    run = _build(tree, run, overrides, world_size)
+    if run.train.budgets is not None:  # checkpoints may be asked for other sizes
+        with naming_origins(tree, run, overrides), torch.device("meta"):
+            Budgets(create_model(attention=run.attention, **run.model), run.model, run.attention, run.train.budgets)
+    return run
 
 
 def load_unbuilt(path: str | Path, overrides: Sequence[str] = ()) -> Run:

@@ -41,20 +41,21 @@ def compiled_blocks(models: Sequence[Backbone], run: Run, world: World, **option
         The result of `describe_compilation`; unless it is "on", nothing is compiled.
     Raises:
         CompilationFailed: torch.compile fails inside the context, or asks for more graphs than all blocks would need in
-            two modes if no two were equal. Without this limit, dynamo would continue without compiling.
+            two modes and at all `train.budgets` if no two were equal. Without this limit, dynamo would continue without
+            compiling.
     """
     if (found := describe_compilation(run, world)) != "on":
         yield found
         return
     images = micro_batch_size(run, world.size)
-    num_blocks = sum(model.compile_blocks({images}, **options) for model in models)
+    num_graphs = 2 * sum(model.compile_blocks({images}, **options) for model in models) * len(run.train.budgets or "1")
     if world.is_primary:
         print("train.compile: the first update and the first evaluation take longer, to compile blocks", flush=True)
     exceptions = torch._dynamo.exc
     try:
         # Gradients are averaged block by block anyway: dynamo need not cut graphs for that.
         with (
-            torch._dynamo.config.patch(recompile_limit=2 * num_blocks, optimize_ddp=False),
+            torch._dynamo.config.patch(recompile_limit=num_graphs, optimize_ddp=False),
             torch._inductor.config.patch(deterministic=run.train.deterministic),
         ):
             yield found

@@ -28,6 +28,7 @@ from engine.runtime.errors import UserError
 from engine.runtime.text import describe_difference, describe_error, numbers_of, one_line
 from models import create_model, parse_model, published_attention
 from models.base import attention_layers
+from models.budgets import Budgets
 from models.deit import Deit
 from models.freeze import describe_freeze
 from models.hosted import TIMM, described
@@ -37,6 +38,7 @@ def create_objective(run: Run, model: nn.Module, images: Images, world: World) -
     """Creates the objective of `run`; see `create_teacher`."""
     run = weigh_classes(run, images, world)
     objective = choose_objective(run).from_run(run, model, lambda: create_teacher(run, model, images, world))
+    objective.budgets = Budgets(model, run.model, run.attention, run.train.budgets)
     if objective.summary and world.is_primary:
         frozen = [name for name, weight in model.named_parameters() if not weight.requires_grad]
         print(f"{objective.summary}: {describe_freeze(model, frozen)}", flush=True)

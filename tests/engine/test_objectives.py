@@ -83,6 +83,7 @@ LARA = ("model.depth=3", "attention={name: lara, num_landmarks: 4}", *TEACHER, "
 BLANK = ("augment.mixup=0", "augment.cutmix=0", "augment.smoothing=0", "augment.reprob=0")
 CASES: dict[str, tuple[str, Sequence[str]]] = {
     "classification": ("quickstart", [*IMAGES, "augment.smoothing=0.1"]),
+    "sandwich": ("quickstart", [*IMAGES[:-1], LARA[1], "train.budgets=[1, 2, 4]", "train.budget_distill=true"]),
     "classification of mixed images": ("quickstart", [*IMAGES, *MIXED]),
     "classification, weights": ("quickstart", [*IMAGES, WEIGHTS, "augment.smoothing=0.1"]),
     "classification of mixed images, weights": ("quickstart", [*IMAGES, *MIXED, WEIGHTS]),

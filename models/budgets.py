@@ -1,0 +1,111 @@
+"""Budgets: one model whose attention layers take several sizes, each a value of its mechanism's `size_option`.
+
+All sizes have the same weights, as the widths of slimmable networks (Yu and Huang 2019, arXiv:1903.05134).
+"""
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from attention import OptionError
+from models import create_model
+from models.assignment import as_option, factories_of
+from models.base import attention_layers
+
+Budget = int | Sequence[int]
+"""Size of all mechanisms that have one, or a size for each of them, in the order of the entries of `attention`."""
+
+OMEGA = "omega"
+"""Name of a layer's buffer (h, s, d) of random features, of which a smaller size takes the first."""
+
+
+def with_budget(attention: Any, budget: Budget) -> Any:
+    """The option `attention` of a checked run, with the size `budget`.
+
+    Raises:
+        OptionError: no mechanism has a size, or `budget` has sizes for another number of them.
+    """
+    entries = [attention] if isinstance(attention, Mapping) else attention or []
+    options = [factory.size_option for factory in factories_of(attention)]
+    count = len(options) - options.count(None)
+    sizes = [budget] * count if isinstance(budget, int) else [*budget]
+    if not count or len(sizes) != count:
+        problem = f"mechanisms of attention that have a size: {count}; give a size, or one for each of them"
+        raise OptionError("train.budgets", f" = {budget}: {problem}")
+    changed = [{**x, name: sizes.pop(0)} if name else x for x, name in zip(entries, options, strict=True)]
+    return as_option(changed, attention)
+
+
+class Budgets:
+    """Sizes that the attention layers of a model take in turns, by views of its weights.
+
+    Args:
+        model: of the last size, on its device. options, attention: those of the model, of a checked run.
+        sizes: from the cheapest to the model's own; None: its own only.
+    Attributes:
+        number: random number of the present update.
+    Raises:
+        OptionError: the last is not the model's own size, weights depend on the size, or it cannot be built.
+    """
+
+    def __init__(self, model: nn.Module, options: Mapping[str, Any], attention: Any, sizes: Sequence[Budget] | None):
+        self.number, self.choices = 0, [list[tuple[nn.Module, dict[str, Any]]]() for _ in sizes or [0]]
+        if sizes and with_budget(attention, sizes[-1]) != attention:
+            problem = (
+                f" = {sizes[-1]}, the last, is not the model's own size; write that last, or change it in attention"
+            )
+            raise OptionError("train.budgets", problem)
+        for size, choice in zip(sizes or (), self.choices, strict=False):
+            twin, changed = model, with_budget(attention, size)
+            try:
+                if changed != attention:
+                    with torch.device("meta"):
+                        twin = create_model(attention=changed, **options)
+            except OptionError as error:
+                raise OptionError("train.budgets", f" = {size}: {error}") from None
+            for layers in zip(attention_layers(model), attention_layers(twin), strict=True):
+                here, there = (layer.core for layer in layers)
+                states = cut_features(here.state_dict(), there), there.state_dict()
+                shapes = [{(name, x.shape) for name, x in state.items()} for state in states]
+                if names := sorted({name for name, _ in shapes[0] ^ shapes[1]}):
+                    problem = f"weights of attention({here.name()}) depend on {here.size_option}: {', '.join(names)}"
+                    raise OptionError("train.budgets", f" = {size}: {problem}; choose another mechanism")
+                pairs = zip(here.modules(), there.modules(), strict=True)
+                choice += [(own, _attributes(own, other)) for own, other in pairs]
+
+    def use(self, index: int) -> None:
+        """Gives the layers one of the sizes."""
+        for module, attributes in self.choices[index]:
+            vars(module).update(attributes)
+
+    @contextmanager
+    def drawn(self, seed: int, step: int) -> Iterator[None]:
+        """Context of the passes of an update, at a size that seed and step draw; after it the last is back."""
+        self.number = random.Random(f"{seed} {step}").getrandbits(32)
+        self.use(self.number % len(self.choices))
+        try:
+            yield
+        finally:
+            self.use(-1)
+
+    def sandwich(self) -> list[int]:
+        """Indices of the first size, of the one between that the update draws, and of the last."""
+        last = len(self.choices) - 1
+        place = 1 + self.number % max(1, last - 1)
+        return sorted({0, min(place, last), last})
+
+
+def _attributes(own: nn.Module, other: nn.Module) -> dict[str, Any]:
+    """What `own` takes from `other`, a module in its place at another size: all but weights, modules and mode."""
+    found = {name: value for name, value in vars(other).items() if name[0] != "_" and name != "training"}
+    return {**found, "_buffers": own._buffers if other is own else cut_features(own._buffers, other)}
+
+
+def cut_features(state: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
+    """`state` with the first random features of those that are more than `module` has, see `OMEGA`."""
+    buffers = {name: x for name, x in module.named_buffers() if name.endswith(OMEGA) and name in state}
+    return {**state, **{name: state[name][:, : x.shape[1]] for name, x in buffers.items() if state[name].ndim == 3}}

@@ -1,0 +1,198 @@
+"""One model for several budgets: sizes that updates draw, the sandwich rule, and what a checkpoint serves."""
+
+import json
+import shutil
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch._dynamo.utils import counters
+
+import predict
+import train
+import validate
+from attention import ATTENTION, OptionError
+from engine.checkpoints.export import main as export
+from engine.checkpoints.files import newest_checkpoint
+from engine.checkpoints.weights import build_model
+from engine.data.splits import open_split
+from engine.run.load import load_run, parse_run
+from engine.runtime.distributed import World
+from engine.training.objective import create_objective
+from models import create_model
+from models.budgets import Budgets, with_budget
+from tests.support.launcher import ROOT
+from tests.support.refusals import refusal
+
+EVA, PERFORMER = (
+    "attention={name: eva, window_size: 3, num_landmarks: 9}",
+    "attention={name: performer, num_samples: 9}",
+)
+NYSTROM = "attention={name: nystrom, num_landmarks: 9, conv: none}"
+SMALL = ("model.img_size=24", "model.stem=linear", "model.depth=2", "model.embed_dim=12", "model.num_heads=2")
+SHORT = ("data.subset=24", "train.total_batch_size=48", "schedule.epochs=1", "schedule.warmup_epochs=0")
+FAST, CONFIG = (*SMALL, *SHORT, "data.workers=0", "train.device=cpu"), ROOT / "configs/quickstart.yaml"
+DISTILL, SIZES = "train.budget_distill=true", "train.budgets=[1, 4, 9]"
+
+
+def trained(directory: Path, *overrides: str) -> dict[str, torch.Tensor]:
+    """The weights after five updates."""
+    train.main([str(CONFIG), *FAST, *overrides, "--output", str(directory)])
+    return newest_checkpoint(directory)[1]["model"]
+
+
+def distance(state: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    return max((x - other[name]).abs().max().item() for name, x in state.items())
+
+
+def test_one_budget_trains_as_none(tmp_path):
+    plain = trained(tmp_path / "plain", EVA)
+    assert distance(trained(tmp_path / "one", EVA, "train.budgets=[9]"), plain) == 0
+    assert distance(trained(tmp_path / "distilled", EVA, "train.budgets=[9]", DISTILL), plain) == 0
+    assert distance(trained(tmp_path / "two", EVA, "train.budgets=[1, 9]"), plain) > 0
+
+
+@pytest.mark.parametrize("more", [(), (DISTILL, "train.grad_accum_steps=2")])
+def test_a_resumed_run_draws_the_same_sizes(more, tmp_path, monkeypatch):
+    monkeypatch.setattr("engine.training.resume.NUM_LAST", 9)
+    options = (PERFORMER, "train.budgets=[1, 2, 4, 6, 9]", "train.checkpoint_steps=1", *more)
+    expected = trained(tmp_path / "whole", *options)
+    (tmp_path / "rest").mkdir()
+    shutil.copy(tmp_path / "whole/step_2.pt", tmp_path / "rest")
+    assert distance(trained(tmp_path / "rest", *options), expected) == 0
+
+
+def test_two_ranks_draw_the_same_sizes(tmp_path, fork_server):
+    """They train as one process does, whose weights at the largest size alone are others."""
+    few = ("data.subset=null", "train.total_batch_size=10", "augment.scale=[1, 1]", "augment.ratio=[1, 1]")
+    command, states = [str(CONFIG), *FAST, *few, NYSTROM, "optim.opt=sgd", "optim.lr=0.1"], []
+    for ranks, sizes in ((2, SIZES), (1, SIZES), (1, "train.budgets=[9]")):
+        output = tmp_path / str(len(states))
+        statuses, job = fork_server.run([*command, sizes, "--output", str(output)], tmp_path / "log", ranks=ranks)
+        assert statuses == [0] * ranks, job.text
+        states.append(newest_checkpoint(output)[1]["model"])
+    assert distance(*states[:2]) < 1e-5 < 1e-4 < distance(*states[1:])
+
+
+@pytest.mark.parametrize("name", [name for name, mechanism in ATTENTION.items() if mechanism.size_option])
+def test_a_size_in_turn_is_that_of_a_model_built_with_it(name):
+    """Or the weights that depend on it are named."""
+    option = ATTENTION[name].size_option
+    small, own = {"kernel_size": (3, 5), "radius": (2, 3), "pool_size": (3, 5)}.get(option, (2, 4))
+    shape = {"img_size": 32, "patch_size": 4, "embed_dim": 24, "depth": 2, "num_heads": 2, "init_std": 0.3}
+    tree = {"model": {"name": "deit", **shape, "num_classes": 10}, "attention": {"name": name, option: own}}
+    run = parse_run(tree, "x")
+    there = parse_run({**tree, "attention": with_budget(run.attention, small)}, "x")
+    model, images = create_model(attention=run.attention, **run.model).eval(), torch.randn(2, 3, 32, 32)
+    state, other = model.state_dict(), create_model(attention=there.attention, **there.model).state_dict()
+    if depends := [key for key, x in state.items() if x.shape != other[key].shape and not key.endswith(".omega")]:
+        weight = min(depends).removeprefix("blocks.0.attn.")
+        with pytest.raises(
+            OptionError, match=rf"= {small}: weights of attention\({name}\) depend on {option}: {weight}"
+        ):
+            Budgets(model, run.model, run.attention, [small, own])
+        return
+    budgets, expected = Budgets(model, run.model, run.attention, [small, own]), model(images)
+    budgets.use(0)
+    found = model(images)
+    assert torch.equal(found, build_model(there, state, "x").eval()(images))
+    assert torch.equal(found, expected) == (name == "ra")  # its option is of training
+    budgets.use(-1)
+    assert torch.equal(model(images), expected)
+
+
+def test_the_gradient_is_that_of_the_sum_written_out():
+    """Labels teach the largest size, whose predictions teach the smallest and the one between; in float64."""
+    run = load_run(CONFIG, [*FAST, NYSTROM, SIZES, DISTILL])
+    model = create_model(attention=run.attention, **run.model).double()
+    objective = create_objective(run, model, open_split(run.data, "train_split"), World(torch.device("cpu")))
+    images, labels = torch.randn(6, 3, 24, 24, dtype=torch.float64), torch.arange(6)
+    objective(objective.wrap(model), images, labels).backward()
+    models = [create_model(attention=with_budget(run.attention, size), **run.model).double() for size in (1, 4, 9)]
+    for one in models:
+        one.load_state_dict(model.state_dict())
+    *smaller, largest = (one(images) for one in models)
+    taught = largest.detach().softmax(1)
+    (F.cross_entropy(largest, labels) - sum((taught * x.log_softmax(1)).sum() / 6 for x in smaller)).backward()
+    for name, weight in model.named_parameters():
+        total = sum(one.get_parameter(name).grad for one in models)
+        torch.testing.assert_close(weight.grad, total, rtol=1e-8, atol=1e-12, msg=name)
+
+
+def test_every_size_is_drawn_for_all_layers():
+    """Also one for each entry of a list. The sandwich has every size between in turn."""
+    entries = "{blocks: 0, name: eva, num_landmarks: 9, window_size: 3}, {blocks: 1, name: lara, num_landmarks: 4}"
+    run = load_run(CONFIG, [*FAST, f"attention=[{entries}]", "train.budgets=[1, [2, 1], [4, 1], [9, 4]]"])
+    model, found = create_model(attention=run.attention, **run.model), set()
+    budgets = Budgets(model, run.model, run.attention, run.train.budgets)
+    for step in range(99):
+        with budgets.drawn(3, step):
+            found |= {tuple(block.attn.config.num_landmarks for block in model.blocks), tuple(budgets.sandwich())}
+    assert found == {(1, 1), (2, 1), (4, 1), (9, 4), (0, 1, 3), (0, 2, 3)}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        ([EVA, "train.budgets=[9, 4]"], "= 4, the last, is not the model's own size; write that last"),
+        ([EVA, "train.budgets=[[1, 2], 9]"], ": train.budgets = (1, 2): mechanisms of attention that have a size: 1;"),
+        ([EVA, "train.budgets=[7, 9]"], "train.budgets = 7: attention(eva).num_landmarks = 7 does not divide the 6x6"),
+        ([EVA, "train.budgets=[]"], "train.budgets has 0 sizes; give 1 to 64, or null"),
+        ([EVA, DISTILL], "train.budget_distill = true: train.budgets is null; name sizes, or leave it out"),
+        ([EVA, SIZES, DISTILL, "train.grad_checkpointing=true"], "repeat passes at another size; leave them out, or"),
+        ([EVA, SIZES, DISTILL, "distill.teacher=x"], "it needs labels alone; leave teacher, masks and tokens out"),
+        (
+            [EVA, SIZES, "train.cuda_graph=true", "train.device=auto"],
+            "train.budgets changes the sizes of attention; set it to null",
+        ),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(overrides, problem, tmp_path, capsys):
+    assert problem in refusal(train.main, [CONFIG, *FAST, *overrides, "--output", tmp_path / "run"], capsys)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_checkpoint_serves_every_size(tmp_path, capsys):
+    trained(run := tmp_path / "run", PERFORMER, SIZES)
+    four, file, image, table = "attention.num_samples=4", *(tmp_path / x for x in ("4.safetensors", "x.png", "x.csv"))
+
+    def results(*arguments: object) -> tuple[dict, str]:
+        capsys.readouterr()
+        validate.main([*map(str, arguments), "data.workers=0", "--json"])
+        output = capsys.readouterr()
+        return json.loads(output.out), output.err
+
+    found, notes = results(run, "--budgets", "all")
+    losses, macs = ([each[name] for each in found.values()] for name in ("loss", "macs"))
+    assert ([*found], macs, notes) == (["plain 1", "plain 4", "plain 9"], sorted({*macs}), "")
+    export([str(run), str(file), four])
+    assert [results(*each)[0]["plain"]["loss"] for each in ([run, four], [file], [run])] == [losses[1], *losses[1:]]
+    line = "attention.num_samples = 5: the model was not trained for it, but for 1, 4, 9\n"
+    assert results(run, "attention.num_samples=5")[1] == line
+    Image.linear_gradient("L").save(image)
+    texts = []
+    for source in ([run, "--set", four], [file], [run]):
+        predict.main([*map(str, source), str(image), "--output", str(table)])
+        texts.append(table.read_text())
+    assert texts[0] == texts[1] != texts[2]
+    for more, problem in (
+        (["--per-class", table], ": a file has the predictions"),
+        (["train.budgets=null"], " = all: "),
+    ):
+        assert f"--budgets{problem}" in refusal(validate.main, [run, "--budgets", "all", *more], capsys)
+
+
+@pytest.mark.complete
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_compiled_sizes(tmp_path, monkeypatch):
+    """Every size has graphs of its own, and the weights are those of eager training."""
+    options = (NYSTROM, "train.budgets=[4, 9]", DISTILL, "optim.opt=sgd")
+    expected = trained(tmp_path / "eager", *options)
+    torch.compiler.reset()
+    counters.clear()
+    monkeypatch.setattr(train, "compiled_blocks", partial(train.compiled_blocks, backend="eager"))
+    assert distance(trained(tmp_path / "compiled", *options, "train.compile=true"), expected) < 1e-5
+    assert counters["stats"]["unique_graphs"] == 5  # of the first block and the other at two sizes; one of evaluation
