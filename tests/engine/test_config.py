@@ -100,9 +100,9 @@ def test_a_mechanism_is_parsed_once(monkeypatch):
 
 
 def test_options_of_earlier_versions_without_an_effect_are_passed_over():
-    options = {"model": {"name": "deit_tiny_p16"}, "attention": "softmax"}
+    options = {"model": {"name": "deit_tiny_p16"}, "attention": {"name": "softmax"}}
     removed = flatten_back({key: (values or ["any"])[-1] for key, values in REMOVED.items()})
-    former = removed | {"model": removed["model"] | options["model"], "report": {"wandb": "project"}}
+    former = removed | {key: removed[key] | options[key] for key in options} | {"report": {"wandb": "project"}}
     assert parse_run(options | former, "last.pt") == parse_run(options, "last.pt")
     assert former["distill"] == {"layers": None, "distance": "squared", "beside": "labels"}  # not changed
     with pytest.raises(ConfigError, match=r"^last\.pt: model\.patch_drop_rate = 'any': gone from this version; use"):
