@@ -142,7 +142,7 @@ def test_every_size_is_drawn_for_all_layers():
         ([EVA, "train.budgets=[7, 9]"], "train.budgets = 7: attention(eva).num_landmarks = 7 does not divide the 6x6"),
         ([EVA, "train.budgets=[]"], "train.budgets has 0 sizes; give 1 to 64, or null"),
         ([EVA, DISTILL], "train.budget_distill = true: train.budgets is null; name sizes, or leave it out"),
-        ([EVA, SIZES, DISTILL, "train.grad_checkpointing=true"], "repeat passes at another size; leave them out, or"),
+        ([EVA, SIZES, DISTILL, "train.grad_checkpointing=true"], "repeats passes at another size; leave it out, or"),
         ([EVA, SIZES, DISTILL, "distill.teacher=x"], "it needs labels alone; leave teacher, masks and tokens out"),
         (
             [EVA, SIZES, "train.cuda_graph=true", "train.device=auto"],
