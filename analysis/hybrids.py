@@ -65,9 +65,10 @@ class Hybrids:
         together = self._layers_of(self.uniform(name, found))
         for layer in found:
             alone = self._layers_of(self.single(layer, name))[layer]
-            if not is_same_attention(alone, together[layer]):
+            weights, of_all = alone.state_dict().keys(), together[layer].state_dict().keys()
+            if not is_same_attention(alone, together[layer]) or weights != of_all:
                 problem = f"layer {layer} depends on the other layers with it, so that no fit serves all hybrids"
-                remedy = "leave it out, or give it options of single layers (shift: false)"
+                remedy = "leave it out, or give it options of single layers (shift: false, sharing: heads)"
                 raise OptionError(f"--attention {name}", f"{problem}; {remedy}")
         return found
 

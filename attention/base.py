@@ -52,6 +52,7 @@ class LayerContext:
         num_same_before: number of earlier layers with the same mechanism; None: all earlier ones have it.
         reduction: spatial reduction R that a pyramid assigns to this stage (PVT-v2: 8, 4, 2, 1); None elsewhere.
         qkv_bias: True if the query/key/value projection has a bias. proj_drop: dropout rate of the output.
+        shared: objects that the network's layers share, under keys of the mechanism's choice; one dict per network.
     Raises:
         OptionError: a value of another type or out of its range; heads that do not divide the channels.
     """
@@ -66,6 +67,7 @@ class LayerContext:
     reduction: int | None = field(default=None, metadata={"low": 1})
     qkv_bias: bool = True
     proj_drop: float = field(default=0.0, metadata={"low": 0, "high": 1})
+    shared: dict[Any, Any] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
         for name, value in check_fields(self).items():

@@ -67,6 +67,7 @@ def create_attention(
     reduction: int | None = LayerContext.reduction,
     qkv_bias: bool = LayerContext.qkv_bias,
     proj_drop: float = LayerContext.proj_drop,
+    shared: dict[Any, Any] | None = None,
     **options: Any,
 ) -> Attention:
     """Builds one attention layer, a module that maps tokens (B, P + N, C) and their grid to (B, P + N, C).
@@ -82,6 +83,7 @@ def create_attention(
         reduction: spatial reduction R that a pyramid assigns to the layer's stage; None elsewhere.
         qkv_bias: True if the query/key/value projection has a bias.
         proj_drop: dropout rate of the output.
+        shared: dict that the layers of one network share; None for a layer by itself.
         options: the mechanism's own options; `options_of(name)` and ``python -m attention NAME`` list them. A keyword
             above that is also an option of the mechanism, as `reduction` of sra, is given to the mechanism.
 
@@ -91,6 +93,7 @@ def create_attention(
     context = {"dim": dim, "num_heads": num_heads, "grid": grid, "num_prefix_tokens": num_prefix_tokens}
     context |= {"layer": layer, "depth": depth, "num_same_before": num_same_before, "reduction": reduction}
     context |= {"qkv_bias": qkv_bias, "proj_drop": proj_drop}
+    context |= {} if shared is None else {"shared": shared}
     own = {
         field.name: context.pop(field.name) for field in fields(find_mechanism(name).Config) if field.name in context
     }

@@ -62,11 +62,12 @@ def solve_size(mechanism: type[Attention], contexts: Sequence[LayerContext], con
         total, asked = 0, dataclasses.replace(config, **{option: value})
         try:
             for context in contexts:
-                found = mechanism.fitted(context, asked)
+                by_itself = dataclasses.replace(context, shared={})
+                found = mechanism.fitted(by_itself, asked)
                 if getattr(found, option) != value:  # the option `fit` has lowered it
                     raise OptionError(option, f" = {value} does not fit")
                 with torch.device("meta"):
-                    mechanism(context, found)
+                    mechanism(by_itself, found)
                 total += mechanism.layer_cost(context, found).macs
         except OptionError as error:
             return error

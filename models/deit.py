@@ -67,7 +67,7 @@ class Deit(Backbone):
         self.pos_embed = nn.Parameter(torch.empty(1, self.num_prefix_tokens + self.patch_embed.num_patches, dim))
         self.pos_drop = nn.Dropout(config.pos_drop_rate)
         where: dict[str, Any] = {"dim": dim, "num_heads": config.num_heads, "grid": self.grid, "depth": config.depth}
-        where |= {"num_prefix_tokens": self.num_prefix_tokens, "qkv_bias": config.qkv_bias}
+        where |= {"num_prefix_tokens": self.num_prefix_tokens, "qkv_bias": config.qkv_bias, "shared": {}}
         hidden_dim = int(dim * config.mlp_ratio)
         blocks = []
         for layer, drop_path in enumerate(drop_path_rates(config.drop_path_rate, config.depth)):

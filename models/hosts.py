@@ -127,10 +127,10 @@ def replace_calls(model: Host, layers: Sequence[Call], attention: Mechanism | Se
     if refused := next((call for call in layers if call.problem), None):
         remedy = "a mechanism can take the place of plain self-attention alone"
         raise OptionError(KEY, f"{refused.name} {refused.problem}; {remedy}")
-    entries = assign(type(model).__name__, attention, [len(layers)])
+    entries, shared = assign(type(model).__name__, attention, [len(layers)]), dict[Any, Any]()
     with torch.device("cpu"):  # the check of projections computes
         cores = [
-            _create_core(functools.partial(factory, layer=layer, depth=len(layers)), call)
+            _create_core(functools.partial(factory, layer=layer, depth=len(layers), shared=shared), call)
             for layer, (factory, call) in enumerate(zip(layer_factories(entries), layers, strict=True))
         ]
     grids: dict[str, PassGrid] = {}

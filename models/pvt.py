@@ -124,7 +124,7 @@ class Pvt(Backbone):
         self.patch_embed = OverlapPatchEmbed(config.in_chans, dims[0], patch_size=7, stride=4)
         rates = drop_path_rates(config.drop_path_rate, sum(depths))
         stages = []
-        where: dict[str, Any] = {"depth": sum(depths), "qkv_bias": config.qkv_bias}
+        where: dict[str, Any] = {"depth": sum(depths), "qkv_bias": config.qkv_bias, "shared": {}}
         for s in range(len(depths)):
             first, hidden_dim, drop = sum(depths[:s]), int(dims[s] * config.mlp_ratios[s]), config.proj_drop_rate
             where["grid"] = tuple(math.ceil(side / (4 * 2**s)) for side in to_2tuple(config.img_size))

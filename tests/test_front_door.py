@@ -33,6 +33,9 @@ def test_the_signature_has_every_field_of_the_context():
     assert parameters.keys() - given.keys() == FACTORY | {"options"}
     assert [*given] == [field.name for field in dataclasses.fields(LayerContext)]
     for field in dataclasses.fields(LayerContext):
+        if field.name == "shared":  # a dict of its own for every call
+            assert (given["shared"].default, kinds["shared"]) == (None, expected["shared"] | None)
+            continue
         required = field.default is dataclasses.MISSING
         assert given[field.name].default == (inspect.Parameter.empty if required else field.default), field.name
         assert kinds[field.name] == expected[field.name]
@@ -48,10 +51,12 @@ def test_what_is_missing_is_named(missing):
 
 
 def test_layers_get_the_context():
+    shared = {}
     place = {"grid": (4, 6), "num_prefix_tokens": 2, "layer": 3, "depth": 5, "qkv_bias": False, "proj_drop": 0.25}
-    attn = create_attention("linformer", dim=12, num_heads=3, **place)
+    attn = create_attention("linformer", dim=12, num_heads=3, sharing="layers", shared=shared, **place)
     assert (attn.num_heads, attn.head_dim, attn.num_prefix_tokens, attn.proj_drop.p) == (3, 4, 2, 0.25)
     assert attn.qkv.bias is None
+    assert [*shared.values()] == [attn]
     halves = [create_attention("transnormer", dim=12, num_heads=3, grid=(8, 9), layer=i, depth=2) for i in (0, 1)]
     assert [half.in_windows for half in halves] == [True, False]
 

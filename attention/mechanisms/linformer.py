@@ -17,7 +17,7 @@ from ..options import Options, attn_drop_option, local_option, option
 from ..parts.geometry import Grid, resample, split_prefix
 from .softmax import softmax, softmax_reference
 
-MATRICES = {"heads": (2, 1), "kv": (1, 1), "none": (2, None)}
+MATRICES = {"heads": (2, 1), "kv": (1, 1), "none": (2, None), "layers": (1, 1)}
 """Sharing -> numbers of projections that a layer has: for keys and values, and for heads (None: one per head)."""
 
 
@@ -54,30 +54,36 @@ class Linformer(Attention):
 
     class Config(Options):
         num_landmarks: int = option(49, "rows c of the projections", low=1)
-        sharing: Literal["heads", "kv", "none"] = option(
+        sharing: Literal["heads", "kv", "none", "layers"] = option(
             "heads",
-            "users of one projection: heads: all heads; kv: also keys and values; none: a projection "
-            "for each head, of keys and of values",
+            "users of one projection: heads: all heads; kv: also keys and values; layers: also all layers of a "
+            "grid; none: a projection for each head, of keys and of values",
         )
         local: bool = local_option()
         attn_drop: float = attn_drop_option()
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
-        count, heads = MATRICES[config.sharing]
-        N = context.grid[0] * context.grid[1]
-        self.projection = nn.Parameter(torch.empty(count, heads or self.num_heads, config.num_landmarks, N))
-        nn.init.normal_(self.projection, std=config.num_landmarks**-0.5)
+        owner = self
+        if config.sharing == "layers":
+            owner = context.shared.setdefault(("linformer", config.num_landmarks, context.grid), self)
+        # A tuple hides the owner from torch: its parameter occurs once in the state dict and in a weight average.
+        self.owner = (owner,)
+        if owner is self:
+            count, heads = MATRICES[config.sharing]
+            N = context.grid[0] * context.grid[1]
+            self.projection = nn.Parameter(torch.empty(count, heads or self.num_heads, config.num_landmarks, N))
+            nn.init.normal_(self.projection, std=config.num_landmarks**-0.5)
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:
         N, C = context.num_tokens, context.dim
         c, (parts, heads) = config.num_landmarks, MATRICES[config.sharing]
-        parameters = parts * (heads or context.num_heads) * c * N
+        parameters = parts * (heads or context.num_heads) * c * N  # with sharing: layers, for all layers together
         return Cost(parameters, 2 * N * c * C + 2 * N * c * C)  # projections, attention
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         # With more columns, entries become smaller, so that the sums over tokens stay the same.
-        N = self.grid[0] * self.grid[1]
-        projection = resample(self.projection, self.grid, grid) * (N / (grid[0] * grid[1]))
+        (owner,), N = self.owner, self.grid[0] * self.grid[1]
+        projection = resample(owner.projection, self.grid, grid) * (N / (grid[0] * grid[1]))
         return linformer(q, k, v, projection, self.attn_drop)

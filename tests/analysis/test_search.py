@@ -283,11 +283,15 @@ def test_a_search_without_a_result_ends_in_a_line(
 
 @pytest.mark.complete
 def test_layers_that_depend_on_those_before_are_refused(checkpoint, tmp_path, monkeypatch, capsys):
-    """Windows of the second of two layers are shifted, and those of the first and of a single one are not."""
+    """Windows of the second of two layers are shifted, and those of the first and of a single one are not. The second
+    of two Linformers may take the projection of the first.
+    """
+    shared = "{name: linformer, sharing: layers, num_landmarks: 4}"
     windows, still = "{name: shifted_window, window_size: 2}", "{name: shifted_window, window_size: 2, shift: false}"
     options = "--budget", "macs=2", "--attention"
-    error = refusal(capsys, *arguments_of(checkpoint, tmp_path, *options, windows))
-    assert "layer 1 depends on the other layers with it" in error
+    for dependent in windows, shared:
+        error = refusal(capsys, *arguments_of(checkpoint, tmp_path, *options, dependent))
+        assert "layer 1 depends on the other layers with it" in error
     assert len(searched(checkpoint, tmp_path, *options, still)) == 4
 
 

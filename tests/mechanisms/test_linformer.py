@@ -1,5 +1,6 @@
 """Linformer."""
 
+import copy
 from functools import partial
 
 import torch
@@ -20,6 +21,7 @@ CASES = [
     case(FEW),
     case({**FEW, "sharing": "kv"}),
     case({**FEW, "sharing": "none"}),
+    case({**FEW, "sharing": "layers"}),
     case({**FEW, **PREFIX}),
 ]
 EFFECTS = {"num_landmarks": ({}, 6), "sharing": ({}, "kv"), "attn_drop": ({}, 0.5), "local": ({}, True)}
@@ -46,6 +48,29 @@ def test_the_identity_is_softmax_over_prefix_tokens_too():
     with torch.no_grad():
         attn.projection.copy_(torch.eye(N).expand_as(attn.projection))
     assert_equal(attn(x, GRID), softmax(x, GRID))
+
+
+def test_layers_share_one_projection():
+
+    from models import create_model
+
+    options = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 3, "num_classes": 2}
+    model = create_model("deit", {"name": "linformer", "num_landmarks": 5, "sharing": "layers"}, **options)
+    model = copy.deepcopy(model)  # as a weight average does
+    names = [name for name in model.state_dict() if "projection" in name]
+    assert names == ["blocks.0.attn.projection"]
+    images = torch.randn(2, 3, 32, 32)
+    before = model(images)
+    with torch.no_grad():
+        model.blocks[0].attn.projection.zero_()
+    attention = [block.attn for block in model.blocks]
+    assert all(attn.owner[0] is attention[0] for attn in attention)
+    assert not torch.allclose(model(images), before)
+    assert attention[2](torch.randn(2, 16, 24), (4, 4)).std(1).max() < 1e-6  # all keys and values are zero
+    other = create_model("deit", {"name": "linformer", "num_landmarks": 5, "sharing": "layers"}, **options)
+    assert other.blocks[0].attn.projection is not attention[0].projection
+    stages = create_model("pvtv2_b0", {"name": "linformer", "sharing": "layers"}, img_size=64).stages
+    assert [sum("projection" in name for name in stage.state_dict()) for stage in stages] == [1, 1, 1, 0]
 
 
 @every_grid

@@ -155,7 +155,10 @@ SIDES = {"deit": 64, "pvtv2_b0": 112}
 @families
 @pytest.mark.parametrize(
     "one",
-    chosen([{"name": name} for name in ATTENTION], lambda one: one["name"] in (*ONE_OF_A_KIND, "linformer")),
+    chosen(
+        [*({"name": name} for name in ATTENTION), {"name": "linformer", "sharing": "layers"}],
+        lambda one: one["name"] in (*ONE_OF_A_KIND, "linformer"),
+    ),
     ids=str,
 )
 def test_a_list_of_equals_is_the_single_mechanism_bit_for_bit(name, one):

@@ -526,6 +526,8 @@ def test_sites_of_deit():
     options = TINY["deit"] | {"class_token": True, "qkv_bias": False, "proj_drop_rate": 0.3}
     Deit(parse_options(Deit.Config, options), [recorder(sites)] * 3)
     common = {"dim": 24, "num_heads": 3, "grid": (6, 5), "depth": 3, "num_prefix_tokens": 1}
+    shared = [site.pop("shared") for site in sites]
+    assert all(one is shared[0] for one in shared)
     assert sites == [{**common, "layer": layer, "qkv_bias": False, "proj_drop": 0.3} for layer in range(3)]
 
 
@@ -534,6 +536,8 @@ def test_sites_of_pvt():
     config = parse_model("pvtv2_b0", TINY["pvtv2_b0"] | {"img_size": (65, 96)})
     Pvt(config, [recorder(sites)] * 5)
     common = {"depth": 5, "qkv_bias": True, "proj_drop": 0.0}
+    shared = [site.pop("shared") for site in sites]
+    assert all(one is shared[0] for one in shared)
     assert sites == [
         {"dim": 8, "num_heads": 1, "grid": (17, 24), "layer": 0, "reduction": 8, **common},
         {"dim": 12, "num_heads": 3, "grid": (9, 12), "layer": 1, "reduction": 4, **common},

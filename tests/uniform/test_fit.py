@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -98,13 +99,16 @@ def test_a_grid_that_allows_all_sizes_changes_nothing(case):
     assert_alike(attn, strict, case.tokens(), case.grid)
 
 
-def test_sizes_are_found_without_random_numbers():
+def test_sizes_are_found_without_random_numbers_and_beside_the_network():
     states = []
     for fit in (False, True):
         torch.manual_seed(0)
         Case("scatterbrain", (8, 9), {"fit": fit}).build(seed=3)
         states.append(torch.get_rng_state())
     assert torch.equal(*states)
+    shared: dict[Any, Any] = {}
+    Case("local", (2, 2), {"fit": True, "shared": shared}).build()
+    assert shared == {}
 
 
 def learns_its_groups(case: Case) -> bool:
