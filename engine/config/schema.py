@@ -26,7 +26,6 @@ class Init:
 
 SPLIT = "folder (csv: NAME.csv, wds: NAME-*.tar, cache: NAME.npz, idx: NAME-images-idx3-ubyte)"
 
-Other = Literal["wds", "hfds"]
 Torchvision = Literal["torch/cifar10", "torch/cifar100", "torch/mnist", "torch/fashion_mnist", "torch/kmnist"]
 
 
@@ -34,16 +33,12 @@ Torchvision = Literal["torch/cifar10", "torch/cifar100", "torch/mnist", "torch/f
 class Data:
     """Place of the images, and preparation of a validation image."""
 
-    dataset: Literal["folder", "csv", "cache", "idx", "digits", "copy", Other, Torchvision] = option(
+    dataset: Literal["folder", "csv", "cache", "idx", "digits", "copy", "wds", Torchvision] = option(
         "folder",
         "class folders, CSV files of file and label, what engine.data.prepare made, IDX files, the embedded digits,"
-        " sequences of the copy task, WebDataset shards, a Hugging Face data set (columns image and label), or one of"
-        " torchvision's",
+        " sequences of the copy task, WebDataset shards, or one of torchvision's",
     )
-    root: str | None = option(
-        None,
-        "directory that holds the two splits (hfds: or the name on the hub); digits need none",
-    )
+    root: str | None = option(None, "directory that holds the two splits; digits need none")
     train_split: str = option("train", f"{SPLIT} of training images")
     val_split: str = option("val", f"{SPLIT} of validation images")
     classes: str | None = option(

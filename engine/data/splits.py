@@ -21,7 +21,7 @@ from engine.data.arrays import ArrayReader, DigitsReader
 from engine.data.augment import Size, create_transform
 from engine.data.cache import INDEX, CacheReader
 from engine.data.csv_file import open_csv
-from engine.data.datasets import TORCH, HfdsReader, TorchReader
+from engine.data.datasets import TORCH, TorchReader
 from engine.data.folders import open_class_folders
 from engine.data.idx import ENDINGS, IdxReader
 from engine.data.images import BrokenImage, decode, pass_on
@@ -153,8 +153,6 @@ def find_split(data: Data, split: str, key: str) -> tuple[Callable[[str], SplitR
 
     if data.root is None:
         raise OptionError("data.root", f"required for data.dataset={data.dataset}: the directory that holds the splits")
-    if data.dataset == "hfds":
-        return partial(HfdsReader, split=split), data.root
     root = Path(data.root)
     if not root.is_dir():
         raise OptionError("data.root", f"no directory {data.root!r}")

@@ -28,7 +28,7 @@ from tests.support.refusals import refusal
 OPTIONS = ["model.depth=1", "model.embed_dim=24", "model.img_size=8", "attention={name: softmax}", "train.device=cpu"]
 HANDS = {
     "data": {
-        **{"dataset": "hfds", "root": "http://127.0.0.1:9/x y", "train_split": "t", "val_split": "../v"},
+        **{"dataset": "wds", "root": "http://127.0.0.1:9/x y", "train_split": "t", "val_split": "../v"},
         "classes": "/c",
         "workers": 200,
     },

@@ -2,7 +2,6 @@
 
 import gzip
 import io
-import json
 import os
 import pickle
 import random
@@ -18,7 +17,7 @@ from PIL import Image
 from torchvision.datasets import CIFAR10
 
 from engine.config.schema import Augment, Data, Run, Train
-from engine.data import datasets, idx, prepare, verify
+from engine.data import idx, prepare, verify
 from engine.data.identity import identify_split
 from engine.data.images import BrokenImage
 from engine.data.loaders import create_loaders
@@ -97,33 +96,15 @@ def write_mnist(root) -> None:
             path.write_bytes(gzip.decompress(path.read_bytes()))
 
 
-def write_hfds(root) -> None:
-    pytest.importorskip("datasets", reason="an optional package")
-    write_parquet(root / "train-00000-of-00001.parquet", map(png, PIXELS), LABELS, CLASSES)
-
-
-def write_parquet(path, images, labels, classes: list[str] | None) -> None:
-    """Writes rows of images and labels with the library, with class names if there are any."""
-    import pyarrow
-    from pyarrow import parquet
-
-    table = pyarrow.table({"image": [{"bytes": image, "path": None} for image in images], "label": labels})
-    if classes:
-        features = {"image": {"_type": "Image"}, "label": {"names": classes, "_type": "ClassLabel"}}
-        table = table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
-    parquet.write_table(table, path)
-
-
 WRITERS = {
     "folder": write_folder,
     "csv": write_csv,
     "wds": write_wds,
     "torch/cifar10": write_cifar10,
-    "hfds": write_hfds,
 }
 
 
-@pytest.fixture(scope="module", params=["csv", "wds", "torch/cifar10", "hfds"])
+@pytest.fixture(scope="module", params=["csv", "wds", "torch/cifar10"])
 def other(request, tmp_path_factory):
     """Options of the same 200 images in another format."""
     root = tmp_path_factory.mktemp("other")
@@ -131,22 +112,16 @@ def other(request, tmp_path_factory):
         for name in ("train_list", "test_list"):  # without the digests of the published files
             patch.setattr(CIFAR10, name, [[file, None] for file, _ in getattr(CIFAR10, name)])
         patch.setattr(CIFAR10, "meta", CIFAR10.meta | {"md5": None})
-        patch.setenv("HF_DATASETS_CACHE", str(tmp_path_factory.mktemp("cache")))
-        patch.setenv("HF_HUB_OFFLINE", "1")
         WRITERS[request.param](root)
         yield {"dataset": request.param, "root": str(root)}
 
 
 @pytest.mark.stress
 @pytest.mark.parametrize(("ranks", "workers"), [(1, 2), (2, 0)])
-@pytest.mark.parametrize(
-    ("dataset", "write", "classes"), [("wds", write_wds, 4), ("hfds", write_hfds, 4), ("torch/mnist", write_mnist, 10)]
-)
+@pytest.mark.parametrize(("dataset", "write", "classes"), [("wds", write_wds, 4), ("torch/mnist", write_mnist, 10)])
 def test_a_killed_run_on_them_ends_in_the_same_bits(
-    dataset, write, classes, ranks, workers, tmp_path, monkeypatch, figure: Callable
+    dataset, write, classes, ranks, workers, tmp_path, figure: Callable
 ):
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     (tmp_path / "data").mkdir()
     write(tmp_path / "data")
     options = {"dataset": dataset, "root": tmp_path / "data", "val_split": "train", "workers": workers}
@@ -195,7 +170,7 @@ def test_an_epoch_is_that_of_the_folders(folder, other):
     assert all(map(torch.equal, [*found, *rest], [*expected, *(part[120:] for part in expected)]))
 
 
-def test_their_content_is_known(other, monkeypatch):
+def test_their_content_is_known(other):
     """Numbers that stand for the content of images: of the pixels in memory, of the files, or of their sizes."""
     reader = open_split(Data(**other), "train_split").reader
     files = []
@@ -205,9 +180,6 @@ def test_their_content_is_known(other, monkeypatch):
     numbers = {zlib.crc32: [*map(zlib.crc32, files)], len: [*map(len, files)]}
     measure = len if other["dataset"] in ("csv", "wds") else zlib.crc32
     assert reader.fingerprints().tolist() == numbers[measure]
-    if other["dataset"] == "hfds":
-        monkeypatch.setattr(datasets, "HASHED_BYTES", 1000)
-        assert reader.fingerprints().tolist() == numbers[len]
 
 
 def test_they_are_verified_prepared_and_chosen_from(other, tmp_path, capsys):
@@ -221,40 +193,6 @@ def test_they_are_verified_prepared_and_chosen_from(other, tmp_path, capsys):
     assert identify_split("train", images) == identify_split("train", open_split(Data(**other), "train_split"))
     assert np.array_equal(np.stack([np.asarray(images[index][0]) for index in range(200)]), PIXELS)
     assert np.bincount(open_split(Data(**other, subset=7), "train_split").reader.labels).tolist() == [7] * 4
-
-
-@pytest.mark.parametrize(
-    ("column", "classes", "problem"),
-    [
-        ([2, 0, 2], None, None),
-        (["cat", "ant", "cat"], None, None),
-        ([1, -1, -1], CLASSES, "2 images have no label, such as row 1; name another split"),
-        ([1, None, 0], CLASSES, "1 images have no label, such as row 1"),
-        (["cat", None, "cat"], None, "1 images have no label, such as row 1"),
-        ([2, None, 0], None, "1 images have no label, such as row 1"),
-        ([0, 1, 4], CLASSES, "the package datasets cannot read it: Class label 4 greater than"),
-        ([0.5, 1.5, 1.0], None, "labels are numbers of classes, or names; the column holds float"),
-        ([[1], [1, 0], [2]], None, "labels are numbers of classes, or names; the column holds list"),
-        ([None] * 3, None, "the column 'label' is missing or empty; rename one to that; found: image"),
-    ],
-)
-def test_labels_of_a_hugging_face_data_set(tmp_path, monkeypatch, column, classes, problem):
-    pytest.importorskip("datasets", reason="an optional package")
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    (tmp_path / "data").mkdir()
-    write_parquet(tmp_path / "data" / "train.parquet", [png(PIXELS[0]), None, b"no image"], column, classes)
-    data = {"dataset": "hfds", "root": str(tmp_path / "data")}
-    if problem:
-        assert_split_refused(problem, **data)
-        return
-    images = open_split(Data(**data), "train_split")
-    assert classes_of(images) == sorted({*map(str, column)})
-    assert images.reader.labels.tolist() == [1, 0, 1]
-    assert images[0][1] == 1
-    assert str(images[1]) == "0/1: the row has no image"
-    assert str(images[2]).startswith("1/2: not an image")
-    assert images.reader.fingerprints().tolist() == [zlib.crc32(png(PIXELS[0])), -1, zlib.crc32(b"no image")]
-    assert_split_refused(r'cannot read it: Unknown split "validation"\. Sh', "val", **data, val_split="validation")
 
 
 def write_list(folder, text: str | bytes) -> dict[str, str]:
@@ -413,12 +351,10 @@ def test_damaged_files_of_torchvision_are_refused(tmp_path, ending, content):
         ({"dataset": "torch/mnist"}, "", "not found, or damaged; torchvision.datasets puts it"),
         ({"dataset": "torch/mnist", "train_split": "test"}, "", "'test' is no split of torchvision's"),
         ({"dataset": "torch/mnist", "root": "no"}, "data.root", "no directory"),
-        ({"dataset": "hfds"}, "", "needs the package datasets; `pip install 'datasets>=5.2'`"),
-        ({"dataset": "hfds", "root": None}, "data.root", "required for data.dataset=hfds"),
+        ({"dataset": "wds", "root": None}, "data.root", "required for data.dataset=wds"),
     ],
 )
-def test_what_is_missing_is_named(tmp_path, monkeypatch, options, key, problem):
-    monkeypatch.setattr(datasets.importlib.util, "find_spec", lambda name: None)
+def test_what_is_missing_is_named(tmp_path, options, key, problem):
     folder = options.get("root", "")
     root = None if folder is None else str(tmp_path / folder)
     assert_split_refused(re.escape(problem), key=key, **(options | {"root": root}))
