@@ -45,7 +45,7 @@ class Ablation:
     match: Match | None = option(
         None, "token_macs: multiply-accumulates of a token in attention for which the size of every mechanism is solved"
     )
-    labels: dict[str, Any] | None = option(
+    labels: dict[str, str] | None = option(
         None, "word in the short names of rows -> its text in figures, LaTeX and notes: {E: '|E|'}"
     )
     plugins: tuple[str, ...] = option((), "modules or .py files that register mechanisms of your own, see --plugin")
