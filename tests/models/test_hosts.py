@@ -163,6 +163,7 @@ def test_transformers_recompute_compile_and_take_other_sizes():
 
 REFUSED = {  # mechanism -> the reason, by default
     **dict.fromkeys(["transformer_ls", "linear_sra", "abc", "inline", "reformer", "sra"], "has projections of its own"),
+    "vittt": "has projections of its own",
     **dict.fromkeys(["rala", "polaformer", "mala", "mlla", "circulant"], "gates its output by the layer's input"),
 }
 
