@@ -24,7 +24,7 @@ Name = Literal[
     "t2r", "rfa", "dpfp", "linear_sra", "nystrom", "linformer", "abc", "synthesizer", "orthoformer", "longformer",
     "sparse_transformer", "bigbird", "clustered", "reformer", "efficient", "hydra", "focused_linear", "relu_linear",
     "slab", "inline", "shifted_window", "neighborhood", "hilo", "bilevel_routing", "agent", "rala", "mlla",
-    "polaformer", "monarch", "mala", "circulant", "vittt", "identity", "mean", "pooling", "convolution",
+    "polaformer", "monarch", "mala", "circulant", "vittt", "sla", "identity", "mean", "pooling", "convolution",
 ]  # fmt: skip
 """The mechanisms of this package."""
 

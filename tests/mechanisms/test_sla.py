@@ -1,0 +1,84 @@
+"""Sparse-linear attention."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from attention import create_attention
+from attention.mechanisms.sla import ranked, sla
+from attention.mechanisms.softmax import softmax
+from attention.parts.geometry import Windows
+from tests.support.cases import PREFIX, Case
+from tests.support.comparisons import assert_equal, under_mask
+from tests.support.growth import Growth
+from tests.support.inputs import draw, every_grid, one_head, tokens
+from tests.support.symmetry import BLOCKS
+
+# Products of means choose the blocks (rounding does not change the choice); a map with a bias follows.
+case = partial(Case, "sla", mixes_values=False)
+FEW = {"block_size": 2, "topk": 2, "negligible": 0.3}
+
+CASES = [case((5, 7), FEW), case((6, 8), {"block_size": 3, "local": True}), case((5, 7), {"block_size": 4, **PREFIX})]
+EFFECTS = {"block_size": (FEW, 3), "topk": (FEW, 3), "negligible": (FEW, 0.6), "local": (FEW, True)}
+SYMMETRIES = [(BLOCKS, FEW), (set(), {**FEW, "local": True})]
+GROWTH = [Growth(1.1, 1), Growth(2, 2, lambda side: {"block_size": side // 4, "topk": 8})]
+SYMBOLS = {"k": 1, "w": 7}
+LEARNED = {"learned"}
+UNSIZED = True
+NO_MATRIX = "not linear"  # the map has a bias
+
+
+def ours(w):
+    return {key.replace("core.proj_l", "learned"): x for key, x in w.items() if key != "in.x"}
+
+
+VISION = {"sla_24x8": ({"block_size": 8, "topk": 1, "negligible": 0.0}, ours)}
+
+
+def attend(q, k, v, blocks, topk, negligible=0.0, learned=nn.Identity()):  # noqa: B008
+    return sla(q, k, v, blocks=blocks, topk=topk, negligible=negligible, learned=learned)
+
+
+def test_by_hand():
+    """Three blocks of one row, two tokens each, one channel: phi is 1, so that a marginal block has its mean value."""
+    q, k = one_head(1, 1, -1, -1, 2, 2), one_head(math.log(3), math.log(9), 0, 0, -1, -1)
+    v, blocks = one_head(10, 30, 50, 70, 2, 4), Windows((1, 6), (1, 2))
+    y = attend(q, k, v, blocks, 1, 1 / 3)
+    positive = [(3**s * 10 + 9**s * 30) / (3**s + 9**s) + 60 for s in (1, 2)]
+    assert_equal(y, one_head(*[positive[0]] * 2, *[3 + 60] * 2, *[positive[1]] * 2))
+    everything = [(3**s * 10 + 9**s * 30) / (3**s + 9**s) + (60 + 3) / 2 for s in (1, 2)]
+    assert_equal(attend(q, k, v, blocks, 1)[:, :, [0, 4]], one_head(*everything))
+
+
+@every_grid
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_critical_blocks_have_softmax_attention_and_marginal_ones_linear_attention(grid, share):
+    q, k, v = tokens(grid)
+    blocks, own = (
+        Windows(grid, (2, 2)),
+        [n // grid[1] // 2 * (grid[1] // 2) + n % grid[1] // 2 for n in range(len(q[0, 0]))],
+    )
+    g = blocks.num_windows
+    rank = ranked(q, k, blocks).argsort(-1)[:, :, own][..., own]  # of each key's block for each query
+    y = attend(q, k, v, blocks, 1, share)
+    kernel = (q.softmax(-1) @ k.softmax(-1).mT) * ((rank >= 1) & (rank < g - int(share * g)))
+    linear = kernel / kernel.sum(-1, keepdim=True).clamp(min=1e-12) @ v
+    assert_equal(y, under_mask(q, k, v, rank < 1) + linear)
+    assert linear.any() == (share < 1)
+
+
+def test_all_blocks_critical_is_softmax():
+    q, k, v = tokens((6, 4))
+    assert_equal(attend(q, k, v, Windows((6, 4), (5, 3)), 4), softmax(q, k, v))
+
+
+def test_at_first_it_is_sparse_attention():
+    x, sparse = draw(2, 24, 16), {**FEW, "negligible": 1.0}
+    attn, other = (create_attention("sla", dim=16, num_heads=2, grid=(6, 4), **o).double() for o in (FEW, sparse))
+    other.load_state_dict(attn.state_dict())
+    assert_equal(attn(x), other(x))
+    nn.init.ones_(attn.learned.weight)
+    assert not torch.allclose(attn(x), other(x))
