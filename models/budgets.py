@@ -55,9 +55,7 @@ class Budgets:
     def __init__(self, model: nn.Module, options: Mapping[str, Any], attention: Any, sizes: Sequence[Budget] | None):
         self.number, self.choices = 0, [list[tuple[nn.Module, dict[str, Any]]]() for _ in sizes or [0]]
         if sizes and with_budget(attention, sizes[-1]) != attention:
-            problem = (
-                f" = {sizes[-1]}, the last, is not the model's own size; write that last, or change it in attention"
-            )
+            problem = f" = {sizes[-1]}, the last, is not the model's own size; write that last, or change attention"
             raise OptionError("train.budgets", problem)
         for size, choice in zip(sizes or (), self.choices, strict=False):
             twin, changed = model, with_budget(attention, size)
