@@ -30,8 +30,9 @@ class Patches(PatchEmbed):
             raise ValueError(f"got images of shape {tuple(x.shape)}, but they are (B, C, height, width)")
         size, own = tuple(x.shape[2:]), self.img_size
         if self.strict_img_size and size != own:
-            problem = f"got images of {size}, and the model is built for {own}"
-            raise ValueError(f"model.img_size: {problem}; build it with dynamic_img_size=True, or with img_size={size}")
+            is_grid = not any(side % patch for side, patch in zip(size, self.patch_size, strict=True))
+            remedy = f"build it with dynamic_img_size=True, or with img_size={size}" if is_grid else "resize them"
+            raise ValueError(f"model.img_size: got images of {size}, and the model is built for {own}; {remedy}")
         if not self.by_product(x):
             return super().forward(x)
         (h, w), (H, W) = self.patch_size, x.shape[2:]

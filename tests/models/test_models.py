@@ -630,10 +630,9 @@ def test_other_image_sizes():
     larger.load_state_dict(resample_pos_embed(fixed.state_dict(), larger, grid=(6, 5)))
     images = torch.randn(2, 3, 72, 56)
     torch.testing.assert_close(model(images), larger(images))
-    with pytest.raises(
-        ValueError, match=r"got images of \(72, 56\), .* for \(48, 40\); build it with dynamic_img_size="
-    ):
-        fixed(images)
+    for given, remedy in ((images, "build it with dynamic_img_size="), (images[..., 1:], "resize them")):
+        with pytest.raises(ValueError, match=rf"got images of \(72, .*, .* for \(48, 40\); {remedy}"):
+            fixed(given)
     pyramid = tiny_model("pvtv2_b0").eval()
     assert [tuple(y.shape[2:]) for y in pyramid.forward_intermediates(torch.randn(2, 3, 70, 99))[1]] == [
         (18, 25), (9, 13), (5, 7), (3, 4)
