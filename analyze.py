@@ -27,6 +27,9 @@ QUESTIONS: dict[str, str] = {
 }
 """Module of `analysis` -> its description."""
 
+NEEDED = {"maps": " photo.jpg", "convert": " --budget macs=0.7 --output runs/faster", "search": " --budget macs=0.7"}
+"""Question -> what its example needs after the run."""
+
 OVERRIDE = re.compile(rf"(({'|'.join(Run.__dataclass_fields__)})|\w+(\.\w+)+)=")
 """Beginning of key.path=value; no option of the command line matches, nor a budget, as macs=0.7."""
 
@@ -38,8 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     texts = sys.argv[1:] if arguments is None else arguments
     questions = parser.add_subparsers(dest="question", required=True, metavar="QUESTION")
     for name, shows in QUESTIONS.items():
+        text = f"{shows}\n\n    python analyze.py {name} runs/softmax{NEEDED.get(name, '')}"
         question = questions.add_parser(
-            name, help=shows, description=shows, epilog="key.path=value, anywhere: overrides an option of the run"
+            name, help=shows, description=text, epilog="key.path=value, anywhere: overrides an option of the run"
         )
         add_arguments(name, question)
     args = parser.parse_args([text for text in texts if not OVERRIDE.match(text)])

@@ -69,7 +69,8 @@ def search(
         rises[layer, name] = points[choices].score.loss - points[own].score.loss
     order = predict(points[own].score.loss, rises, prices)
     order.sort(key=lambda candidate: (candidate.predicted, candidate.cost))
-    queues = [iter([candidate for candidate in order if candidate.cost <= budget]) for budget in budgets]
+    cheapest = prices.cheapest()  # its measured cost may be within a budget that its predicted cost is not
+    queues = [iter([each for each in order if each.cost <= budget or each.choices == cheapest]) for budget in budgets]
     while queues and len(points) < limit:
         for queue in [*queues]:
             candidate = next((each for each in queue if each.choices not in points), None)

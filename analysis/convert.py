@@ -95,6 +95,8 @@ def main(args: argparse.Namespace) -> None:
         rows = compare({"original": trained, **models}, columns, is_labelled, args.batch_size)
         chosen = max(rows[1:], key=lambda row: (row["top1"], row["model"]))
         _, checkpoint, kind, *_ = open_weights(sources[chosen["model"]])
+        if chosen["model"] == "fine-tuned" and trained.classes:  # names, where the data have numbers
+            checkpoint |= {"classes": [trained.classes[column] for column in columns]}
         export(str(args.output / EXPORT), models[chosen["model"]].run, checkpoint, kind)
         write_file(args.output / "report.csv", dicts_to_csv(rows))
         text = report(rows, chosen, trained, None if is_labelled else state["choices"], args)

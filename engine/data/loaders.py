@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, SequentialSampler, default_collate
 from tqdm import tqdm
 
-from attention.options import OptionError
+from attention.options import OptionError, refuse
 from engine.config.schema import Run, num_channels, per_channel
 from engine.data.augment import BatchAugment, Size, create_mixup, create_transform
 from engine.data.images import BrokenImage
@@ -157,19 +157,22 @@ def create_loaders(run: Run, world: World, *, img_size: Size, num_classes: int) 
     if classes_of(train) != classes_of(val):
         names = describe_difference(classes_of(train), classes_of(val))
         raise OptionError("data.val_split", f"classes differ from training: {names}")
+    problems = list[OptionError]()
     if choose_objective(run).predicts_classes and (found := len(classes_of(train))) != num_classes:
-        raise OptionError("model.num_classes", f" = {num_classes}, but the images have {found} classes; set it to that")
+        problem = f" = {num_classes}, but the images have {found} classes; set it to that"
+        problems.append(OptionError("model.num_classes", problem))
+    if len(train) < run.train.total_batch_size:
+        problem = f" = {run.train.total_batch_size} exceeds the {len(train)} training images; lower it"
+        problems.append(OptionError("train.total_batch_size", problem))
+    refuse(problems)
     if world.is_primary:
         report_split(run.data, "train_split", train, img_size)
         val.reader.ignored = () if run.data.held_out_by else val.reader.ignored  # named once, with the training split
         report_split(run.data, "val_split", val, img_size)
-    if len(train) < run.train.total_batch_size:
-        problem = f" = {run.train.total_batch_size} exceeds the {len(train)} training images; lower it"
-        raise OptionError("train.total_batch_size", problem)
     sampler = EpochSampler(len(train), run.train.total_batch_size, world, run.train.seed, run.augment.repeats)
     return (
         _create_loader(train, sampler, batch_size, run, world),
-        _create_loader(val, _share(val, world), batch_size, run, world),
+        _create_loader(val, range(world.rank, len(val), world.size), batch_size, run, world),
         create_mixup(run.augment, num_classes) or (lambda images, targets: (images, targets)),
     )
 
@@ -185,17 +188,13 @@ def create_val_loader(run: Run, world: World, *, img_size: Size, batch_size: int
     val = open_images(run, "val_split", img_size, _sends_bytes(run, world))
     if world.is_primary:
         report_split(run.data, "val_split", val, img_size)
-    return _create_loader(val, _share(val, world), batch_size or choose_batch_size(img_size), run, world)
+    share = range(world.rank, len(val), world.size)  # timm's OrderedDistributedSampler repeats images as padding
+    return _create_loader(val, share, batch_size or choose_batch_size(img_size), run, world)
 
 
 def choose_batch_size(img_size: Size) -> int:
     """Images per batch without gradients: 128, or fewer if they are larger than 256 x 256 pixels."""
     return max(1, min(128, 128 * 256**2 // math.prod(to_2tuple(img_size))))
-
-
-def _share(dataset: Images, world: World) -> range:
-    """Returns the indices that this rank evaluates. timm's OrderedDistributedSampler repeats some as padding."""
-    return range(world.rank, len(dataset), world.size)
 
 
 def show_images(images: Images, run: Run) -> Images:

@@ -181,7 +181,8 @@ def _advise(key: str, dataset: str, has_loose_images: bool) -> str:
         return ""
     if has_loose_images:
         return f"; {LOOSE}"
-    return "; if those are the class folders: data.train_split=. data.val_fraction=0.2"
+    remedy = "data.train_split=. data.val_fraction=0.2" if key == "data.train_split" else f"{key} ."
+    return f"; if those are the class folders: {remedy}"
 
 
 def classes_of(dataset: Images) -> list[str]:
@@ -194,14 +195,15 @@ def count_data_classes(data: Data) -> int:
     """Returns the number of classes of the training images, for `model.num_classes` = auto.
 
     Raises:
-        OptionError: there is one, as where `data.root` names the folder above that of the classes.
+        OptionError: there is one, or they are splits, as where `data.root` is the folder above that of the classes.
     """
     names = classes_of(open_split(data, "train_split"))
     if len(names) < 2:
-        problem = (
-            f" = auto: the images are all of one class, {one_line(names[0], 100)!r}; name the folder of the classes"
-        )
-        raise OptionError("model.num_classes", f"{problem} (data.root, data.train_split)")
+        problem = f"the images are all of one class, {one_line(names[0], 100)!r}; name the folder of the classes"
+        raise OptionError("model.num_classes", f" = auto: {problem} (data.root, data.train_split)")
+    if {"train", "val", "valid", "validation", "test"}.issuperset(name.lower() for name in names):
+        problem = f"the classes {', '.join(names)} have names of splits; set data.train_split, data.val_split"
+        raise OptionError("model.num_classes", f" = auto: {problem} and data.val_fraction=null")
     return len(names)
 
 

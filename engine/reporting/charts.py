@@ -49,11 +49,11 @@ class Charts:
         self.events.add(step=step + 1, session_log=SessionLog(status=SessionLog.START))
 
     def add(self, kind: str, values: Mapping[str, Any], step: int) -> None:
-        """Charts a record."""
+        """Charts a record; recalls are a group of their own."""
         others = [name for name in values if name.startswith(OPEN)]
         for name in (*CHARTED.get(kind, ()), *(others if kind in CHARTED else ())):
             if name in values and (values[name] or name != "broken"):
-                self.events.add(summary=scalar(f"{kind}/{name}", values[name]), step=step)
+                self.events.add(summary=scalar(name if "/" in name else f"{kind}/{name}", values[name]), step=step)
 
     def show_images(self, images: torch.Tensor, data: Data, step: int) -> None:
         """Shows up to 64 training images (B, C, H, W), eight in a row, with the normalisation by `data` undone."""

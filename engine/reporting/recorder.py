@@ -9,6 +9,7 @@ import json
 import math
 import os
 import platform
+import shlex
 import sys
 import time
 from collections.abc import Mapping
@@ -149,7 +150,7 @@ class Recorder(SilentRecorder):
         self.close()
         if error is None:
             files = f"{EPOCHS} (a row per epoch)  {METRICS} (all records)  {CONSOLE}"
-            print_fields(f"logs of {self.directory}:  {files}  tensorboard --logdir {self.directory}")
+            print_fields(f"logs of {self.directory}:  {files}  tensorboard --logdir {shlex.quote(str(self.directory))}")
 
     def start(self, epoch: int, processes: int, resumption: Resumption = NOTHING, **values: Any) -> None:
         if resumption.checkpoint is None:
@@ -196,7 +197,8 @@ class Recorder(SilentRecorder):
         if not self.is_estimated and time.monotonic() - self.began > 60:
             self.is_estimated, hours = True, (self.total_steps - self.step) * values["step_seconds"] / 3600
             gpus = f", {hours * self.num_gpus:.1f} GPU-hours" * (self.num_gpus > 0)
-            print(f"by these steps, {hours:.1f} hours{gpus} are left, without evaluations", flush=True)
+            if hours >= 0.1:
+                print(f"by these steps, {hours:.1f} hours{gpus} are left, without evaluations", flush=True)
 
     def eval(self, epoch: int, metrics: Mapping[str, float]) -> None:
         self._record("eval", epoch, metrics)

@@ -17,6 +17,7 @@ from engine.reporting.tables import align
 from engine.runtime.arguments import ArgumentParser
 from engine.runtime.errors import UserError, refuse_bad_input
 from engine.runtime.locks import is_locked, lock_holder
+from engine.runtime.text import one_line
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -83,7 +84,8 @@ def _subject(run: Path) -> tuple[str, str]:
 
 def _end(last: dict[str, Any]) -> str:
     """Returns how a launch has ended, from its last record."""
-    ends = {"final": "finished", "stop": "stopped", "fail": f"failed: {last.get('reason')}", None: "not begun"}
+    failed = f"failed: {one_line(str(last.get('reason')), 60)}"
+    ends = {"final": "finished", "stop": "stopped", "fail": failed, None: "not begun"}
     return ends.get(last.get("kind"), "interrupted")
 
 

@@ -75,6 +75,8 @@ def parse_described(
                 reset.setdefault(section, {})[field.name] = field.default
     described = replace(run, **{name: replace(getattr(run, name), **values) for name, values in reset.items()})
     missing = {key: value for key in sorted(CHOICE_OF_IMAGES) if (value := _get(run, key)) != _get(described, key)}
+    if described.data.held_out_by:  # then it is not read
+        missing.pop("data.val_split", None)
     if reads_images and missing:
         given = " ".join(shlex.quote(f"{key}={_in_yaml(plain(value))}") for key, value in missing.items())
         problem = "does not choose what is opened, as it may be a stranger's"

@@ -88,9 +88,9 @@ class ArgumentParser(argparse.ArgumentParser):
         self.add_argument(FLAG, metavar="MODULE", type=_refuse_abbreviation, help=text, default=argparse.SUPPRESS)
 
     def error(self, message: str) -> NoReturn:
-        found = re.match(r"unrecognized arguments: --([\w-]+)", message)
+        found = re.match(r"unrecognized arguments: --([\w-]+)(?:[ =](\S+))?", message)
         if found and (key := self.keys.get(found[1].replace("-", "_"))):
-            message += f"; {key} is an option of the run: write {key}=VALUE"
+            message += f"; {key} is an option of the run: write {key}={found[2] or 'VALUE'}"
         super().error(message)
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:

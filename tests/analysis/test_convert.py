@@ -9,6 +9,8 @@ from PIL import Image
 import analyze
 import train
 from analysis import convert, search
+from engine.checkpoints.files import load_checkpoint, save_checkpoint
+from engine.evaluation.inference import load
 from tests.analysis.models import SMALL, load_model, read_rows, refusal, save_model
 
 OPTIONS = "--attention linear --align 2 --images 20 --batch-size 2 --finetune 1 data.subset=0.1 data.workers=0"
@@ -75,6 +77,19 @@ def test_a_model_becomes_another_and_no_finished_part_is_repeated(checkpoint, tm
     if chosen == "fine-tuned":
         torch.testing.assert_close(names["model"](x), load_model(source).model(x))
     assert Path("out/search/front.png").exists()
+
+
+def test_classes_keep_their_names_where_the_data_number_them(checkpoint, tmp_path, monkeypatch):
+    names = list("abcdefghij")
+    save_checkpoint(tmp_path / "step_1.pt", load_checkpoint(checkpoint) | {"classes": names})
+    compare = convert.compare
+
+    def prefer_the_tuned(*given):
+        return [row | {"top1": float(row["model"] == "fine-tuned")} for row in compare(*given)]
+
+    monkeypatch.setattr(convert, "compare", prefer_the_tuned)
+    analyze.main(arguments_of(tmp_path / "step_1.pt", tmp_path / "out"))
+    assert load(tmp_path / "out/model.safetensors")[2] == names
 
 
 def test_other_options_in_a_directory_are_refused(checkpoint, tmp_path, monkeypatch, capsys):

@@ -100,6 +100,13 @@ def test_the_front_has_no_point_that_another_beats():
     assert choose(points, 99).number == 1
 
 
+def test_the_cheapest_is_measured_where_its_prediction_is_above_the_budget():
+    def evaluate(choices: tuple[str, ...]) -> tuple[Score, float]:
+        return landscape()(choices)[0], macs_of(choices) - 10 * (choices == ("a", "a", "a"))
+
+    assert choose(assignments.search(OWN3, PRICES, [35], 12, evaluate), 35).cost == 30
+
+
 def test_an_assignment_above_the_budget_as_measured_is_no_answer():
     """The prediction of the cost falls short where the last two layers are both replaced."""
     known, budget = landscape(), 65

@@ -125,6 +125,16 @@ def test_the_command_line_is_parsed_before_torch_is_imported(name):
         assert "usage: " in done.stdout + done.stderr
 
 
+@pytest.mark.parametrize("question", analyze.QUESTIONS)
+def test_the_help_of_a_question_has_an_example(question, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("photo.jpg").touch()
+    with pytest.raises(SystemExit):
+        analyze.main([question, "--help"])
+    example = re.search(r"^    python analyze.py (.*)$", capsys.readouterr().out, re.MULTILINE)[1]
+    assert refusal(analyze.main, shlex.split(example), capsys).startswith("error: runs/softmax: no such run")
+
+
 @pytest.mark.parametrize("text", ["0", "-4", 30 * "9", "4x0", "x", "4x", "4x4x4", f"4x{30 * '9'}"])
 @pytest.mark.parametrize("kind", [token_grid, image_size])
 def test_sizes_are_whole_numbers(kind, text):

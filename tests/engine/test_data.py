@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import re
 import shutil
 
 import numpy as np
@@ -20,7 +21,7 @@ from engine.data.augment import create_mixup
 from engine.data.identity import identify_split
 from engine.data.loaders import create_loaders, create_val_loader
 from engine.data.sampler import EpochSampler
-from engine.data.splits import open_split
+from engine.data.splits import count_data_classes, open_split
 from engine.objectives.copying import NO_AUGMENTATION
 from engine.runtime.distributed import World, seed_everything
 from engine.runtime.errors import UserError
@@ -351,6 +352,7 @@ def test_mixup_and_cutmix_work_alone_and_together(mixup, cutmix):
         ({"dataset": "digits", "root": None, "val_split": "test"}, "data.val_split", "known: train, val"),
         ({"num_classes": 5}, "model.num_classes", " = 5, but the images have 3 classes"),
         ({"total_batch_size": 10}, "train.total_batch_size", " = 10 exceeds the 9 training images"),
+        ({"num_classes": 5, "total_batch_size": 10}, "model.num_classes", "(?s) = 5, .* = 10 exceeds the 9"),
     ],
 )
 def test_bad_data_is_named(image_root, tmp_path, change, key, problem):
@@ -367,6 +369,17 @@ def test_bad_data_is_named(image_root, tmp_path, change, key, problem):
         make_loaders(run, num_classes=num_classes)
     assert caught.value.key == key
     assert "\n" not in str(caught.value)
+
+
+def test_splits_are_no_classes(image_root):
+    with pytest.raises(OptionError, match="auto: the classes train, val have names of splits; set "):
+        count_data_classes(Data(root=str(image_root), train_split="."))
+
+
+def test_a_missing_split_has_the_remedy_of_its_command(image_root):
+    for key, remedy in (("data.train_split", "data.train_split=. data.val_fraction=0.2"), ("--splits", "--splits .")):
+        with pytest.raises(OptionError, match=f"{key}: no 'x' .* class folders: {re.escape(remedy)}$"):
+            open_split(Data(root=str(image_root), train_split="x"), "train_split", key)
 
 
 def test_validation_alone_reads_its_split(image_root):

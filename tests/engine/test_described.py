@@ -100,6 +100,13 @@ def test_images_are_chosen_by_the_command_line(hostile: Path, monkeypatch: pytes
     assert all(here[key] == there[key] for key in described.CHOICE_OF_IMAGES)
 
 
+def test_a_split_that_is_not_read_need_not_be_named(hostile: Path):
+    given = ["data.val_fraction=0.5", "data.dataset=folder"]
+    with pytest.raises(UserError, match=r"add .*data\.train_split=") as caught:
+        parse_described(load_checkpoint(hostile)["config"], "x", given, reads_images=True)
+    assert "val_split" not in str(caught.value)
+
+
 @pytest.mark.parametrize("value", ["null", "017", "a: b", "{a: 1}", "it's", "$HOME `x`", "1e3", "-"])
 def test_the_arguments_are_the_values(value: str, checkpoint: dict):
     config = copy.deepcopy(checkpoint["config"])

@@ -144,4 +144,4 @@ def test_help_shows_the_sections_and_how_to_list_the_options(capsys: pytest.Capt
 
 def test_an_option_of_a_run_is_no_option_of_the_command_line(capsys: pytest.CaptureFixture):
     text = refusal(train.main, ["configs/quickstart.yaml", "--output", "run", "--epochs", "3"], capsys)
-    assert text.endswith("--epochs 3; schedule.epochs is an option of the run: write schedule.epochs=VALUE\n")
+    assert text.endswith("--epochs 3; schedule.epochs is an option of the run: write schedule.epochs=3\n")

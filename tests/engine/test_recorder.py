@@ -66,7 +66,7 @@ def record_run(directory: Path, kind: type[SilentRecorder] = Recorder) -> None:
     recorder.begin_epoch(1)
     recorder.end_step()
     recorder.train(1, loss=2.5, lr=1e-3, grad_norm=math.inf)
-    recorder.eval(1, {"top1": 50.0, "top5": 90.0, "loss": 1.5, "ema_top1": 40.0})
+    recorder.eval(1, {"top1": 50.0, "top5": 90.0, "loss": 1.5, "ema_top1": 40.0, "recall/cat": 75.0})
     progress.epoch = 2
     recorder.final(top1=50.0, best_top1=50.0, macs=5678)
     recorder.sync()
@@ -89,15 +89,18 @@ def test_records(tmp_path: Path, capsys: pytest.CaptureFixture):
     assert {"kind": "train", "epoch": 1, "step": 1, "loss": 2.5, "lr": 1e-3, "grad_norm": None}.items() <= train.items()
     assert train["images_per_second"] == pytest.approx(8 / train["step_seconds"])
     assert {name: value for name, value in evaluation.items() if name not in TOTALS} == {
-        "kind": "eval", "epoch": 1, "step": 1, "top1": 50.0, "top5": 90.0, "loss": 1.5, "ema_top1": 40.0
+        "kind": "eval", "epoch": 1, "step": 1,
+        "top1": 50.0, "top5": 90.0, "loss": 1.5, "ema_top1": 40.0, "recall/cat": 75.0
     }  # fmt: skip
     assert final["kind"] == "final"
     assert final["step_seconds"] == train["step_seconds"]
     assert "memory_mb" not in final  # on a CPU it would be that of the process
 
 
-def test_the_hours_that_are_left_are_told_once_after_a_minute(tmp_path: Path, capsys: pytest.CaptureFixture):
-    recorder = Recorder(tmp_path, RUN, Progress(), total_steps=1000, world=WORLD)
+@pytest.mark.parametrize("total_steps", [1000, 9])
+def test_the_hours_that_are_left_are_told_once_after_a_minute(tmp_path: Path, capsys, total_steps: int):
+    """A tenth of an hour is left at least."""
+    recorder = Recorder(tmp_path, RUN, Progress(), total_steps, world=WORLD)
     recorder.start(0, processes=4)
     recorder.speed = SimpleNamespace(since_last=lambda: {"step_seconds": 36.0})
     recorder.num_gpus = 4
@@ -106,7 +109,8 @@ def test_the_hours_that_are_left_are_told_once_after_a_minute(tmp_path: Path, ca
         recorder.train(1, loss=2.5)
     recorder.close()
     told = [line for line in capsys.readouterr().out.splitlines() if "hours" in line]
-    assert told == ["by these steps, 10.0 hours, 40.0 GPU-hours are left, without evaluations"]
+    line = "by these steps, 10.0 hours, 40.0 GPU-hours are left, without evaluations"
+    assert told == [line] * (total_steps == 1000)
 
 
 def test_a_metric_that_is_no_score_is_said(tmp_path: Path, capsys: pytest.CaptureFixture):
@@ -186,12 +190,14 @@ def test_totals_go_on_after_stops_and_kills(tmp_path: Path, monkeypatch: pytest.
     ],
 )
 def test_the_last_record_says_how_a_launch_ended(tmp_path: Path, capsys: pytest.CaptureFixture, error, kind, reason):
-    with suppress(FloatingPointError, KeyboardInterrupt), launch(tmp_path, Progress(epoch=1, step=2)):
+    (directory := tmp_path / "a run").mkdir()
+    with suppress(FloatingPointError, KeyboardInterrupt), launch(directory, Progress(epoch=1, step=2)):
         if error is not None:
             raise error
-    last = records(tmp_path)[-1]
+    last = records(directory)[-1]
     assert (last["kind"], last["epoch"], last["step"], last.get("reason")) == (kind, 1, 2, reason)
-    names_files = capsys.readouterr().out.splitlines()[-1].startswith(f"logs of {tmp_path}:  epochs.csv ")
+    line = capsys.readouterr().out.splitlines()[-1]
+    names_files = line.startswith(f"logs of {directory}:  epochs.csv ") and line.endswith(f" --logdir '{directory}'")
     assert names_files == (error is None)  # the error is the last line of a launch that fails
 
 
@@ -285,6 +291,7 @@ def test_tensorboard(tmp_path: Path):
     record_run(tmp_path)
     events = EventAccumulator(str(tmp_path)).Reload()
     scalars = {tag: events.Scalars(tag)[0].value for tag in events.Tags()["scalars"]}
+    assert scalars["recall/cat"] == 75.0
     shown = {"train/loss": 2.5, "eval/top1": 50.0, "eval/top5": 90.0, "eval/loss": 1.5, "eval/ema_top1": 40.0}
     assert shown.items() <= scalars.items()
     assert {"train/lr", "train/grad_norm", "train/images_per_second", "train/data_wait"} <= scalars.keys()

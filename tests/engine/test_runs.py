@@ -41,6 +41,7 @@ def make_run(directory: Path, *records: dict) -> Path:
         ({"kind": "final", "epoch": 4, "step": 40}, "finished"),
         ({"kind": "stop", "epoch": 1, "step": 20}, "stopped"),
         ({"kind": "fail", "epoch": 1, "step": 20, "reason": "out of memory"}, "failed: out of memory"),
+        ({"kind": "fail", "epoch": 1, "step": 20, "reason": 99 * "x"}, f"failed: {57 * 'x'}..."),
         (TRAIN, "interrupted"),
         ({**START, "epoch": 1, "step": 20, "elapsed_seconds": 50.0}, "interrupted"),  # resumed, and killed at once
     ],
