@@ -20,7 +20,7 @@ from torch import nn
 
 from attention import Attention, AttentionFactory, LayerContext, OptionError
 from attention.options import nearest, parse_options, refuse
-from models.assignment import Mechanism, as_option, assign, layer_factories, single_layers
+from models.assignment import Entry, Mechanism, assign, factories_of, layer_factories, single_layers
 from models.base import Backbone
 from models.convert import resample_weights
 from models.deit import Deit
@@ -174,7 +174,7 @@ def _build(
     entries = assign(name, attention, config.depths)
     if attn_drop_rate:
         changed = [{**entry.options, "attn_drop": attn_drop_rate} for entry in entries]
-        entries = assign(name, as_option(changed, attention), config.depths)
+        entries = [Entry(x, entry.layers, *factories_of(x)) for x, entry in zip(changed, entries, strict=True)]
     with_parts = (model for option, model in WITH_PARTS.items() if getattr(config, option, False))
     family: Callable[..., Backbone] = next(with_parts, family_of(name))
     return family(config, layer_factories(entries))

@@ -32,12 +32,15 @@ class LocalTerm(nn.Conv2d):
         """
         super().__init__(width, width, size, padding=size // 2, groups=width, bias=bias)
 
+    def forward(self, x: Tensor) -> Tensor:
+        """Images (B, width, H, W) -> (B, width, H, W); the gradient of the weight has its strides, as DDP's buckets."""
+        return self._conv_forward(x, self.weight.squeeze(1).unsqueeze(1), self.bias)
+
     def convolve(self, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         """Convolves values (B, h, P + N, d) -> (B, h, P + N, d); zero at prefix tokens, which are not in the image.
 
         key_mask: (B, P + N) bool, true for tokens that count; the image is zero at others.
         """
         prefix, tokens = split_prefix(mask_tokens(v, key_mask), math.prod(grid))
-        weight = self.weight.squeeze(1).unsqueeze(1)  # whose gradient has the strides of the weight, as DDP's buckets
-        y = on_images(lambda x: self._conv_forward(x, weight, self.bias), tokens, grid, self.in_channels)
+        y = on_images(self, tokens, grid, self.in_channels)
         return F.pad(y, (0, 0, prefix.shape[2], 0)) if prefix.shape[2] else y
