@@ -188,7 +188,7 @@ def text_of(numbers: Iterable[int]) -> str:
 
 
 def parse_entries(attention: Any) -> list[tuple[dict[str, Any], dict[str, Any], AttentionFactory]]:
-    """Place, mechanism, and parsed mechanism of every entry of `attention`; of what is no entry and no list, none.
+    """Place, mechanism, and parsed mechanism of every entry of `attention`; an empty list for other values.
 
     Raises:
         OptionError: all mechanisms and options that are wrong; places are not checked.

@@ -259,8 +259,8 @@ class Train:
     eval_every: int = option(1, "epochs between evaluations; the last epoch is always evaluated", low=1)
     best_by: Literal["top1", "balanced_accuracy", "loss"] | None = option(
         None,
-        "validation metric of which the highest, or lowest loss, makes an epoch the best; null: top1, and without"
-        " classes the loss",
+        "validation metric that ranks epochs: the highest wins, of loss the lowest; null: top1, and loss without"
+        " classes",
     )
     early_stop: int | None = option(
         None,
@@ -280,7 +280,7 @@ class Train:
     checkpoint_steps: int = option(0, "optimiser steps between checkpoints within an epoch; 0: none", low=0)
     timeout_minutes: float = option(
         10.0,
-        "minutes for which a rank waits for the others before it fails, and half of which for a batch of its loaders",
+        "minutes that a rank waits for the others before it fails; it waits half as long for a batch of its loaders",
         above=0,
         high=10_080,
     )

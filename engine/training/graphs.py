@@ -221,7 +221,7 @@ class Replay(torch.autograd.Function):
 
 
 def host_state(network: nn.Module) -> dict[str, object]:
-    """State that a pass could change on the host, which a replay would not do: what it is -> a value to compare.
+    """State that a pass could change on the host, which a replay would not do, by name.
 
     It consists of random states, plain attributes of modules, and which tensors are their buffers.
     """

@@ -181,8 +181,6 @@ def test_certificates_held_in_at_least_95_percent_of_samples():
     rate scatters around the exact one, by 0.7 % with 1,000 samples."""
     counts = {size: [int(row[f"covered_{size}"]) for row in STORED] for size in SIZES}
     assert min(map(min, counts.values())) == min(int(row["covered"]) for row in STORED) >= 950
-    page = (ROOT / "docs/results_trained.md").read_text()
-    assert f"in {sum(map(sum, counts.values())):,} of all {3000 * len(STORED):,}." in page
     for size in SIZES:
         rates = [int(row[f"rate_covered_{size}"]) for row in STORED]
         assert sum(rates) / len(rates) >= 950

@@ -305,9 +305,7 @@ def test_another_number_of_heads_than_a_checkpoint_states_is_refused_at_any_size
 def test_options_that_no_weight_shows_are_warned_of_or_refused(classes, tmp_path, capsys, monkeypatch):
     """A new classifier learns from any pooling."""
     there = build(class_token=True, global_pool="avg")
-    monkeypatch.setattr(
-        "engine.checkpoints.initial_weights.read_weights", lambda *_: Source(there.state_dict(), there)
-    )
+    monkeypatch.setattr("engine.checkpoints.initial_weights.read_weights", lambda *_: Source(there.state_dict(), there))
     options = ("model.class_token=true", f"model.num_classes={classes}", "init.weights=x")
     start(run_of(*options, "model.global_pool=avg"), tmp_path)
     assert capsys.readouterr().err == ""
