@@ -119,8 +119,9 @@ def draw_graded(
     """Draws one image of equal squares side by side, each a scene of its own, bytes of shape (4 tokens, 4 tokens).
 
     The number of squares along a side is uniform within `scenes`, both included; the size of a square is uniform among
-    the sizes at which so many squares fill the side. `draw` draws each scene, in proportion to its size. All scenes have one label, and each is as independent of it as an image of `draw`: counts of pixels or tokens
-    still tell nothing, but windows of the size of a scene do. Only an image of a single scene has distractors.
+    the sizes at which so many squares fill the side. `draw` draws each scene, in proportion to its size. All scenes
+    have one label, and each is as independent of it as an image of `draw`: counts of pixels or tokens still tell
+    nothing, but windows of the size of a scene do. Only an image of a single scene has distractors.
     """
     count = int(rng.integers(scenes[0], scenes[1] + 1))
     largest = tokens // count
