@@ -61,11 +61,11 @@ def main(args: argparse.Namespace) -> None:
         raise UserError(f"--temperatures {' '.join(f'{x:g}' for x in args.temperatures)}: give numbers above 0")
     budgets, temperatures = sorted(set(args.budgets)), sorted({1.0, *args.temperatures})
     figures = [against for against in AXES if against != "entropy" or len(temperatures) > 1]
-    make_output(args.output, ["error.csv", *(f"error_{against}.png" for against in figures)])
     mechanisms = read_mechanisms(args.attention)
     middle = budgets[len(budgets) // 2]
     trained = load_trained(args)
     sample = read_sample(trained, args.images)
+    make_output(args.output, ["error.csv", *(f"error_{against}.png" for against in figures)])
     fit = None if args.align is None else aligner(trained, sample, args.align)
     inputs, rows = layer_inputs(trained, sample.images), []
     total = len(temperatures) * len(mechanisms)

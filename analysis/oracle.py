@@ -63,9 +63,9 @@ class Row(NamedTuple):
 
 
 def main(args: argparse.Namespace) -> None:
-    make_output(args.output, ["oracle.csv", "oracle.png"])
     torch.manual_seed(args.seed)
     layers = read_layers(args)
+    make_output(args.output, ["oracle.csv", "oracle.png"])
     budgets, rows = sorted(set(args.budgets)), []
     layers = compressible(layers, budgets)
     total = sum(layer.q.shape[0] * layer.q.shape[1] for layer in layers)

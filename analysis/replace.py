@@ -40,7 +40,6 @@ FILES = ("replace.csv", "replace_draws.csv", "replace.png")
 
 
 def main(args: argparse.Namespace) -> None:
-    make_output(args.output, [*FILES, MEASUREMENTS_FILE])
     mechanisms = read_mechanisms(args.attention)
     if args.finetune is not None and args.weights:
         raise UserError("--finetune goes on from averaged weights where they are kept; leave out --weights")
@@ -49,6 +48,7 @@ def main(args: argparse.Namespace) -> None:
     sample = read_sample(trained, args.images)
     place = {name: value for name in ("stage", "blocks") if (value := getattr(args, name)) is not None}
     assignments = {name: assignment(trained, place, mechanism) for name, mechanism in mechanisms.items()}
+    make_output(args.output, [*FILES, MEASUREMENTS_FILE])
     laboratory = Laboratory(trained, sample, args.output, args.align)
     rows = []
     with progress("replace", len(mechanisms) * args.draws, "draws") as bar:

@@ -38,12 +38,13 @@ from engine.runtime.terminal import progress
 def main(args: argparse.Namespace) -> dict[str, tuple[Path, Certificate]]:
     """Searches; returns what `Front.report` does."""
     kind, limits = read_budgets(args.budget)
+    mechanisms = read_mechanisms(args.attention or SEARCHED)
+    trained = load_trained(args)
+    sample = read_sample(trained, args.images)
     make_output(args.output, [*FILES, MEASUREMENTS_FILE])
     check_directory(args.output / "front")
     check_claim(args.output / "front", [name for i in range(100) for name in files_of(f"{i:02}")])
-    mechanisms = read_mechanisms(args.attention or SEARCHED)
-    trained = load_trained(args)
-    laboratory = Laboratory(trained, read_sample(trained, args.images), args.output, args.align)
+    laboratory = Laboratory(trained, sample, args.output, args.align)
     if args.attention is None:
         mechanisms = possible(mechanisms, laboratory)
     hybrids = Hybrids(laboratory, mechanisms, args.seed)

@@ -174,7 +174,7 @@ def calibration_picture(found: PredictionTable) -> bytes:
     axes.plot((0, 1), (0, 1), color=GREY, linewidth=0.8)
     bins, style = calibrate(found), dict[str, Any](line_style(0))
     name = f"expected calibration error {100 * bins.error:.2f} %"
-    axes.plot(bins.confidence, bins.accuracy, label=name, **style)
+    axes.plot(bins.confidence, bins.accuracy, label=name, clip_on=False, **style)
     axes.set(ylabel="share that is right", ylim=(0, 1), xlim=(0, 1))
     edges = np.linspace(0, 1, NUM_BINS + 1)
     below.stairs(bins.counts / max(1, bins.counts.sum()), edges, color=COLORS[0], linewidth=1)

@@ -314,3 +314,10 @@ def test_the_files_of_the_front_have_the_data_of_the_search(checkpoint, tmp_path
     searched(checkpoint, tmp_path, "data.train_split=val", "data.val_fraction=0.5", *LINEAR, images=60)
     runs = [load_run(path, []) for path in (tmp_path / "front").glob("*.yaml")]
     assert {(run.data.train_split, run.data.val_fraction) for run in runs} == {("val", 0.5)}
+
+
+@pytest.mark.parametrize("question", ["replace", "search", "error", "oracle", "convert"])
+def test_a_refused_question_leaves_nothing(question, tmp_path, capsys):
+    more = ["--budget", "macs=0.5"] if question in ("search", "convert") else []
+    assert "absent" in refusal(capsys, question, tmp_path / "absent", *more, "--output", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
