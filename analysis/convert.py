@@ -31,7 +31,7 @@ from engine.data.loaders import create_val_loader
 from engine.data.splits import open_split
 from engine.objectives.classification import rank_classes
 from engine.objectives.distillation import digest_weights
-from engine.reporting.tables import compact_table
+from engine.reporting.tables import as_cells, compact_table
 from engine.runtime.distributed import World, autocast, precision
 from engine.runtime.errors import UserError
 from engine.runtime.files import dicts_to_csv, write_file
@@ -182,19 +182,7 @@ def report(
     args: argparse.Namespace,
 ) -> str:
     """Returns the report in Markdown. chosen: row of the export. choices: see `Certificate`; None: there are labels."""
-    table = [
-        {
-            "model": row["model"],
-            "top-1 (%)" if choices is None else "unchanged (%)": f"{row['top1']:.2f}",
-            "difference": f"{row['difference']:+.2f} ± {row['standard_error']:.2f}" * (row is not rows[0]),
-            "MACs (M)": f"{row['macs'] / 1e6:.1f}",
-            "ms": "~" * row["is_noisy"] + f"{row['ms']:.3g}",
-            "images/s": "~" * row["is_noisy"] + f"{row['images_per_second']:.0f}",
-            "peak (MiB)": f"{row['peak_mib']:.1f}",
-            "layers": row["layers"],
-        }
-        for row in rows
-    ]
+    table = [as_cells(row, "top-1 (%)" if choices is None else "unchanged (%)") for row in rows]
     arithmetic = f"{torch.get_num_threads()} threads, {precision(trained.run.train.amp, trained.device)}"
     where = f"{device_name(trained.device)}, {arithmetic}"
     lines = [f"# {args.checkpoint} within {args.budget[0]}", "", compact_table(table), ""]

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from statistics import mean
 
-from engine.reporting.tables import Spread, holm, markdown_table, plus_minus, spread, verdict
+from engine.reporting.tables import Spread, as_cells, compact_table, holm, markdown_table, plus_minus, spread, verdict
 from engine.runtime.reading import read_csv
 
 DATA = Path(__file__).parents[2] / "docs/data"
@@ -218,6 +218,21 @@ def bias(file: str) -> str:
     return markdown_table(["mechanism", "options", "error", "squared bias", *titles], lines)
 
 
+def searched() -> str:
+    """Assignments of the lowest loss within each budget, a share of the model's multiply-accumulates."""
+    rows, lines = sorted(read("search.csv"), key=lambda row: float(row["loss"])), []
+    for budget in ("0.68", "0.72", "0.8", "0.85", "0.9"):
+        best = next(row for row in rows if float(row["macs_share"]) <= float(budget))
+        lines.append([budget, ", ".join(f"`{best[f'layer {n}']}`" for n in range(3)), best["top1"]])
+    return markdown_table(["budget", "layers 0, 1, 2", "top-1 (%)"], lines)
+
+
+def converted() -> str:
+    """The original model, and those of two budgets."""
+    rows = read("convert.csv", budget="ms=35") + read("convert.csv", budget="macs=0.7")[1:]
+    return compact_table([{"budget": row["budget"]} | as_cells(row) for row in rows])
+
+
 PRETRAINED = ("scratch", "pretrained"), ("from scratch (%)", "pre-trained (%)")
 
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
@@ -236,7 +251,9 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "aligned": aligned,
         "certificates": certificates,
         "from scratch for the same time": scratch,
+        "searched": searched,
     },
+    "docs/finetuning.md": {"converted": converted},
     "docs/results_error.md": {
         "bias": partial(bias, "bias.csv"),
         "bias after alignment": partial(bias, "bias_aligned.csv"),

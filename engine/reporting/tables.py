@@ -112,6 +112,22 @@ def compact_table(rows: Sequence[Mapping[str, str]]) -> str:
     return markdown_table(titles, ([row[title] for title in titles] for row in rows))
 
 
+def as_cells(row: Mapping[str, Any], top1: str = "top-1 (%)") -> dict[str, str]:
+    """Returns title -> text of a row of `analyze.py convert`, or of its file; `top1` is the title of the top-1."""
+    change, noisy = row["model"] != "original", "~" * (str(row["is_noisy"]) == "True")
+    x = {key: float(row[key]) for key in row.keys() - {"budget", "model", "is_noisy", "layers"}}
+    return {
+        "model": row["model"],
+        top1: f"{x['top1']:.2f}",
+        "difference": f"{x['difference']:+.2f} ± {x['standard_error']:.2f}" * change,
+        "MACs (M)": f"{x['macs'] / 1e6:.1f}",
+        "ms": f"{noisy}{x['ms']:.3g}",
+        "images/s": f"{noisy}{x['images_per_second']:.0f}",
+        "peak (MiB)": f"{x['peak_mib']:.1f}",
+        "layers": row["layers"],
+    }
+
+
 def align(lines: Sequence[Sequence[str]]) -> str:
     """Formats lines of cells as columns of text, with escapes for characters that cannot be printed."""
     lines = [[one_line(cell) for cell in line] for line in lines]
