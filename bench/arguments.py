@@ -1,12 +1,10 @@
 """Command line of `benchmark.py`, and values on those of benchmarks."""
 
 import argparse
-import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from attention.registry import ATTENTION
 from engine.runtime.arguments import ArgumentParser, Count
 from engine.runtime.errors import UserError
 
@@ -54,9 +52,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     limits = "; ".join(f"{key}: {meaning}" for key, meaning in BUDGETS.items())
     limits = f"second table of the layers within these limits, sorted by stored quality; {limits}"
     add("--budget", **entries, metavar="KEY=LIMIT", help=limits)
-    args = parser.parse_args(arguments)
-    args.attention = every_mechanism(args.attention)
-    return args
+    return parser.parse_args(arguments)
 
 
 def image_size(text: str) -> tuple[int, int]:
@@ -76,13 +72,6 @@ def token_grid(text: str) -> tuple[int, int]:
         nearest = round(int(text) ** 0.5) ** 2
         raise argparse.ArgumentTypeError(f"{text} is no square number; nearest: {nearest}; or give HxW")
     return side, side
-
-
-def every_mechanism(entries: Iterable[str]) -> list[str]:
-    """Returns entries of ``--attention``, with all mechanisms in the place of ``"all[@PATH]"``."""
-    split = [(entry, *entry.partition("@")) for entry in entries]
-    every = [[each + at + path for each in ATTENTION] if name == "all" else [entry] for entry, name, at, path in split]
-    return list(dict.fromkeys(itertools.chain.from_iterable(every)))
 
 
 def check_arguments(args: argparse.Namespace) -> None:

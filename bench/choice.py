@@ -2,12 +2,13 @@
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from attention.options import OptionError, nearest
+from attention.registry import ATTENTION
 from bench.arguments import BUDGETS
 from bench.results import SETTINGS, readable
 from bench.workload import factory_of
@@ -49,6 +50,17 @@ def read_quality(path: Path = QUALITY) -> dict[str, Spread]:
     rows = read_csv(path, remedy=remedy)
     with parsing(path, remedy):
         return {row["layer"]: Spread(float(row["loss"]), float(row["std"]), int(row["n"])) for row in rows}
+
+
+def every_mechanism(entries: Iterable[str]) -> list[str]:
+    """Returns entries of ``--attention``, with all mechanisms, as they are stored, in the place of ``"all[@PATH]"``."""
+    names = {layer: layer.partition(":")[0] for layer in read_quality()}
+    stored = {name: layer for layer, name in names.items() if factory_of(layer) != factory_of(name)}
+    found = []
+    for entry in entries:
+        is_all, path = entry.partition("@")[0] == "all", entry.removeprefix("all")
+        found += [stored.get(x, x).replace(x, x + path, 1) for x in ATTENTION] if is_all else [entry]
+    return found
 
 
 def format_choices(rows: Sequence[Mapping[str, Any]], budgets: Sequence[tuple[str, float]]) -> str:

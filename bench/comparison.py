@@ -12,6 +12,7 @@ import torch
 
 from attention import Grid
 from bench.arguments import BATCH_TOKENS
+from bench.choice import every_mechanism
 from bench.results import COLUMNS, FILES, SETTINGS, quartile_columns
 from bench.timing import Call, Quartiles, capturing, time_rounds
 from bench.workload import Subject, Workload, attention_layer, layers_that_differ, whole_model
@@ -54,7 +55,8 @@ def plan(args: argparse.Namespace, device: torch.device) -> list[Comparison]:
         make_output(args.output, FILES)
     kinds = []
     if args.attention:
-        names = args.attention if "softmax" in args.attention else ["softmax", *args.attention]
+        entries = every_mechanism(args.attention)
+        names = entries if "softmax" in entries else ["softmax", *entries]
         size = args.dim, args.num_heads
         layers = [(name, n) for name in dict.fromkeys(names) for n in layers_that_differ(name, *size, args.tokens[0])]
         kinds.append(("attention", [attention_layer(name, *size, layer=n) for name, n in layers], args.tokens, 1))
@@ -99,7 +101,7 @@ def compare(comparison: Comparison, rounds: int, device: torch.device) -> list[d
 
 
 def set_up(comparison: Comparison, device: torch.device) -> tuple[dict[str, Call], dict[str, dict[str, int | None]]]:
-    """Returns calls to time, and their memory and launches, for all subjects that fit into memory together."""
+    """Returns calls to time, and their `Workload.counts`, for all subjects that fit into memory together."""
     torch.compiler.reset()  # otherwise the next shape would be compiled as a dynamic one, which is slower
     setting = [getattr(comparison, name) for name in SETTINGS]
     workloads, calls, counts = {}, {}, {}

@@ -233,7 +233,7 @@ class Workload:
             leaf.grad = None
 
     def counts(self) -> dict[str, int | None]:
-        """Returns bytes, operators and kernel launches of one call; None for counts that do not apply."""
+        """Returns `operators`, `peak_bytes`, `saved_bytes`, `launches` of one call; None: does not apply."""
         return {
             "operators": None if self.is_compiled else len(count_operators(self.call)),
             "peak_bytes": peak_bytes(self.call, self.device),

@@ -148,10 +148,9 @@ def _bias_options(layer: nn.Module) -> tuple[tuple[str, ...], tuple[Grid, Grid]]
 
     Both determine the rows of the table. A window is never larger than the grid, so that it may be no square.
     """
-    config: Any = layer.config
-    bias: Any = layer.position_bias
-    kind, size, overlap, causal = bias.index_arguments
-    return (kind, getattr(config, "layout", "2d"), *["causal"] * causal), (size, overlap)
+    here: Any = layer
+    kind, size, overlap, causal = here.position_bias.index_arguments
+    return (kind, here.config.layout, *["causal"] * causal), (size, overlap)
 
 
 def _offsets(kind: tuple[str, ...], size: Grid, overlap: Grid) -> Grid:

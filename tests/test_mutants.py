@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.mutants import ROOT, killer, mutants_of, suite_of
+from tests.support.mutants import MUTATED, ROOT, TESTS, killer, mutants_of, suite_of
 
 SOURCE = b'''"""A module: 1 + 1."""
 def area(width: int, height: int) -> int:
@@ -29,5 +29,11 @@ def test_a_mutant_is_killed_or_survives(tmp_path):
 
 
 def test_every_file_of_the_run_has_tests():
-    for file in ("attention/mechanisms/eva.py", "attention/base.py", "engine/training/ema.py", "train.py"):
-        assert all((ROOT / word).exists() for word in suite_of(file, ROOT) if word.startswith("tests/"))
+    for pattern in MUTATED:
+        files = [str(path.relative_to(ROOT)) for path in ROOT.glob(pattern)]
+        assert files, pattern
+        assert all(suite_of(file, ROOT) for file in files)
+    assert suite_of("attention/mechanisms/eva.py", ROOT)[0] == "tests/mechanisms/test_eva.py"
+    assert suite_of("engine/training/resume.py", ROOT)[0] == "tests/engine/test_resume.py"
+    names = [word for _, words in TESTS for word in words if word.startswith("tests/") and "\\" not in word]
+    assert [name for name in names if not (ROOT / name).exists()] == []

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import benchmark
+from attention.registry import ATTENTION
 from bench import choice
 from bench.arguments import MODES
 from bench.comparison import Comparison
@@ -259,6 +260,18 @@ def test_the_stored_quality_is_that_of_the_measurements():
     for layer, stored in found.items():
         assert stored == pytest.approx(spread(losses[layer]), abs=1e-5)
         assert factory_of(layer)(dim=48, num_heads=3, grid=(14, 14))
+
+
+def test_all_mechanisms_include_every_stored_layer():
+    found, on_path = (
+        [subject.name.partition(", layer")[0] for subject in comparison.subjects]
+        for entry in ("all", "all@plain")
+        for comparison in plan("--attention", entry, "--tokens", "28x28", "--modes", "inference")
+    )
+    assert {factory_of(layer) for layer in choice.read_quality()} <= {factory_of(name) for name in found}
+    assert {name.partition(":")[0] for name in found} == {*ATTENTION}
+    assert {"eva", "lara:num_landmarks=49,released=True"} <= {*found}
+    assert {"eva@plain", "lara@plain:num_landmarks=49,released=True"} <= {*on_path}
 
 
 def test_plain_softmax_keeps_its_matrix(tmp_path):
