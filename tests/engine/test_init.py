@@ -306,7 +306,7 @@ def test_options_that_no_weight_shows_are_warned_of_or_refused(classes, tmp_path
     """A new classifier learns from any pooling."""
     there = build(class_token=True, global_pool="avg")
     monkeypatch.setattr(
-        "engine.checkpoints.initial_weights.read_weights", lambda name: Source(there.state_dict(), there)
+        "engine.checkpoints.initial_weights.read_weights", lambda name, _: Source(there.state_dict(), there)
     )
     options = ("model.class_token=true", f"model.num_classes={classes}", "init.weights=x")
     start(run_of(*options, "model.global_pool=avg"), tmp_path)
@@ -673,7 +673,7 @@ def test_timms_errors_are_one_line():
 def test_images_normalised_otherwise_are_warned_of(tmp_path, capsys, monkeypatch):
     images = {"mean": (0.5, 0.5, 0.5), "std": (0.25, 0.25, 0.25)}  # the quickstart has 0.5 for both
     monkeypatch.setattr(
-        "engine.checkpoints.initial_weights.read_weights", lambda name: Source(stock().state_dict(), images=images)
+        "engine.checkpoints.initial_weights.read_weights", lambda name, _: Source(stock().state_dict(), images=images)
     )
     start(run_of("init.weights=timm:any"), tmp_path)
     hint = "warning: data.std is [0.5, 0.5, 0.5], that of these weights was [0.25, 0.25, 0.25]"
