@@ -1,5 +1,6 @@
-"""Operators of a call."""
+"""Operators of a call, and the bytes that they move."""
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,12 +24,14 @@ class OperatorCounter(TorchDispatchMode):
     An operator with several kernels counts once. Operators are PyTorch's own and the project's Triton kernels.
 
     Attributes:
-        found: their names, without namespace and overload.
+        found: their names, without namespace and overload. nbytes: bytes that they read and write; a broadcast element
+            counts once, and a lookup its whole table.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.found: list[str] = []
+        self.nbytes = 0
         self._constants: dict[int, torch.UntypedStorage] = {}  # kept, so that no address is used twice
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -49,16 +52,22 @@ class OperatorCounter(TorchDispatchMode):
                 self._constants |= outputs
             elif is_mutable or not outputs.keys() <= inputs.keys():  # else a view
                 self.found.append(name)
+                self.nbytes += sum(map(moved, (*read, *made)))
                 for key in inputs if is_mutable else ():
                     self._constants.pop(key, None)
         return result
 
 
-def count_operators(call: Callable[[], object]) -> list[str]:
-    """Returns the operators of a call, on the paths that tensors off a CPU take: without chunks for its caches."""
+def moved(x: Tensor) -> int:
+    """Bytes of a tensor; a broadcast element counts once."""
+    return math.prod(n for n, stride in zip(x.shape, x.stride(), strict=True) if stride) * x.element_size()
+
+
+def count_operators(call: Callable[[], object]) -> OperatorCounter:
+    """Counts the operators of a call, on the paths that tensors off a CPU take: without chunks for its caches."""
     with off_cpu(), OperatorCounter() as counter:
         call()
-    return counter.found
+    return counter
 
 
 @contextmanager

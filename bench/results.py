@@ -18,7 +18,7 @@ NOISE = (
 MEMORY = (
     "Peak: what torch allocates during a call, beyond parameters, optimiser state and inputs. Saved: what the result "
     "keeps for its backward pass, without parameters. MACs: of one image, forward; sorting and comparing has none. "
-    "Operators: of PyTorch, without views."
+    "Operators: of PyTorch and Triton, without views. Moved: bytes that they read and write."
 )
 """Meaning of the counts."""
 
@@ -27,7 +27,7 @@ ENDS = ("", "_q1", "_q3", "_noisy")
 MEASURED = [name + end for name in ("seconds", "speedup") for end in ENDS]
 COUNTED = (
     *("macs_ratio", "efficiency", "images_per_second", "waited", "peak_bytes", "peak_ratio", "saved_bytes"),
-    *("operators", "launches", "macs", "parameters"),
+    *("operators", "moved_bytes", "launches", "macs", "parameters"),
 )
 FILES = ("table.md", "results.csv")
 """Files that `write_tables` writes."""
@@ -86,6 +86,7 @@ def readable(row: Mapping[str, Any]) -> dict[str, str]:
         + (f" ({row['peak_ratio']:.2f}x)" if row["peak_ratio"] else ""),
         "saved (MiB)": text(row["saved_bytes"], 2**20, ".1f"),
         "operators": text(row["operators"], 1, ".0f"),
+        "moved (MiB)": text(row["moved_bytes"], 2**20, ".1f"),
         "launches": text(row["launches"], 1, ".0f"),
         "MACs (G)": text(row["macs"], 1e9, ".3f"),
         "parameters (M)": text(row["parameters"], 1e6, ".3f"),

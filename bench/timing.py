@@ -16,8 +16,6 @@ Call = Callable[[], object]
 
 MAX_ERROR = 0.03
 """Largest relative standard error of a median that does not count as noise."""
-SAMPLE_SECONDS = 0.02
-"""Default for the least length of a measurement."""
 MAX_WAITED = 0.05
 """Largest share of the time on a CPU for which the measuring thread may have been kept from running."""
 
@@ -70,7 +68,7 @@ def time_rounds(
     calls: Mapping[str, Call],
     rounds: int,
     device: torch.device,
-    sample_seconds: float = SAMPLE_SECONDS,
+    sample_seconds: float = 0.02,
     *,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Times:

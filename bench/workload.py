@@ -233,9 +233,11 @@ class Workload:
             leaf.grad = None
 
     def counts(self) -> dict[str, int | None]:
-        """Returns `operators`, `peak_bytes`, `saved_bytes`, `launches` of one call; None: does not apply."""
+        """Returns `operators`, `moved_bytes`, `peak_bytes`, `saved_bytes`, `launches` of a call; None: do not apply."""
+        counter = None if self.is_compiled else count_operators(self.call)
         return {
-            "operators": None if self.is_compiled else len(count_operators(self.call)),
+            "operators": counter and len(counter.found),
+            "moved_bytes": counter and counter.nbytes,
             "peak_bytes": peak_bytes(self.call, self.device),
             "saved_bytes": saved_bytes(self.forward, self.parameters) if self.network.training else None,
             "launches": count_launches(self.call, self.device),

@@ -18,8 +18,7 @@ from models import MODELS
 from models.hosts import attention_calls
 
 FAMILIES = (
-    *("vit", "deit", "dinov2", "dinov2_with_registers", "dinov3_vit"),
-    *("siglip_vision_model", "clip_vision_model", "ijepa", "vit_msn", "vit_mae"),
+    "vit deit dinov2 dinov2_with_registers dinov3_vit siglip_vision_model clip_vision_model ijepa vit_msn vit_mae"
 )
 """Model types of transformers that the census goes through."""
 
@@ -53,7 +52,7 @@ def main(patterns: list[str]) -> None:
     of_timm = [name for name in patterns if not name.startswith("hf:")]
     names = [] if types and not of_timm else [name for name in timm.list_models(of_timm or "*") if name not in MODELS]
     hosts: dict[str, Callable[[], nn.Module]] = {name: partial(timm.create_model, name) for name in names}
-    for name in types if patterns else FAMILIES:
+    for name in types if patterns else FAMILIES.split():
         hosts[f"hf:{name}"] = partial(of_transformers, name)
     if not hosts:
         sys.exit(f"error: {' '.join(patterns)}: no architecture of timm has such a name; `timm.list_models()` has all")

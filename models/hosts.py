@@ -27,9 +27,6 @@ from models.host_layers import Calls, PassGrid, Replaced, call_problem, with_mix
 
 Host = TypeVar("Host", bound=nn.Module)
 
-KEY = "model"
-"""First word of the messages of refused hosts."""
-
 
 class Call(NamedTuple):
     """A call of `scaled_dot_product_attention` in a forward pass, by the module `name`.
@@ -126,7 +123,7 @@ def replace_calls(model: Host, layers: Sequence[Call], attention: Mechanism | Se
     """`replace_attention` in the layers of `attention_calls`."""
     if refused := next((call for call in layers if call.problem), None):
         remedy = "a mechanism can take the place of plain self-attention alone"
-        raise OptionError(KEY, f"{refused.name} {refused.problem}; {remedy}")
+        raise OptionError("model", f"{refused.name} {refused.problem}; {remedy}")
     entries, shared = assign(type(model).__name__, attention, [len(layers)]), dict[Any, Any]()
     with torch.device("cpu"):  # the check of projections computes
         cores = [
@@ -156,7 +153,7 @@ def attention_calls(model: nn.Module, img_size: int | Grid | None = None) -> lis
         OptionError: `replace_attention` takes no such model; it has no attention layer; it runs on no image.
     """
     if problem := _model_problem(model):
-        raise OptionError(KEY, f"{type(model).__name__} {problem}")
+        raise OptionError("model", f"{type(model).__name__} {problem}")
     layers = []
     calls, in_training = (_calls(model, img_size, training) for training in (False, True))
     for name, call in calls.items():
@@ -173,15 +170,15 @@ def attention_calls(model: nn.Module, img_size: int | Grid | None = None) -> lis
         layers.append(call._replace(problem=problem))
     for name, module in model.named_modules():
         if getattr(module, "fused_attn", True) is False:
-            problem = "has fused_attn = False, so that its attention is no call that can be replaced"
-            raise OptionError(KEY, f"{name} {problem}; call timm.layers.set_fused_attn(True, experimental=True) before")
+            problem = "has fused_attn = False, so that its attention is no call that can be replaced; call"
+            raise OptionError("model", f"{name} {problem} timm.layers.set_fused_attn(True, experimental=True) before")
     implementation = getattr(getattr(model, "config", None), "_attn_implementation", "sdpa")
     if not layers and implementation != "sdpa":
         problem = f"has attn_implementation = {implementation!r}; call its set_attn_implementation('sdpa')"
-        raise OptionError(KEY, f"{type(model).__name__} {problem}")
+        raise OptionError("model", f"{type(model).__name__} {problem}")
     if not layers:
         problem = "has no attention among its tokens that calls torch's scaled_dot_product_attention"
-        raise OptionError(KEY, f"{type(model).__name__} {problem}; take another model, such as a ViT of timm")
+        raise OptionError("model", f"{type(model).__name__} {problem}; take another model, such as a ViT of timm")
     return layers
 
 
@@ -197,7 +194,7 @@ def _calls(model: nn.Module, img_size: int | Grid | None, training: bool) -> dic
     except Exception as error:  # the host's own
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         problem = f"{type(model).__name__} refuses images {shape}: {reason}"
-        raise OptionError(KEY, f"{problem}; give img_size, or the part of the model that takes images") from error
+        raise OptionError("model", f"{problem}; give img_size, or the part of the model that takes images") from error
     return survey.calls
 
 
