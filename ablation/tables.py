@@ -21,7 +21,7 @@ ONE_RUN = "One run per row: how far other seeds would end is not known, and rows
 REPLICATES = (
     "Statistics: ± is the standard deviation over {0}s. Differences are to the first row, between runs of the same {0},"
     " and noise unless Student's t over them is significant at 5 % after Holm's correction for the rows: at most one in"
-    " 20 tables without an effect shows one. Their standard deviation is taken as at least one image, because"
+    " 20 columns without an effect shows one. Their standard deviation is taken as at least one image, because"
     " accuracies are multiples of one image."
 )
 

@@ -121,10 +121,7 @@ def outputs(layer: Layer, x: Tensor, others: dict[str, Any]) -> Tensor:
 
 
 def layer_errors(
-    model: nn.Module,
-    inputs: Sequence[Given],
-    expected: Sequence[Tensor],
-    compute: Compute,
+    model: nn.Module, inputs: Sequence[Given], expected: Sequence[Tensor], compute: Compute
 ) -> list[float]:
     """Returns the `relative_error` of the result of `compute` (`attended`, `outputs`) for each attention layer."""
     layers = zip(attention_layers(model), inputs, expected, strict=True)

@@ -35,7 +35,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     executions = "compiled: for each shape; cuda-graph: eager kernels, launched at once"
     add("--macs", action="store_true", help="parameters and multiply-accumulates beside the papers' figures")
     add("--attention", **entries, metavar=layers, help="single layers, or all; PATH: fast paths, as train.kernels")
-    add("--models", **entries, metavar="MODEL", help=f"{models}, timm:NAME as it is, or a YAML file")
+    add("--models", **entries, metavar="MODEL", help=f"{models}, timm:NAME[:OPTION=VALUE,...], or a YAML file")
     add("--tokens", **many, type=token_grid, default=[(28, 28)], metavar="N|HxW", help="tokens of a layer")
     pixels = "images of models, in pixels; default: 224"
     add("--image-sizes", **many, type=image_size, default=[(224, 224)], metavar="SIDE|HxW", help=pixels)

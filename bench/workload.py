@@ -114,8 +114,8 @@ def layers_that_differ(text: str, dim: int, num_heads: int, grid: Grid) -> list[
 
 
 def whole_model(text: str) -> Subject:
-    """Parses ``"NAME:ATTENTION[@PATH][:OPTION=VALUE,...]"``, or a YAML file. NAME may be ``timm:NAME``: then attention
-    may be left out, and ``"timm:NAME:OPTION=VALUE,..."`` gives options of timm's constructor.
+    """Parses ``"NAME:ATTENTION[@PATH][:OPTION=VALUE,...]"``, or a YAML file. NAME may be ``timm:NAME``; without
+    attention, ``"timm:NAME[:OPTION=VALUE,...]"`` is the model as it is, with options of timm's constructor.
 
     Raises:
         OptionError, ConfigError: an unknown model of timm, or a refused file. Other names are checked at construction.

@@ -9,25 +9,13 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
-from timm.layers import (
-    LayerNorm,
-    Mlp,
-    global_pool_nlc,
-    resample_abs_pos_embed,
-    trunc_normal_,
-)
+from timm.layers import LayerNorm, Mlp, global_pool_nlc, resample_abs_pos_embed, trunc_normal_
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
 from attention import Grid, OptionError
 from models.assignment import LayerFactory
-from models.base import (
-    Backbone,
-    check_key_mask,
-    drop_path_rates,
-    fill_masked,
-    intermediate_outputs,
-)
+from models.base import Backbone, check_key_mask, drop_path_rates, fill_masked, intermediate_outputs
 from models.block import Block, run_blocks
 from models.deit_options import DeitConfig
 from models.patches import Patches, conv_stem, pad_positions, unmasked_parts

@@ -2,7 +2,7 @@
 
 import importlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from torch import Tensor, nn
@@ -89,6 +89,15 @@ def pretrained_host(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
     with _quiet():
         model, info = kind.from_pretrained(name.removeprefix(HF), config=config, **options)
     return model, {key: x for key, x in model.state_dict().items() if key not in info["missing_keys"]}
+
+
+def image_statistics(name: str) -> dict[str, Any]:
+    """The `mean` and `std` by which the image processor of a model of transformers normalises; {} without one."""
+    processing = importlib.import_module("transformers.image_processing_base").ImageProcessingMixin
+    with suppress(OSError), _quiet():
+        options, _ = processing.get_image_processor_dict(name.removeprefix(HF))
+        return {key: options[f"image_{key}"] for key in ("mean", "std") if f"image_{key}" in options}
+    return {}
 
 
 def _fetched(name: str) -> Any:

@@ -23,7 +23,7 @@ from engine.runtime.errors import UserError
 from engine.runtime.text import describe_error, one_line
 from models import MODELS, create_model, parse_model
 from models.hosted import TIMM
-from models.of_transformers import HF, pretrained_host
+from models.of_transformers import HF, image_statistics, pretrained_host
 
 NESTED: dict[str, Weights] = {"state_dict_ema": "ema", "model_ema": "ema", "state_dict": "plain", "model": "plain"}
 """Keys of the weights in files of training scripts -> their kind, in timm's order. The first found counts."""
@@ -125,14 +125,14 @@ def load_timm(name: str) -> Any:  # nn.Module, whose attributes are tensors or m
 def _read_transformers(name: str) -> Source:
     """Reads a model of transformers, of the hub or of a folder."""
     try:
-        model, state = pretrained_host(name)
+        (model, state), images = pretrained_host(name), image_statistics(name)
     except Exception as error:  # errors of transformers, and many of the hub
         remedy = "name a model of the hub that can be fetched, or a folder of its config.json and weights"
         raise UserError(f"{name}: transformers cannot load it ({describe_error(error)}); {remedy}") from None
     labels = getattr(cast(Any, model.config), "id2label", None) or {}
     classes = [str(labels[number]) for number in sorted(labels)]
     is_named = any(text != f"LABEL_{number}" for number, text in enumerate(classes))
-    return Source(state, model, {}, classes if is_named else None, Kind.TRANSFORMERS.value)
+    return Source(state, model, images, classes if is_named else None, Kind.TRANSFORMERS.value)
 
 
 @contextmanager

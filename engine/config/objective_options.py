@@ -27,10 +27,7 @@ class Distill:
         " on the inputs of the teacher's",
     )
     alpha: float | None = option(
-        None,
-        "weight of the teacher; null: 0.5, and for attention 1, which uses no labels",
-        low=0,
-        high=1,
+        None, "weight of the teacher; null: 0.5, and for attention 1, which uses no labels", low=0, high=1
     )
     tau: float = option(1.0, "temperature of soft predictions", above=0, high=1000)
 

@@ -83,12 +83,7 @@ class Data:
         "validation, as in timm: the centre of an image; all of it, stretched (squash) or with a border, if crop_pct is"
         " 1 (below, the margin is cut)",
     )
-    crop_pct: float = option(
-        0.875,
-        "validation: share of the resized image kept by the centre crop",
-        low=0.25,
-        high=1,
-    )
+    crop_pct: float = option(0.875, "validation: share of the resized image kept by the centre crop", low=0.25, high=1)
     interpolation: Literal["bicubic", "bilinear", "nearest"] = option("bicubic", "validation resize")
     mean: tuple[float] | tuple[float, float, float] = option(
         (0.485, 0.456, 0.406),

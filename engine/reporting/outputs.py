@@ -70,12 +70,7 @@ def classes_csv(found: PredictionTable) -> bytes:
     The recall of a class is its top-1. A ratio over no image is empty.
     """
     hits = found.classes == found.label[:, None]
-    counted = (
-        found.label,
-        found.predicted[found.predicted >= 0],
-        found.label[hits[:, 0]],
-        found.label[hits.any(1)],
-    )
+    counted = (found.label, found.predicted[found.predicted >= 0], found.label[hits[:, 0]], found.label[hits.any(1)])
     counts = zip(*(torch.bincount(x, minlength=len(found.names)).tolist() for x in counted), strict=True)
 
     def rows() -> Iterable[list]:

@@ -168,11 +168,7 @@ class Recorder(SilentRecorder):
             print(f"train.amp = auto: {values['precision']} on this device", flush=True)
         for name in sorted({"kernels", "compile"} & values.keys()) if self.num_gpus else ():
             print(f"train.{name} = {values[name]}", flush=True)
-        values |= {
-            "host": platform.node(),
-            "processes": processes,
-            "epochs": self.run.schedule.epochs,
-        }
+        values |= {"host": platform.node(), "processes": processes, "epochs": self.run.schedule.epochs}
         self._record("start", epoch, {**values, "total_steps": self.total_steps})
         for option, (before, now) in resumption.changes.items():
             self._record("change", epoch, {"option": option, "before": _short(before), "now": _short(now)})

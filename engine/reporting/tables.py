@@ -59,7 +59,7 @@ def holm(differences: Mapping[Any, Spread | None]) -> dict[Any, Spread | None]:
     found = dict(differences)
     tested = [(name, x) for name, x in found.items() if x is not None and x.n > 1]
     comparisons = len(tested)
-    for name, x in sorted(tested, key=lambda item: item[1].p):
+    for name, x in sorted(tested, key=lambda item: (math.isnan(item[1].p), item[1].p)):
         found[name] = x = x._replace(comparisons=comparisons)
         comparisons -= not x.is_noise
     return found

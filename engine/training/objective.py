@@ -99,7 +99,7 @@ def read_teacher(name: str, run: Run) -> Teacher:
 
     A run directory gives its best checkpoint, and a checkpoint the weights of `open_weights`. With
     `distill.type: attention`, weights of other programs and of timm's hub load into the run's own model with the
-    published attention of its family.
+    published attention of its family. A model of transformers is built for the run's images.
 
     Raises:
         UserError: no such model, or a file of weights that does not name its model.
@@ -113,8 +113,10 @@ def read_teacher(name: str, run: Run) -> Teacher:
         images, classes = (config["mean"], config["std"]), read_label_names(config, name)
         return Teacher(model, config["input_size"], classes, _normalisation(run), images)
     if found.kind is Kind.TRANSFORMERS:
-        options = {"in_chans": num_channels(run), "img_size": run.model["img_size"]}
-        return read_published(name, replace(run, model=asdict(parse_model(name, described(name, options)))))
+        own = asdict(parse_model(name, described(name, {"in_chans": num_channels(run)})))
+        teacher = read_published(name, replace(run, model=own | {"img_size": run.model["img_size"]}))
+        teacher.shape = num_channels(run), *to_2tuple(own["img_size"])
+        return teacher
     if found.kind in FOREIGN:
         remedy = f"name {TIMM}NAME of timm's hub, or a run of train.py"
         raise UserError(f"weights alone, which do not say of what model they are; {remedy}")
@@ -146,7 +148,9 @@ def read_published(name: str, run: Run) -> Teacher:
     own = _normalisation(run)
     images = source.images.get("mean", own[0]), source.images.get("std", own[1])
     classes = None if source.classes is None else list(source.classes)
-    return Teacher(model, _image_shape(run), classes, own, images)
+    teacher = Teacher(model, _image_shape(run), classes, own, images)
+    teacher.note = "" if source.images else "its normalisation is not known, and is taken for the run's"
+    return teacher
 
 
 @torch.no_grad()

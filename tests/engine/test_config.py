@@ -100,13 +100,20 @@ def test_a_mechanism_is_parsed_once(monkeypatch):
 
 
 def test_options_of_earlier_versions_without_an_effect_are_passed_over():
-    options = {"model": {"name": "deit_tiny_p16"}, "attention": {"name": "softmax"}}
-    removed = flatten_back({key: (values or ["any"])[-1] for key, values in REMOVED.items()})
-    former = removed | {key: removed[key] | options[key] for key in options} | {"report": {"wandb": "project"}}
+    attention = [{"blocks": "0-5", "name": "efficient"}, {"blocks": "6-11", "name": "reformer"}]
+    options = {"model": {"name": "deit_tiny_p16"}, "attention": attention}
+    former = flatten_back({key: (values or ["any"])[-1] for key, values in REMOVED.items()})
+    mechanisms = [former.pop("attention(efficient)"), former.pop("attention(reformer)")]
+    former["attention"] = [here | gone for here, gone in zip(attention, mechanisms, strict=True)]
+    former |= {"model": former["model"] | options["model"], "report": {"wandb": "project"}}
+    former["train"]["kernels"], former["data"]["dataset"] = "lean", "tar"
     assert parse_run(options | former, "last.pt") == parse_run(options, "last.pt")
     assert former["distill"] == {"layers": None, "distance": "squared", "beside": "labels"}  # not changed
     with pytest.raises(ConfigError, match=r"^last\.pt: model\.patch_drop_rate = 'any': gone from this version; use"):
         parse_run(options | former, "last.pt", resumes=True)
+    own = {"name": "softmax", "key_dim": None}
+    with pytest.raises(ConfigError, match=r"attention\(softmax\)\.key_dim: unknown option"):
+        parse_run(options | {"attention": own}, "last.pt")
     former["distill"]["layers"] = [1]
     with pytest.raises(ConfigError, match=r"^last\.pt: distill\.layers = \[1\]: gone from this version; use"):
         parse_run(options | former, "last.pt")

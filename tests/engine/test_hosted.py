@@ -189,6 +189,14 @@ def test_a_classifier_of_a_folder_loads_and_is_matched_by_its_classes(tmp_path):
     teacher = read_teacher(name, load_run(write_run(tmp_path / "x.yaml")))
     assert torch.equal(teacher(images()), there(images()).logits)
     assert teacher.classes == source.classes
+    assert "not known" in teacher.note
+    transformers.ViTImageProcessor(image_mean=[0.1] * 3, image_std=[0.2] * 3).save_pretrained(tmp_path / "vit")
+    larger = {**VIT, "img_size": 32}
+    teacher = read_teacher(name, load_run(write_run(tmp_path / "y.yaml", model=larger)))
+    assert (teacher.shape, teacher.note) == ((3, 16, 16), "")
+    pixels = torch.randn(2, 3, 32, 32)
+    expected = there(((pixels / 2 + 0.5) - 0.1) / 0.2, interpolate_pos_encoding=True).logits
+    torch.testing.assert_close(teacher(pixels), expected)
     _, outcome = fit_weights(create_model(name, num_classes=3), source, "x")
     assert [*outcome["re-made"]] == ["classifier.weight", "classifier.bias"]
 
