@@ -1,5 +1,6 @@
 """Tables and figures of sweeps: statistics over seeds and folds, the papers' figures, names and fronts."""
 
+import itertools
 import math
 import re
 from itertools import combinations
@@ -296,6 +297,9 @@ def test_holms_correction_goes_on_after_an_effect_and_ends_after_noise():
     for means, effects in {(3, 7, 11): 2, (11, 5.5, 7): 3, (5.5, 5.6, 11): 1, (3, 5.5): 0, (5.5,): 1}.items():
         found = holm({"none": None, "one": Spread(9.0, None, 1)} | {mean: Spread(mean, 3**0.5, 3) for mean in means})
         assert [mean for mean in means if not found[mean].is_noise] == [*means[len(means) - effects :]]
+    for means in itertools.permutations((11.0, math.nan, 7.0)):  # what is not finite comes last
+        found = holm({mean: Spread(mean, 3**0.5, 3) for mean in means})
+        assert [found[mean].comparisons for mean in (11.0, 7.0)] == [3, 2]
 
 
 def test_what_a_run_did_not_measure_is_left_out():
