@@ -98,7 +98,7 @@ class Budgets:
 
 
 def _attributes(own: nn.Module, other: nn.Module) -> dict[str, Any]:
-    """What `own` takes from `other`, a module in its place at another size: all but weights, modules and mode."""
+    """The attributes that `own` gets from `other`, its twin of another size: all but weights, modules and mode."""
     found = {name: value for name, value in vars(other).items() if name[0] != "_" and name != "training"}
     return {**found, "_buffers": own._buffers if other is own else cut_features(own._buffers, other)}
 

@@ -246,7 +246,11 @@ def test_labels_replace_words_of_names(config):
 def test_a_figure_that_a_sweep_has_no_longer_is_removed(config, monkeypatch):
     """A PDF has no title."""
     settings, titles = grid_of_numbers(config), set()
-    encoding = lambda figure, form="png": titles.add((form, figure.get_suptitle() != "")) or encode(figure, form)  # noqa: E731
+
+    def encoding(figure, form: str = "png") -> bytes:
+        titles.add((form, figure.get_suptitle() != ""))
+        return encode(figure, form)
+
     monkeypatch.setattr("ablation.report.encode", encoding)
     claim(config.parent, FIGURES)
     for rows, gone in (settings, set()), (settings[:-1], {"heat_map.png", "heat_map.pdf"}):
