@@ -26,23 +26,24 @@ from engine.config.micro_batches import describe_batch_norm
 from engine.config.schema import Run
 from engine.data.identity import identify_data, warn_of_one_split
 from engine.data.loaders import create_loaders
-from engine.data.splits import classes_of, count_data_classes
+from engine.data.splits import Splits, classes_of, count_data_classes
 from engine.data.workers import workers_of_rank
 from engine.evaluation.evaluate import evaluate_all
 from engine.reporting.console import format_values
 from engine.reporting.prometheus import Heartbeat
 from engine.reporting.recorder import RUN_FILES, Recorder, SilentRecorder
-from engine.run.load import load_run
+from engine.run.load import draft_run
 from engine.runtime.distributed import World, autocast, init_distributed, seed_everything, set_arithmetic, world_size
 from engine.runtime.errors import refuse_bad_input
 from engine.runtime.locks import lock_directory
 from engine.runtime.signals import STOPPED, SignalHandler, end_at_interrupt
 from engine.runtime.terminal import ConsoleLog, print_fields
 from engine.training.compilation import compiled_blocks
-from engine.training.device import check_device, chosen_kernels
+from engine.training.device import chosen_kernels
 from engine.training.exchange import UpdateExchange
 from engine.training.failure import explain_failures
 from engine.training.graphs import graph_passes
+from engine.training.inputs import check_launch, open_inputs
 from engine.training.objective import create_objective
 from engine.training.optim import create_average, create_optimizer, create_schedule, keep_finite
 from engine.training.plan import print_plan
@@ -55,15 +56,16 @@ from models.freeze import set_train_mode
 def main(arguments: Sequence[str] | None = None) -> None:
     args = parse_arguments(arguments)
     with ConsoleLog() as console, refuse_bad_input():
-        run = load_run(args.config, args.overrides, world_size(), count_data_classes)
+        draft = draft_run(args.config, args.overrides, world_size(), count_data_classes)
+        run = check_launch(draft, args.output)
         set_arithmetic(run.train.deterministic, run.train.tf32)
         world = init_distributed(run.train.device, run.train.timeout_minutes)
         # Report refusals before the process group is destroyed; otherwise another rank fails first.
         with world.ending(), refuse_bad_input(), explain_failures(run.train, world), ExitStack() as cleanup:
-            check_device(run, world.device)
+            splits = open_inputs(draft, world, args.output)
             if args.dry_run:
-                return print_plan(run, world, args.output, args.allow_change, quoted_top1(args.config))
-            trainer = Trainer(run, world, args.output, args.allow_change, cleanup)
+                return print_plan(run, world, splits, args.output, args.allow_change, quoted_top1(args.config))
+            trainer = Trainer(run, world, splits, args.output, args.allow_change, cleanup)
             if not trainer.progress.is_finished(run):  # the log of a finished run stays as it is
                 console.keep(args.output)
                 world.tell(quoted_top1(args.config))
@@ -77,17 +79,20 @@ class Trainer:
     """The training of `run` in the directory `output`, from its last checkpoint if there is one.
 
     Args:
+        splits: training and validation images.
         allowed: options in which `run` may differ from the run in `output`. cleanup: closes what is opened here.
     Raises:
         OptionError, UserError: data that cannot be used, or a directory that holds a different run.
     """
 
-    def __init__(self, run: Run, world: World, output: Path, allowed: Sequence[str], cleanup: ExitStack):
+    def __init__(
+        self, run: Run, world: World, splits: Splits, output: Path, allowed: Sequence[str], cleanup: ExitStack
+    ):
         self.run, self.options, self.world, self.output, self.cleanup = run, run.train, world, output, cleanup
         self.costs = count_costs(run.model, run.attention)._asdict()
         seed_everything(self.options.seed)  # without the rank: every rank makes the same initial weights
         self.layout = torch.channels_last if self.options.channels_last else torch.contiguous_format
-        loaders = create_loaders(run, world, img_size=run.model["img_size"], num_classes=run.model["num_classes"])
+        loaders = create_loaders(run, world, splits, **{key: run.model[key] for key in ("img_size", "num_classes")})
         self.train_loader, self.val_loader, self.augment = loaders
         if (workers := workers_of_rank(run.data.workers)) < run.data.workers:
             world.tell(f"data.workers = {run.data.workers}: {workers} loader processes, as many as a rank has cores")

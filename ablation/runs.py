@@ -17,7 +17,7 @@ from engine.config.schema import Data, Run
 from engine.config.yaml_files import dump_yaml, read_yaml
 from engine.data.identity import identify_data
 from engine.data.splits import open_split
-from engine.objectives import choose_objective
+from engine.objectives.copying import Copying
 from engine.reporting.metrics import find_records, list_changes
 from engine.run.load import dump_run, flatten, parse_run
 from engine.runtime.errors import ConfigError, UserError, as_config_error
@@ -94,7 +94,7 @@ def check_begun(cases: Sequence[Case]) -> None:
             remedy = "give them again, another --output, or move it elsewhere"
             raise UserError(f"{case.directory}: was trained with other options; {remedy}: {lines[0]}")
     for case in begun:
-        if choose_objective(case.run).draw(case.run, False) is not None:
+        if Copying.applies(case.run):  # drawn, not read
             continue
         try:
             found, problem = newest_checkpoint(case.directory, quiet=True), "no checkpoint there"

@@ -11,12 +11,12 @@ from ablation.match import Matched, OutOfReach, solve
 from ablation.names import check_labels
 from ablation.runs import Case, Setting, to_text
 from ablation.schema import OF_ROWS, Ablation, Row, list_replicates, list_rows, parse_ablation
-from attention.options import OptionError, nearest, parse_options, to_yaml
+from attention.options import OptionError, nearest, parse_options, refuse, to_yaml
 from attention.plugins import as_arguments
 from engine.config.papers import PaperRow, read_papers
 from engine.config.schema import Run
 from engine.config.yaml_files import SWEEP, read_yaml
-from engine.run.checks import check_run
+from engine.run.checks import list_checks
 from engine.run.load import is_overridden, load_run, load_unbuilt
 from engine.runtime.errors import ConfigError, as_config_error
 
@@ -122,7 +122,8 @@ class Planner:
             raise ConfigError(f"{held_out_by}: folds already holds images out; set it to null in base")
         if folds:
             with as_config_error("folds: "):
-                check_run(with_values(run, first), self.world_size)
+                run = with_values(run, first)
+                refuse([problem for check in list_checks(self.world_size) for problem in check(run) or ()])
         name = self.name(row, size)
         command = [*self.launcher, str(ROOT / "train.py"), str(row.base), *self.overrides, *row.overrides, *size]
         cases = []

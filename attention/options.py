@@ -160,10 +160,10 @@ def parse_options(cls: type, options: Mapping[str, Any], path: str = "") -> Any:
                 raise UnknownOptionError(key, f"unknown option{nearest(name, fields)}")
             values[name] = _check(types_of[name], value, key)
             _check_range(values[name], fields[name].metadata, key)
-    refuse(problems)
     for name, field in fields.items():
-        if name not in values and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-            raise OptionError(f"{path}.{name}" if path else name, "required, but not given")
+        if name not in options and field.default is dataclasses.MISSING is field.default_factory:
+            problems.append(OptionError(f"{path}.{name}" if path else name, "required, but not given"))
+    refuse(problems)
     parsed = cls(**values)
     rules = {name: rule for name, field in fields.items() if (rule := field.metadata.get("chosen"))}
     return dataclasses.replace(parsed, **{n: rule(parsed) for n, rule in rules.items() if getattr(parsed, n) is None})

@@ -18,7 +18,7 @@ import attention
 from attention import ATTENTION, LayerContext, OptionError, create_attention, options_of
 from attention.__main__ import main, table
 from attention.option_tables import describe
-from engine.config.schema import Run
+from engine.config.schema import SECTIONS
 from models import MODELS
 
 FACTORY = {"name"}
@@ -90,9 +90,8 @@ def test_an_option_for_a_program():
 
 
 def test_tables_show_values_as_yaml_reads_them():
-    sections = [kind for kind in typing.get_type_hints(Run).values() if dataclasses.is_dataclass(kind)]
     configs = [*(family.Config for family, _ in MODELS.values()), *(ATTENTION[name].Config for name in ATTENTION)]
-    shown = [about for cls in [*sections, *configs] for about in describe(cls).values()]
+    shown = [about for cls in [*SECTIONS.values(), *configs] for about in describe(cls).values()]
     for value in [choice for about in shown for choice in (about.default, *about.choices)]:
         read = yaml.safe_load(attention.options.to_yaml(value))
         assert read == (list(value) if isinstance(value, tuple) else value)

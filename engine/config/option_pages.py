@@ -8,13 +8,12 @@ every family of models and of every mechanism.
 
 import dataclasses
 import inspect
-import typing
 from collections.abc import Mapping
 
 from attention.option_tables import describe, table
 from attention.options import to_yaml
 from attention.registry import ATTENTION
-from engine.config.schema import Run
+from engine.config.schema import SECTIONS, Run
 from engine.runtime.arguments import ArgumentParser
 
 ENTRY = "An entry of a list"
@@ -29,8 +28,7 @@ KINDS = {
 
 def sections() -> dict[str, str]:
     """Returns section of a run -> the first paragraph of its description."""
-    classes = {name: kind for name, kind in typing.get_type_hints(Run).items() if dataclasses.is_dataclass(kind)}
-    texts = {name: (inspect.getdoc(cls) or "").partition("\n\n")[0] for name, cls in classes.items()}
+    texts = {name: (inspect.getdoc(cls) or "").partition("\n\n")[0] for name, cls in SECTIONS.items()}
     return KINDS | {name: " ".join(text.split()) for name, text in texts.items()}
 
 
@@ -47,7 +45,7 @@ def page(section: str) -> str:
         classes = {ENTRY: Place} | {name: mechanism.Config for name, mechanism in ATTENTION.items()}
         text = f"{LINKS}\n\n{_tables(classes)}"
     else:
-        text = entries(typing.get_type_hints(Run)[section], f"{section}.")
+        text = entries(SECTIONS[section], f"{section}.")
     return f"# Options: {section}\n\n{sections()[section]}\n\n{text}\n"
 
 

@@ -6,8 +6,9 @@ read.
 """
 
 import statistics
+import typing
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from typing import Any, Literal
 
 from attention.options import option
@@ -299,6 +300,10 @@ class Run:
     plugins: tuple[str, ...] = option(
         (), "modules or .py files that register the mechanisms in attention that are not built in, see --plugin"
     )
+
+
+SECTIONS: dict[str, Any] = {name: kind for name, kind in typing.get_type_hints(Run).items() if is_dataclass(kind)}
+"""Section of a run -> its dataclass; without `model` and `attention`, whose options differ."""
 
 
 def num_channels(run: Run) -> int:

@@ -16,16 +16,15 @@ from torch import Tensor
 from torch.utils.data import Dataset, SequentialSampler, default_collate
 from tqdm import tqdm
 
-from attention.options import OptionError, refuse
 from engine.config.schema import Run, num_channels, per_channel
 from engine.data.augment import BatchAugment, Size, create_mixup, create_transform
 from engine.data.images import BrokenImage
 from engine.data.sampler import EpochSampler, SeededDataset
-from engine.data.splits import Images, classes_of, open_images, report_split
+from engine.data.splits import Images, Splits, open_images, open_splits, report_split
 from engine.data.workers import WorkerLoader, workers_of_rank
 from engine.objectives import choose_objective
 from engine.runtime.distributed import World, seed_everything
-from engine.runtime.text import describe_difference, one_line
+from engine.runtime.text import one_line
 
 ERASING = 1
 """Seed component that separates the erasing of a batch from the batch's first image."""
@@ -138,7 +137,9 @@ def images_of(loader: Loader) -> Images:
     return cast(Images, dataset.dataset if isinstance(dataset, SeededDataset) else dataset)
 
 
-def create_loaders(run: Run, world: World, *, img_size: Size, num_classes: int) -> tuple[Loader, Loader, BatchAugment]:
+def create_loaders(
+    run: Run, world: World, splits: Splits | None = None, *, img_size: Size, num_classes: int
+) -> tuple[Loader, Loader, BatchAugment]:
     """Training loader, validation loader and batch-wise augmentation of a run.
 
     The loaders yield images (b, C, H, W) fp32 and class indices (b,) int64, or the objective's targets, on CUDA already
@@ -146,25 +147,14 @@ def create_loaders(run: Run, world: World, *, img_size: Size, num_classes: int) 
     micro-batches, `grad_accum_steps` per optimiser step. Their images do not depend on the random state of this
     process; the batch-wise augmentation depends on it alone.
 
-    Raises:
-        OptionError: missing or wrong folders, an empty split, classes that differ between the splits or from the
-            model's, or fewer training images than one total batch.
+    Args:
+        splits: those of `open_splits`, which opens them if there are none, and says what it refuses.
     """
     batch_size, rest = divmod(run.train.total_batch_size, world.size * run.train.grad_accum_steps)
-    assert not rest, "check_run refuses a total batch that cannot be divided"
-    train = open_images(run, "train_split", img_size, _sends_bytes(run, world))
-    val = open_images(run, "val_split", img_size, _sends_bytes(run, world))
-    if classes_of(train) != classes_of(val):
-        names = describe_difference(classes_of(train), classes_of(val))
-        raise OptionError("data.val_split", f"classes differ from training: {names}")
-    problems = list[OptionError]()
-    if choose_objective(run).predicts_classes and (found := len(classes_of(train))) != num_classes:
-        problem = f" = {num_classes}, but the images have {found} classes; set it to that"
-        problems.append(OptionError("model.num_classes", problem))
-    if len(train) < run.train.total_batch_size:
-        problem = f" = {run.train.total_batch_size} exceeds the {len(train)} training images; lower it"
-        problems.append(OptionError("train.total_batch_size", problem))
-    refuse(problems)
+    assert not rest, "a total batch that cannot be divided is refused"
+    opened = splits or open_splits(run, num_classes)
+    train = open_images(run, "train_split", img_size, _sends_bytes(run, world), opened[0])
+    val = open_images(run, "val_split", img_size, _sends_bytes(run, world), opened[1])
     if world.is_primary:
         report_split(run.data, "train_split", train, img_size)
         val.reader.ignored = () if run.data.held_out_by else val.reader.ignored  # named once, with the training split

@@ -15,7 +15,7 @@ from timm.layers import to_2tuple
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from attention.options import OptionError
+from attention.options import OptionError, collecting, refuse
 from engine.config.schema import Data, Run, num_channels
 from engine.data.arrays import ArrayReader, DigitsReader
 from engine.data.augment import Size, create_transform
@@ -29,8 +29,9 @@ from engine.data.layout import LOOSE, LayoutError, SplitReader, describe_files, 
 from engine.data.subset import SubsetReader, choose_classes, choose_images, hold_out
 from engine.data.webdataset import WdsReader
 from engine.objectives import choose_objective
+from engine.objectives.copying import Copying
 from engine.runtime.errors import UserError
-from engine.runtime.text import describe_error, one_line
+from engine.runtime.text import describe_difference, describe_error, one_line
 
 READERS: dict[str, tuple[Callable[[str], SplitReader], Sequence[str]]] = {
     "folder": (open_class_folders, ("",)),
@@ -92,20 +93,62 @@ class Images(Dataset):
         return decode(file, self.mode)
 
 
-def open_images(run: Run, option: Literal["train_split", "val_split"], img_size: Size, as_bytes: bool) -> Images:
+Splits = tuple[Images, Images]
+"""Training and validation images of a run."""
+
+
+def open_images(
+    run: Run, option: Literal["train_split", "val_split"], img_size: Size, as_bytes: bool, opened: Images | None = None
+) -> Images:
     """Opens the split that `option` names, as inputs and targets of the model of `run`.
 
     Args:
-        img_size: pixels of the inputs. as_bytes: see `create_transform`.
+        img_size: pixels of the inputs. as_bytes: see `create_transform`. opened: the split, if it is open.
     """
-    is_training, objective = option == "train_split", choose_objective(run)
-    drawn = objective.draw(run, is_training)
+    is_training = option == "train_split"
     return Images(
-        open_split(run.data, option).reader if drawn is None else ArrayReader(*drawn),
+        (_open_data(run, option) if opened is None else opened).reader,
         create_transform(run, img_size, is_training, as_bytes),
         "L" if num_channels(run) == 1 else "RGB",
-        objective.create_targets(run, is_training),
+        choose_objective(run).create_targets(run, is_training),
     )
+
+
+def _open_data(run: Run, option: str) -> Images:
+    if Copying.applies(run):
+        return Images(ArrayReader(*Copying.draw(run, option == "train_split")))
+    return open_split(run.data, option)
+
+
+def open_splits(run: Run, num_classes: int | None = None) -> Splits:
+    """Opens both splits of `run`, without transforms.
+
+    Args:
+        num_classes: outputs of the model; None: `model.num_classes`.
+    Raises:
+        OptionError: missing or wrong folders, an empty split, classes that differ between the splits or from the
+            model's, or fewer training images than one total batch; all of these.
+    """
+    problems, opened = list[OptionError](), dict[str, Images]()
+    for option in ("train_split", "val_split"):
+        with collecting(problems):
+            opened[option] = _open_data(run, option)
+    if train := opened.get("train_split"):
+        names = classes_of(train)
+        if len(opened) == 2 and names != (others := classes_of(opened["val_split"])):
+            problem = f"classes differ from training: {describe_difference(names, others)}"
+            problems.append(OptionError("data.val_split", problem))
+        with collecting(problems):
+            expected = run.model["num_classes"] if num_classes is None else num_classes
+            if choose_objective(run).predicts_classes and len(names) != expected:
+                problem = f" = {expected}, but the images have {len(names)} classes; set it to that"
+                raise OptionError("model.num_classes", problem)
+        with collecting(problems):
+            if len(train) < (batch_size := run.train.total_batch_size):
+                problem = f" = {batch_size} exceeds the {len(train)} training images; lower it"
+                raise OptionError("train.total_batch_size", problem)
+    refuse(problems)
+    return opened["train_split"], opened["val_split"]
 
 
 def open_split(data: Data, option: str, key: str | None = None) -> Images:

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
-import numpy as np
 from torch import Tensor, nn
 
 from engine.config.schema import Run
@@ -88,11 +87,6 @@ class Objective:
             source: name of the model. of_metrics: true if only the metrics of an evaluation are asked for.
         """
         return ""
-
-    @staticmethod
-    def draw(run: Run, is_training: bool) -> tuple[np.ndarray, np.ndarray, Sequence[str]] | None:
-        """Draws the data of a split: grey images (n, height, width), labels and class names. None: files hold them."""
-        return None
 
     @staticmethod
     def create_targets(run: Run, is_training: bool) -> Callable[[int], Tensor] | None:

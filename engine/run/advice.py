@@ -4,7 +4,6 @@ import dataclasses
 import difflib
 import re
 import shlex
-import typing
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,7 +12,7 @@ from attention import ATTENTION
 from attention.options import OptionError, OptionErrors, UnknownOptionError, to_yaml
 from attention.plugins import FLAG
 from attention.registry import UnknownMechanism
-from engine.config.schema import Run
+from engine.config.schema import SECTIONS
 from engine.config.yaml_files import Tree
 from engine.runtime.errors import ConfigError
 from models import MODELS
@@ -21,20 +20,19 @@ from models.assignment import Place, split_place
 
 
 @contextmanager
-def naming_origins(tree: Tree, run: Run | None, overrides: Sequence[str]) -> Iterator[None]:
+def naming_origins(tree: Tree, overrides: Sequence[str]) -> Iterator[None]:
     """Context in which an `OptionError` becomes a `ConfigError` that names the places of its options."""
     try:
         yield
     except OptionError as error:
         problems = error.problems if isinstance(error, OptionErrors) else [error]
-        plugins = run.plugins if run else ()
-        texts = [_advise(problem, tree.values, plugins, overrides) for problem in problems]
+        texts = [_advise(problem, tree.values, overrides) for problem in problems]
         raise ConfigError(*(f"{tree.origin(x.key)}: {text}" for x, text in zip(problems, texts, strict=True))) from None
 
 
-def _advise(error: OptionError, values: Mapping[str, Any], plugins: Sequence[str], overrides: Sequence[str]) -> str:
+def _advise(error: OptionError, values: Mapping[str, Any], overrides: Sequence[str]) -> str:
     """Returns the message of `error`, with what the user may have meant."""
-    if isinstance(error, UnknownMechanism) and plugins:
+    if isinstance(error, UnknownMechanism) and (plugins := values.get("plugins")):
         flags = " ".join(f"{FLAG} {shlex.quote(plugin)}" for plugin in plugins)
         return f"{error.key}: the mechanism {error.name!r} came from a plugin; add {flags} if you trust it"
     return _advise_other(error, values, overrides) if isinstance(error, UnknownOptionError) else str(error)
@@ -64,8 +62,7 @@ def _advise_other(error: UnknownOptionError, values: Mapping[str, Any], override
 
 def _known_options(attention: Any) -> list[str]:
     """Returns the paths of all options of a run whose attention has the plain options `attention`."""
-    kinds = [(name, kind) for name, kind in typing.get_type_hints(Run).items() if dataclasses.is_dataclass(kind)]
-    kinds += [("model", family.Config) for family, _ in MODELS.values()]
+    kinds = [*SECTIONS.items(), *(("model", family.Config) for family, _ in MODELS.values())]
     entries = {f"attention.{i}": entry for i, entry in enumerate(attention)} if isinstance(attention, list) else {}
     kinds += [(path, Place) for path in entries]
     for path, entry in (entries or {"attention": attention}).items():

@@ -15,14 +15,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from attention.options import OptionError, OptionErrors, collecting, parse_options, refuse
+from attention.options import OptionError
 from attention.plugins import load_plugin, plugin_of
 from engine.config.schema import Data, Run
 from engine.config.yaml_files import Tree, override, parse_yaml, read_config
 from engine.run.advice import naming_origins
-from engine.run.checks import check_run
+from engine.run.checks import list_checks
+from engine.run.draft import Draft
 from engine.runtime.errors import ConfigError
-from models import MODELS, create_model, is_host, parse_model, split_name
+from models import create_model, is_host, parse_model, split_name
 from models.assignment import Entry, as_option, assign, parse_entries, split_place
 from models.base import attention_layers
 from models.budgets import Budgets
@@ -37,12 +38,23 @@ class MissingOptions(ConfigError):
     """A configuration with options that are `MISSING`."""
 
 
-def load_run(
+def load_run(path: str | Path, overrides: Sequence[str] = (), world_size: int = 1) -> Run:
+    """Reads and checks a configuration file that the user gives, see `draft_run`.
+
+    Returns:
+        The run, with every option of model and attention written out.
+    Raises:
+        ConfigError: anything that cannot be honoured.
+    """
+    return draft_run(path, overrides, world_size).finish()
+
+
+def draft_run(
     path: str | Path,
     overrides: Sequence[str] = (),
     world_size: int = 1,
     count_classes: Callable[[Data], int] | None = None,
-) -> Run:
+) -> Draft:
     """Reads and checks a configuration file that the user gives; its `plugins` are imported.
 
     Args:
@@ -52,29 +64,32 @@ def load_run(
         overrides: ``"key.path=value"``, the value in YAML; items of a list by their index. The last one wins.
         world_size: ranks the run is to be trained with.
         count_classes: returns the number of classes of the data, for `model.num_classes` = auto.
-    Returns:
-        The run, with every option of model and attention written out.
     Raises:
-        ConfigError: anything that cannot be honoured.
+        ConfigError: the options cannot be read.
     """
-    tree, run = _read(path, overrides)
-    with naming_origins(tree, run, overrides):
-        if run.model.get("num_classes") == "auto" and count_classes is not None:
-            run = dataclasses.replace(run, model={**run.model, "num_classes": count_classes(run.data)})
-        name, options = split_name(run.model)
-        run = dataclasses.replace(run, model={"name": name, **described(name, options)})
-    run = _build(tree, run, overrides, world_size)
-    if run.train.budgets is not None:  # checkpoints may be asked for other sizes
-        with naming_origins(tree, run, overrides), torch.device("meta"):
-            Budgets(create_model(attention=run.attention, **run.model), run.model, run.attention, run.train.budgets)
-    return run
+    draft = _read(path, overrides)
+    if count_classes is not None and draft.whole.model.get("num_classes") == "auto":
+        draft.hidden.add("model.num_classes")
+        draft.set(model=draft.readable("model", draft.whole.model))
+        with draft.step():
+            draft.set(model={**draft.whole.model, "num_classes": count_classes(draft.run.data)})
+            draft.hidden.remove("model.num_classes")
+    with draft.step():
+        name, options = split_name(draft.run.model)
+        draft.set(model={"name": name, **described(name, options)})
+    _build(draft, world_size)
+    if not any(path.startswith(("model", "attention")) for path in draft.hidden):
+        with draft.step(), torch.device("meta"):  # not of a checkpoint, which may be asked for other sizes
+            if (run := draft.run).train.budgets is not None:
+                Budgets(create_model(attention=run.attention, **run.model), run.model, run.attention, run.train.budgets)
+    return draft
 
 
 def load_unbuilt(path: str | Path, overrides: Sequence[str] = ()) -> Run:
     """Like `load_run`, but `model` and `attention` stay as the user gives them. They are not checked, and
     contradictions between options are not checked either.
     """
-    return _read(path, overrides)[1]
+    return _read(path, overrides).finish()
 
 
 REMOVED: dict[str, list[Any] | None] = {
@@ -130,13 +145,15 @@ def parse_run(options: Mapping[str, Any], source: str, overrides: Sequence[str] 
         section, _, name = key.partition(".")
         if isinstance(there := tree.values.get(section), dict) and there.get(name) in former:
             there[name] = now
-    run = _parse(tree, overrides)
+    draft = _parse(tree, overrides)
+    _build(draft, world_size=1)
+    run = draft.finish()
     given = [name for name in ("val_split", "val_fraction", "folds") if is_overridden(f"data.{name}", overrides)]
     if (held_out_by := run.data.held_out_by) and given == ["val_split"]:
         problem = f"{source} has {held_out_by}, and validates on held-out training images"
         remedy = f"add {held_out_by.partition(' ')[0]}=null to use the split"
         raise ConfigError(f"data.val_split = {run.data.val_split!r}: {problem}; {remedy}")
-    return _build(tree, run, overrides, world_size=1)
+    return run
 
 
 def dump_run(run: Run) -> dict[str, Any]:
@@ -162,64 +179,29 @@ def is_overridden(option: str, overrides: Sequence[str]) -> bool:
     return any(option in flatten({key: parse_yaml(text, str).values}) for key, text in keys_and_values)
 
 
-def _read(path: str | Path, overrides: Sequence[str]) -> tuple[Tree, Run]:
+def _read(path: str | Path, overrides: Sequence[str]) -> Draft:
     """Reads a file that the user gives, and imports its plugins."""
-    tree = read_config(path)
-    run = _parse(tree, overrides)
-    for plugin in run.plugins:
-        with naming_origins(tree, run, overrides):
+    draft = _parse(read_config(path), overrides)
+    for plugin in draft.whole.plugins:
+        with draft.step():
             load_plugin(plugin, "plugins")
-    return tree, run
+    return draft
 
 
-def _parse(tree: Tree, overrides: Sequence[str]) -> Run:
+def _parse(tree: Tree, overrides: Sequence[str]) -> Draft:
     """Applies `overrides` to `tree`, and checks the form of all options but those of model and attention."""
     for text in overrides:
         with suppress(OptionError):  # the error of a wrong model or mechanism names its origin later
             _write_out_list(tree.values, text.partition("=")[0].split("."))
         override(tree, text)
-    with naming_origins(tree, None, overrides):
+    with naming_origins(tree, overrides):
         _check_plain(tree.values, "")
-        if missing := [key for key, value in flatten(tree.values).items() if value == MISSING]:
-            raise MissingOptions(
-                f"{tree.origin('')}: does not say all options, and none is guessed: give {'=... '.join(missing)}=..."
-                " (python -m engine.checkpoints.export writes a file that says them)"
-            )
-        return _parse_all(tree.values)
-
-
-def _parse_all(values: dict[str, Any]) -> Run:
-    """Parses the options of a run.
-
-    Raises:
-        OptionError: all that are wrong; those of model and attention only beside others, see `_build`.
-    """
-    problems, model = list[OptionError](), values.get("model")
-    with collecting(problems):
-        return parse_options(Run, values)
-    is_known = isinstance(model, dict) and model.get("name") in MODELS and "plugins" not in values
-    if is_known and (attention := values.get("attention")) is not None:
-        with collecting(problems):
-            _parse_parts({key: x for key, x in model.items() if (key, x) != ("num_classes", "auto")}, attention)
-    raise OptionErrors(problems)
-
-
-def _parse_parts(model: Mapping[str, Any], attention: Any) -> tuple[Any, list[Entry]]:
-    """Returns the `Config` of the model, and the entries of its attention; none if that is None.
-
-    Raises:
-        OptionError: all options of model and attention that are wrong.
-    """
-    problems, config, entries = list[OptionError](), None, list[Entry]()
-    with collecting(problems):
-        config = parse_model(*split_name(model))
-    with collecting(problems):
-        if config is None:
-            parse_entries(attention)
-        elif attention is not None:
-            entries = assign(model["name"], attention, config.depths)
-    refuse(problems)
-    return config, entries
+    if missing := [key for key, value in flatten(tree.values).items() if value == MISSING]:
+        raise MissingOptions(
+            f"{tree.origin('')}: does not say all options, and none is guessed: give {'=... '.join(missing)}=..."
+            " (python -m engine.checkpoints.export writes a file that says them)"
+        )
+    return Draft(tree, overrides)
 
 
 def _write_out_list(values: dict[str, Any], path: Sequence[str]) -> None:
@@ -242,30 +224,45 @@ def _write_out_list(values: dict[str, Any], path: Sequence[str]) -> None:
             values["attention"] = [dict(entry.options) for entry in entries]
 
 
-def _build(tree: Tree, run: Run, overrides: Sequence[str], world_size: int) -> Run:
-    """Checks all of the `run` that `_parse` has made of `tree`, and writes out the options of model and attention."""
-    with naming_origins(tree, run, overrides):
-        name, options = split_name(run.model)
-        config, entries = _parse_parts(run.model, run.attention)
-        run = dataclasses.replace(run, model={"name": name, **plain(dataclasses.asdict(config))})
-        if run.attention is None and not is_host(name):
+def _build(draft: Draft, world_size: int) -> None:
+    """Checks all of a run whose form is checked, and writes out the options of model and attention."""
+    name, options, config, built = "", dict[str, Any](), None, None
+    entries: Any = []  # parsed, and taken as they are
+    with draft.step():
+        name, options = split_name(draft.run.model)
+        config = parse_model(name, options)
+    is_parsed = config is not None
+    if not is_parsed:
+        with suppress(OptionError):
+            config = parse_model(name, draft.readable("model", options))
+    if config is None:
+        draft.hidden.add("model")
+    else:
+        draft.set(model={"name": name, **plain(dataclasses.asdict(config))})
+    with draft.step():
+        attention = draft.run.attention
+        if attention is None and not is_host(draft.run.model["name"]):
             raise OptionError("attention", " = null: name a mechanism; models of timm: and hf: alone have their own")
-        attention: Any = entries or None  # parsed, and taken as they are
-        problems = list[OptionError]()
-        with collecting(problems):
+        if not is_parsed:
+            parse_entries(attention)
+        elif attention is not None:
+            entries = assign(name, attention, config.depths)
+    if is_parsed and "attention" not in draft.hidden:
+        with draft.step():
             try:
                 with torch.device("meta"):
-                    model = create_model(name, attention=attention, **options)
+                    built = create_model(name, attention=entries or None, **options)
             except (RuntimeError, TypeError, OverflowError) as error:  # sizes beyond 64 bits
                 raise OptionError("model", f"cannot be built: {error}") from None
             plugins = (plugin_of(entry.options["name"]) for entry in entries)  # none of built-in mechanisms
-            written = as_option(_write_out(entries, model), run.attention)
-            run = dataclasses.replace(run, attention=written, plugins=tuple(dict.fromkeys(filter(None, plugins))))
-        with collecting(problems):
-            check_run(run, world_size)
-        refuse(problems)
-        freeze(model, run.train.freeze)
-        return run
+            written = as_option(_write_out(entries, built), attention)
+            draft.set(attention=written, plugins=tuple(dict.fromkeys(filter(None, plugins))))
+    for check in list_checks(world_size):
+        with draft.step() as problems:
+            problems.extend(check(draft.run) or ())
+    if built is not None:
+        with draft.step():
+            freeze(built, draft.run.train.freeze)
 
 
 def _write_out(entries: Sequence[Entry], model: nn.Module) -> list[dict[str, Any]]:

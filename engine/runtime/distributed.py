@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from attention.options import OptionError
 from engine.runtime.errors import UserError
 from engine.runtime.text import describe_error
 
@@ -92,6 +93,17 @@ class World:
         if self.size > 1:
             dist.all_gather_object(texts, text)
         return next(filter(None, texts), "")
+
+    @contextmanager
+    def refusing(self) -> Iterator[None]:
+        """Context whose refusal on any rank, of which the first counts, is a UserError on all ranks."""
+        text = ""
+        try:
+            yield
+        except (UserError, OptionError) as error:
+            text = f"{f'rank {self.rank}: ' * (not self.is_primary)}{error}"
+        if text := self.first(text):
+            raise UserError(text)
 
     def share(self, value: Any) -> Any:
         """Returns the primary rank's `value`, of plain types, on every rank."""
@@ -176,20 +188,25 @@ def world_size() -> int:
     return int(os.environ["WORLD_SIZE"])
 
 
+def choose_device(device: Literal["auto", "cuda", "cpu"]) -> Literal["cuda", "cpu"]:
+    """Returns the kind of device that `train.device` means. OptionError: cuda was requested but is not available."""
+    has_cuda = torch.cuda.is_available()
+    if device == "cuda" and not has_cuda:
+        raise OptionError("train.device", "cuda is not available here; use auto or cpu")
+    return "cpu" if device == "cpu" or not has_cuda else "cuda"
+
+
 def init_distributed(device: Literal["auto", "cuda", "cpu"], timeout_minutes: float = 10.0) -> World:
     """Joins the process group that torchrun's environment describes (nccl on cuda, gloo on cpu), if there is one.
 
     Args:
         timeout_minutes: how long a rank waits for the others before it fails.
     Raises:
-        UserError: cuda was requested but is not available, or has fewer GPUs than this machine has ranks; the
-            environment is wrong, see `world_size`; or the ranks do not meet in time.
+        OptionError: cuda was requested but is not available.
+        UserError: this machine has fewer GPUs than ranks; the environment is wrong, see `world_size`; or the ranks do
+            not meet in time.
     """
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UserError("train.device: cuda is not available here; use auto or cpu")
-    size = world_size()
+    device, size = choose_device(device), world_size()
     if "WORLD_SIZE" not in os.environ:
         return World(torch.device(device))
     local = torch.device(device, int(os.environ["LOCAL_RANK"])) if device == "cuda" else torch.device(device)

@@ -4,11 +4,10 @@ import argparse
 import dataclasses
 import re
 import textwrap
-import typing
 from collections.abc import Sequence
 from pathlib import Path
 
-from engine.config.schema import Run
+from engine.config.schema import SECTIONS, Run
 from engine.runtime.arguments import ArgumentParser, find_config
 from engine.runtime.reading import read_bounded
 from engine.runtime.text import one_line
@@ -31,8 +30,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--allow-change", action="append", default=[], metavar="KEY", help="what may differ, by name; repeatable")
     text = "print parameters, MACs, steps, images, memory, what would be resumed, and the options"
     add("--dry-run", action="store_true", help=f"{text}; start and write nothing")
-    kinds = [(name, kind) for name, kind in typing.get_type_hints(Run).items() if dataclasses.is_dataclass(kind)]
-    parser.keys = {field.name: f"{name}.{field.name}" for name, kind in kinds for field in dataclasses.fields(kind)}
+    parser.keys = {x.name: f"{name}.{x.name}" for name, kind in SECTIONS.items() for x in dataclasses.fields(kind)}
     return parser.parse_intermixed_args(arguments)
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from attention import kernels
 from attention.ops.timing import gpu_milliseconds
-from attention.options import OptionError
+from attention.options import OptionError, collecting, refuse
 from engine.checkpoints.progress import Progress
 from engine.config.micro_batches import micro_batch_size
 from engine.config.schema import Run, num_channels
@@ -26,15 +26,20 @@ def check_device(run: Run, device: torch.device) -> None:
     """Refuses an optimiser, see `check_optimizer`, kernels or CUDA graphs that do not run on the device.
 
     Raises:
-        OptionError: for one of these reasons.
+        OptionError: for all of these reasons.
     """
-    check_optimizer(run.optim, device)
-    check_cuda_graph(run, device.type == "cuda")
+    problems = list[OptionError]()
+    with collecting(problems):
+        check_optimizer(run.optim, device)
+    with collecting(problems):
+        check_cuda_graph(run, device.type == "cuda")
     reason = "triton is not installed" if importlib.util.find_spec("triton") is None else None
     if device.type == "cuda":
         reason = kernels.refusal_of(device.index)
-    if run.train.kernels == "triton" and reason:
-        raise OptionError("train.kernels", f" = triton: {reason}; set it to auto or torch")
+    with collecting(problems):
+        if run.train.kernels == "triton" and reason:
+            raise OptionError("train.kernels", f" = triton: {reason}; set it to auto or torch")
+    refuse(problems)
 
 
 @contextmanager

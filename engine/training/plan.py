@@ -20,7 +20,7 @@ from engine.config.yaml_files import dump_yaml
 from engine.data.identity import identify_data
 from engine.data.loaders import create_loaders, images_of
 from engine.data.sampler import EpochSampler
-from engine.data.splits import classes_of
+from engine.data.splits import Splits, classes_of
 from engine.run.checks import why_eager
 from engine.run.load import dump_run
 from engine.runtime.distributed import World, autocast, precision
@@ -46,20 +46,22 @@ INDENT = " " * 12
 """Beginning of a line that goes on with a fact."""
 
 
-def print_plan(run: Run, world: World, output: Path, allowed: Sequence[str] = (), quoted: str = "") -> None:
+def print_plan(
+    run: Run, world: World, splits: Splits, output: Path, allowed: Sequence[str] = (), quoted: str = ""
+) -> None:
     """Prints, on the primary rank, the size of `run`, its length, memory, what it would resume, and its options in the
     sections that are not the defaults.
 
     Initial weights and a teacher are read as by a launch, and the outcome of the weights is printed.
 
     Args:
-        output, allowed: directory of the run, and options that may differ from the run in it. quoted: a last fact.
+        splits: training and validation images. quoted: a last fact.
+        output, allowed: directory of the run, and options that may differ from the run in it.
     Raises:
-        OptionError, UserError: data, weights or a teacher that cannot be used, or a directory that holds a different
-            run.
+        OptionError, UserError: weights or a teacher that cannot be used, or a directory that holds a different run.
     """
     img_size, batch = run.model["img_size"], run.train.total_batch_size
-    train, val, _ = create_loaders(run, world, img_size=img_size, num_classes=run.model["num_classes"])
+    train, val, _ = create_loaders(run, world, splits, img_size=img_size, num_classes=run.model["num_classes"])
     sampler = cast(EpochSampler, train.sampler)
     identity = identify_data(images_of(train), images_of(val))
     if run.init.weights or run.distill.teacher:

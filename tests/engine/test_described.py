@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import shlex
 import shutil
-import typing
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from engine.checkpoints import export
 from engine.checkpoints.files import load_checkpoint, save_checkpoint
 from engine.checkpoints.origin import is_made_here
 from engine.checkpoints.progress import Progress
-from engine.config.schema import Run
+from engine.config.schema import SECTIONS, Run
 from engine.run import described
 from engine.run.described import parse_described
 from engine.run.load import dump_run, flatten, load_run
@@ -65,13 +64,12 @@ NOT_BROUGHT = {
 
 def test_every_option_is_in_one_list():
     """A new option must be classified: may a stranger's file bring it?"""
-    sections = {name: kind for name, kind in typing.get_type_hints(Run).items() if dataclasses.is_dataclass(kind)}
-    options = {f"{name}.{field.name}": name for name, kind in sections.items() for field in dataclasses.fields(kind)}
-    options |= {field.name: field.name for field in dataclasses.fields(Run) if field.name not in sections}
+    options = {f"{name}.{field.name}": name for name, kind in SECTIONS.items() for field in dataclasses.fields(kind)}
+    options |= {field.name: field.name for field in dataclasses.fields(Run) if field.name not in SECTIONS}
     lists = [described.DESCRIBED, described.CHOICE_OF_IMAGES, described.PLACE, NOT_BROUGHT]
     for key, section in options.items():
         assert sum(key in names or section in names for names in lists) == 1, key
-    assert set().union(*lists) <= {*options, *sections}
+    assert set().union(*lists) <= {*options, *SECTIONS}
 
 
 @pytest.mark.parametrize("is_own", [False, True])

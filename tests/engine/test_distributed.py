@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import train
+from attention.options import OptionError
 from engine.runtime.distributed import World, init_distributed, mix_seeds, seed_everything, set_arithmetic
 from engine.runtime.errors import UserError
 from engine.runtime.locks import lock_directory
@@ -83,7 +84,7 @@ def test_auto_takes_what_is_there(monkeypatch):
 
 def test_cuda_is_refused_where_there_is_none(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(UserError, match=r"^train\.device: cuda is not available here; use auto or cpu$"):
+    with pytest.raises(OptionError, match=r"^train\.device: cuda is not available here; use auto or cpu$"):
         init_distributed("cuda")
 
 

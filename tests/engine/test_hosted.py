@@ -163,13 +163,14 @@ def test_a_host_has_none_of_the_models_options_of_a_base(tmp_path):
     assert load_run(path).model["img_size"] == 24
 
 
-def test_a_name_that_cannot_be_fetched_is_refused_before_data_is_touched(tmp_path, monkeypatch, capsys):
+def test_a_name_that_cannot_be_fetched_is_refused_beside_the_data(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     folder = tmp_path / "nothing"
     path = write_run(tmp_path / "x.yaml", model={"name": f"hf:{folder}"}, data={"dataset": "folder", "root": "/none"})
     message = refusal(train.main, [path, "--output", tmp_path / "run"], capsys)
-    assert "has no configuration" in message
-    assert message.count("\n") == 1
+    ours, of_data = message.splitlines()
+    assert "has no configuration" in ours
+    assert "data.root: no directory '/none'" in of_data
     assert not (tmp_path / "run").exists()
 
 

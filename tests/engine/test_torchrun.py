@@ -84,7 +84,7 @@ def test_a_refusal_of_all_ranks_is_said_once(tmp_path: Path):
     ("other", "problem"),
     [
         ("same", None),
-        ("missing", "error: rank 1: data.root: no directory"),
+        ("missing", "error: rank 1: override 'data.root="),
         ("renamed", "error: train_files: rank 1 has not those of rank 0; give every node the same files, or read"),
     ],
 )

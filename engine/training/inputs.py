@@ -1,0 +1,62 @@
+"""What a run needs beside its configuration: a device, data, and files of weights."""
+
+import os
+from pathlib import Path
+
+import torch
+
+from attention.options import OptionError
+from engine.checkpoints.identify import list_checkpoints
+from engine.config.objective_options import TEACHER_OF_INIT
+from engine.config.schema import Run
+from engine.data.splits import Splits, open_splits
+from engine.run.draft import Draft
+from engine.runtime.distributed import World, choose_device
+from engine.training.device import check_device
+from models.hosted import TIMM
+from models.of_transformers import HF
+
+
+def check_launch(draft: Draft, output: Path) -> Run:
+    """Returns the run of `draft`, to be trained in `output`.
+
+    If it is refused, the first rank opens its inputs, too, so that one message has all that is wrong.
+
+    Raises:
+        ConfigError: a line for each problem.
+    """
+    device = None
+    with draft.step():
+        device = torch.device(choose_device(draft.run.train.device))
+    if draft.problems and os.environ.get("RANK", "0") == "0":
+        _open(draft, device, output)
+    return draft.finish()
+
+
+def open_inputs(draft: Draft, world: World, output: Path) -> Splits:
+    """Opens the data of a run that `check_launch` has checked.
+
+    Raises:
+        UserError: a device, data or files that cannot be used on one of the ranks, a line for each problem.
+    """
+    with world.refusing():
+        splits = _open(draft, world.device, output)
+        draft.finish()
+    return splits[0]
+
+
+def _open(draft: Draft, device: torch.device | None, output: Path) -> list[Splits]:
+    splits = list[Splits]()
+    with draft.step():
+        if device is not None:
+            check_device(draft.run, device)
+    with draft.step():
+        splits.append(open_splits(draft.run))
+    for section, name in ("init", "weights"), ("distill", "teacher"):
+        with draft.step():
+            source = getattr(getattr(draft.run, section), name)
+            is_read = source != TEACHER_OF_INIT and (section == "distill" or not list_checkpoints(output))
+            is_file = source is not None and is_read and not source.startswith((TIMM, HF))
+            if is_file and not os.path.exists(os.path.expanduser(source)):  # Path's would fail for some names
+                raise OptionError(f"{section}.{name}", f"{source}: no such run directory or checkpoint")
+    return splits
