@@ -18,11 +18,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ablation.command_line import parse_arguments
+from engine.runtime.signals import begin
 
 if __name__ == "__main__":
-    parse_arguments()  # help, and refusals of arguments, wait for none of the imports below
+    begin("ablation.command_line:parse_arguments")
 
+from ablation.command_line import parse_arguments
 from ablation.report import FIGURES, TABLES, count_finished, lost_runs, report_sweep, write_figures, write_tables
 from ablation.runs import Case, check_begun, failure_mark, in_order
 from ablation.sweep import read_ablation

@@ -11,11 +11,15 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from engine.runtime.signals import begin, end_at_interrupt
+
+if __name__ == "__main__":
+    begin()
+
 from analysis.command_line import add_arguments
 from engine.config.schema import Run
 from engine.runtime.arguments import ArgumentParser
 from engine.runtime.errors import refuse_bad_input
-from engine.runtime.signals import end_at_interrupt
 
 QUESTIONS: dict[str, str] = {
     "maps": "attention maps of each layer and head on images",

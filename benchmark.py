@@ -16,13 +16,14 @@ quartiles. --rounds 3 gives a quick look.
 import os
 from collections.abc import Sequence
 
-from bench.arguments import BUDGETS, check_arguments, parse_arguments
+from engine.runtime.signals import begin, end_at_interrupt
 
 if __name__ == "__main__":
-    parse_arguments()  # help, and refusals of arguments, wait for none of the imports below
+    begin("bench.arguments:parse_arguments")
 
 import torch
 
+from bench.arguments import BUDGETS, check_arguments, parse_arguments
 from bench.choice import format_choices, parse_budget
 from bench.comparison import compare, plan
 from bench.costs import print_costs
@@ -32,7 +33,6 @@ from engine.runtime.distributed import init_distributed
 from engine.runtime.errors import refuse_bad_input
 from engine.runtime.memory import limit_memory
 from engine.runtime.provenance import provenance
-from engine.runtime.signals import end_at_interrupt
 from engine.runtime.terminal import progress
 
 

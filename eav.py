@@ -7,7 +7,8 @@ torchrun --no-python --nproc_per_node=8 eav train configs/deit_tiny_p8/eva.yaml 
 import argparse
 import sys
 from importlib import import_module
-from pkgutil import resolve_name
+
+from engine.runtime.signals import begin
 
 OF_DATA, OF_TRAINED = "engine.data.command_lines", "engine.evaluation.command_lines"
 
@@ -44,8 +45,7 @@ def main() -> None:
     command = parser.parse_args(sys.argv[1:2]).command
     sys.argv = [f"{parser.prog} {command}", *sys.argv[2:]]
     module, _, parser = COMMANDS[command]
-    if parser:
-        resolve_name(parser)()
+    begin(parser)
     import_module(module).main()
 
 

@@ -15,21 +15,21 @@ import sys
 from collections.abc import Sequence
 from itertools import chain
 
-from engine.evaluation.command_lines import parse_predict
+from engine.runtime.signals import begin, end_at_interrupt
 
 if __name__ == "__main__":
-    parse_predict()  # help, and refusals of arguments, wait for none of the imports below
+    begin("engine.evaluation.command_lines:parse_predict")
 
 from tqdm import tqdm
 
 from engine.data.folders import list_files
+from engine.evaluation.command_lines import parse_predict
 from engine.evaluation.inference import Prediction, create_loader, load, predict
 from engine.evaluation.predictions import top_columns
 from engine.runtime.distributed import init_distributed
 from engine.runtime.errors import refuse_bad_input
 from engine.runtime.files import to_csv, write_file
 from engine.runtime.ownership import check_file
-from engine.runtime.signals import end_at_interrupt
 from engine.runtime.terminal import progress_bar
 from engine.runtime.text import one_line
 

@@ -12,10 +12,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
-from engine.training.command_line import parse_arguments, quoted_top1
+from engine.runtime.signals import STOPPED, SignalHandler, begin, end_at_interrupt
 
 if __name__ == "__main__":
-    parse_arguments()  # help, and refusals of arguments, wait for none of the imports below
+    begin("engine.training.command_line:parse_arguments")
 
 import torch
 from torch import Tensor, nn
@@ -36,8 +36,8 @@ from engine.run.load import draft_run
 from engine.runtime.distributed import World, autocast, init_distributed, seed_everything, set_arithmetic, world_size
 from engine.runtime.errors import refuse_bad_input
 from engine.runtime.locks import lock_directory
-from engine.runtime.signals import STOPPED, SignalHandler, end_at_interrupt
 from engine.runtime.terminal import ConsoleLog, print_fields
+from engine.training.command_line import parse_arguments, quoted_top1
 from engine.training.compilation import compiled_blocks
 from engine.training.device import chosen_kernels
 from engine.training.exchange import UpdateExchange

@@ -19,10 +19,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from engine.evaluation.command_lines import parse_validate
+from engine.runtime.signals import begin, end_at_interrupt
 
 if __name__ == "__main__":
-    parse_validate()  # help, and refusals of arguments, wait for none of the imports below
+    begin("engine.evaluation.command_lines:parse_validate")
 
 from attention import OptionError
 from engine.checkpoints.adapt import restore_model
@@ -33,6 +33,7 @@ from engine.config.schema import Data, Run
 from engine.data.identity import check_held_out, identify_split
 from engine.data.loaders import count_broken, create_val_loader, indices_read, show_images
 from engine.data.splits import classes_of
+from engine.evaluation.command_lines import parse_validate
 from engine.evaluation.evaluate import evaluate
 from engine.evaluation.label_matching import ClassSubset, Flipped, match_classes
 from engine.evaluation.predictions import PredictionTable, gather_predictions
@@ -42,7 +43,6 @@ from engine.reporting.tables import align
 from engine.run.described import parse_described
 from engine.runtime.distributed import World, init_distributed
 from engine.runtime.errors import refuse_bad_input
-from engine.runtime.signals import end_at_interrupt
 from engine.training.differences import list_data_differences
 from models.budgets import with_budget
 from models.costs import count_costs

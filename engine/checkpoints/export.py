@@ -25,10 +25,10 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, cast
 
-from engine.checkpoints.command_line import parse_arguments
+from engine.runtime.signals import begin
 
 if __name__ == "__main__":
-    parse_arguments()  # help, and refusals of arguments, wait for none of the imports below
+    begin("engine.checkpoints.command_line:parse_arguments")
 
 import safetensors.torch
 import torch
@@ -37,6 +37,7 @@ from torch import Tensor, nn
 
 from engine.checkpoints.adapt import restore_model
 from engine.checkpoints.bare_weights import read_with_config
+from engine.checkpoints.command_line import parse_arguments
 from engine.checkpoints.files import IDENTITY, METADATA, TRAINED, WEIGHTS, Weights, open_weights, trained_config
 from engine.checkpoints.identify import CONFIG, WEIGHTS_FILES, list_checkpoints
 from engine.checkpoints.local_dir import describe_model

@@ -15,16 +15,16 @@ depend on the number of images.
 from collections.abc import Sequence
 from functools import partial
 
-from engine.data.command_lines import PIXELS, SEPARATION, parse_draw
+from engine.runtime.signals import begin, end_at_interrupt
 
 if __name__ == "__main__":
-    parse_draw()  # help, and refusals of arguments, wait for none of the imports below
+    begin("engine.data.command_lines:parse_draw")
 
 import numpy as np
 
+from engine.data.command_lines import PIXELS, SEPARATION, parse_draw
 from engine.data.idx import LIMIT, write_splits
 from engine.runtime.errors import UserError, refuse_bad_input
-from engine.runtime.signals import end_at_interrupt
 
 GAP = 1.5
 """Least distance between two curves, tokens."""

@@ -19,20 +19,20 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from engine.data.command_lines import parse_prepare
+from engine.runtime.signals import begin, end_at_interrupt
 
 if __name__ == "__main__":
-    parse_prepare()  # help, and refusals of arguments, wait for none of the imports below
+    begin("engine.data.command_lines:parse_prepare")
 
 from tqdm import tqdm
 
 from engine.data.cache import INDEX, encode, pixels_of, write_cache
+from engine.data.command_lines import parse_prepare
 from engine.data.images import BrokenImage
 from engine.data.layout import describe_files
 from engine.data.splits import Images
 from engine.data.verify import open_splits, read_all
 from engine.runtime.errors import UserError, refuse_bad_input
-from engine.runtime.signals import end_at_interrupt
 
 
 @end_at_interrupt()

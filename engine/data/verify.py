@@ -13,20 +13,20 @@ from collections.abc import Generator, Mapping, Sequence
 from itertools import combinations
 from typing import Any, BinaryIO, cast
 
-from engine.data.command_lines import parse_verify
+from engine.runtime.signals import begin, end_at_interrupt
 
 if __name__ == "__main__":
-    parse_verify()  # help, and refusals of arguments, wait for none of the imports below
+    begin("engine.data.command_lines:parse_verify")
 
 import numpy as np
 
 from engine.config.schema import Data
+from engine.data.command_lines import parse_verify
 from engine.data.images import BrokenImage
 from engine.data.layout import describe_files
 from engine.data.splits import Images, classes_of, open_split
 from engine.data.workers import WorkerLoader
 from engine.runtime.errors import refuse_bad_input
-from engine.runtime.signals import end_at_interrupt
 from engine.runtime.terminal import progress
 from engine.runtime.text import describe_difference
 

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 from attention.plugins import FLAG, take_plugins
 from engine.runtime.errors import refuse_bad_input
+from engine.runtime.signals import begin
 from engine.runtime.text import one_line
 
 MOST = 10**9
@@ -85,6 +86,7 @@ class ArgumentParser(argparse.ArgumentParser):
         super().__init__(*args, **{"formatter_class": argparse.RawDescriptionHelpFormatter} | options)
         text = "module or .py file that registers mechanisms of your own; repeatable"
         # For the help, and for abbreviations: `take_plugins` takes the flag away.
+        self.given = set[str]()
         self.add_argument(FLAG, metavar="MODULE", type=_refuse_abbreviation, help=text, default=argparse.SUPPRESS)
 
     def error(self, message: str) -> NoReturn:
@@ -100,6 +102,9 @@ class ArgumentParser(argparse.ArgumentParser):
         if re.match(r"\w+(\.\w+)*=", text) and not Path(text).exists():
             problem = f"{text!r} is no file; the {action.dest} comes before any key.path=value"
             raise argparse.ArgumentError(action, problem)
+        if action.nargs and action.option_strings and action.dest in self.given:
+            raise argparse.ArgumentError(action, "given twice; give all its values after one")
+        self.given.add(action.dest)
         return super()._get_values(action, arg_strings)
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
@@ -117,7 +122,7 @@ def _refuse_abbreviation(text: str) -> NoReturn:
 
 def _load_plugins(arguments: Sequence[str] | None) -> list[str]:
     """Loads the plugins that a command line names, by default this process's; returns its other arguments."""
-    if arguments is None:  # Ctrl-C during the imports that follow ends the script without a traceback
-        sys.excepthook = lambda kind, *of: sys.exit(130) if kind is KeyboardInterrupt else sys.__excepthook__(kind, *of)
+    if arguments is None:
+        begin()
     with refuse_bad_input():
         return take_plugins(sys.argv[1:] if arguments is None else arguments)

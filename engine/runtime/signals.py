@@ -5,6 +5,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pkgutil import resolve_name
 from types import FrameType
 from typing import Self
 
@@ -12,6 +13,16 @@ STOPPED = 75
 """Exit status of a run that was stopped and can be resumed: EX_TEMPFAIL, "try again later", of sysexits.h."""
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
+
+
+def begin(parser: str = "") -> None:
+    """Begins a script: from here on Ctrl-C ends it without a traceback; `parser`, "module:function", parses its line.
+
+    So help, refusals of arguments, and Ctrl-C wait for none of the script's other imports.
+    """
+    sys.excepthook = lambda kind, *of: sys.exit(130) if kind is KeyboardInterrupt else sys.__excepthook__(kind, *of)
+    if parser:
+        resolve_name(parser)()
 
 
 @contextmanager
