@@ -56,14 +56,19 @@ def short_names(settings: Sequence[Setting]) -> list[str]:
 
 
 def check_labels(settings: Sequence[Setting], left_out: Sequence[str]) -> None:
-    """Raises an OptionError for a label that is no text, or of no word in the names of rows, `left_out` included."""
+    """Raises an OptionError for a label that is no text, or of no word in the names of rows, `left_out` included, or of
+    two words.
+    """
     names = short_names([replace(setting, labels={}) for setting in settings])
     words = {word for name in [*names, *left_out] for word in WORD.findall(name)}
+    shown = {word: word for word in words} | settings[0].labels
     for word, text in settings[0].labels.items():
         if word not in words:
             raise OptionError(f"labels.{word}", f"no word of a row's name{nearest(word, words)}")
         if not isinstance(text, str):
             raise OptionError(f"labels.{word}", f"expected a text, got {text!r}")
+        if same := [other for other in shown if other != word and shown[other] == text]:
+            raise OptionError(f"labels.{word}", f"{text!r} is also the name of {same[0]}; give another")
 
 
 def name_change(setting: Setting, option: str) -> str:

@@ -190,8 +190,6 @@ def report(
     lines += [f"- Times and peaks are of {args.batch_size} images: {where}. A ~ marks noisy times."]
     if chosen["ms"] > (1 + MAX_ERROR) * rows[0]["ms"]:
         lines += [f"- **Warning: the {chosen['model']} model is slower than the original on this device.**"]
-    if chosen["layers"] == rows[0]["layers"]:
-        lines += ["- **Warning: the attention is the original's, which is within the budget; lower it.**"]
     if choices is not None:
         lines += [f"- {UNLABELLED}.", f"- {Certificate(chosen['images'], chosen['changed'], choices)}."]
     elif abs(chosen["difference"]) < NOISE * chosen["standard_error"]:

@@ -51,7 +51,7 @@ def main(args: argparse.Namespace) -> dict[str, tuple[Path, Certificate]]:
     with refuse_too_large(f"lower --batch-size {args.batch_size}"), limit_memory(trained.device):
         cost = COSTS[kind](hybrids, args.batch_size)
         prices, budgets = cost.prices(), {text: limit * cost.unit for text, limit in limits.items()}
-    check_reachable(budgets, prices, cost)
+    check_reachable(budgets, prices, cost, args.question == "convert")
     points = measure(hybrids, cost, prices, list(budgets.values()), args)
     front = [point for point in points if is_best(point, points)]
     if not front:
@@ -64,9 +64,13 @@ def read_budgets(texts: Sequence[str]) -> tuple[str, dict[str, float]]:
     """Returns the kind of budgets ``["macs=0.7", "macs=0.8"]``, and text -> limit.
 
     Raises:
-        OptionError: a budget has another form. UserError: the budgets are of several kinds.
+        OptionError: a budget has another form, or is more than all. UserError: the budgets are of several kinds.
     """
     budgets = {text: parse_budget(text, BUDGETS) for text in texts}
+    for text, (kind, limit) in budgets.items():
+        if kind == "macs" and limit > 1:
+            problem = "more than the model's own attention takes; macs is a share of that, as macs=0.7"
+            raise OptionError("--budget", f"{text!r}: {problem}")
     kinds = dict.fromkeys(kind for kind, _ in budgets.values())
     if len(kinds) > 1:
         problem = f"{' and '.join(kinds)} are of several kinds; run the command once for each kind"
@@ -86,13 +90,15 @@ def possible(mechanisms: Mapping[str, Mapping[str, Any]], laboratory: Laboratory
     return found
 
 
-def check_reachable(budgets: Mapping[str, float], prices: Prices, cost: Cost) -> None:
-    """Raises a UserError for a budget below the cheapest assignment."""
-    cheapest = cost.cheapest(prices)
+def check_reachable(budgets: Mapping[str, float], prices: Prices, cost: Cost, is_for_one: bool) -> None:
+    """Raises a UserError for a budget below the cheapest assignment; for one model, also if its own is within it."""
+    cheapest, own_cost = cost.cheapest(prices), cost.measure(cost.hybrids.own)
+    own = cost.text(own_cost)
     for text, budget in budgets.items():
+        if is_for_one and budget >= own_cost:
+            raise UserError(f"--budget {text}: the model's own attention takes {own}, which is within it; lower it")
         if budget < cheapest:
             least = math.ceil(1000 * cheapest / cost.unit) / 1000
-            own = cost.text(cost.measure(cost.hybrids.own))
             problem = f"the cheapest assignment of these mechanisms takes {cost.name}={least:g}, the model's own {own}"
             raise UserError(f"--budget {text}: {problem}; raise it, or add cheaper mechanisms to --attention")
 

@@ -127,12 +127,12 @@ def fit_option(**largest: Callable[[Any, Any, Any], tuple[Any, str]]) -> Any:
 
 
 def nearest(word: object, choices: Iterable[object]) -> str:
-    """``"; did you mean 'window_size'?"`` for the choice with the most similar spelling, or the list of all choices."""
+    """``"; did you mean 'window_size'?"`` for the choice with the most similar spelling; else choices, 30 at most."""
     known = sorted(map(str, choices))
     spellings = {choice.lower(): choice for choice in known}
     match = difflib.get_close_matches(str(word).lower(), spellings, n=1)
     if not match:
-        return f"; known: {', '.join(known) or 'none'}"
+        return f"; known: {', '.join(known[:30]) or 'none'}" + f", ... ({len(known):,})" * (len(known) > 30)
     return f"; did you mean {spellings[match[0]]!r}?"
 
 

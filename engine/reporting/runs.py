@@ -11,6 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from engine.checkpoints.progress import default_ranking, is_score, sign_of
 from engine.config.yaml_files import read_yaml
 from engine.reporting.metrics import CONFIG, find_records, list_changes
 from engine.reporting.tables import align
@@ -44,7 +45,7 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
     return sorted(found)
 
 
-COLUMNS = ("state", "model", "attention", "epoch", "top-1 (%)", "images/s", "elapsed", "GPU-hours", "ETA", "changed")
+COLUMNS = ("state", "model", "attention", "epoch", "best", "images/s", "elapsed", "GPU-hours", "ETA", "changed")
 
 
 def summarise(run: Path) -> dict[str, str]:
@@ -55,12 +56,13 @@ def summarise(run: Path) -> dict[str, str]:
     start, last = (launch[0], launch[-1]) if launch else ({}, {})
     kinds = {record["kind"]: record for record in records}  # the last of each
     trained, evaluated = kinds.get("train", {}), kinds.get("eval", {})
-    is_running = is_locked(run)
+    is_running, (model, mechanisms, best_by) = is_locked(run), _subject(run)
     texts = [
         f"running: {lock_holder(run)}" if is_running else _end(last),
-        *_subject(run),
+        model,
+        mechanisms,
         f"{max(trained.get('epoch', 0), evaluated.get('epoch', 0))}/{start.get('epochs', '?')}",
-        _text(evaluated.get("top1"), ".2f"),
+        _best([record for record in records if record["kind"] == "eval"], best_by),
         _text(trained.get("images_per_second"), ".0f"),
         _duration(last.get("elapsed_seconds")),
         _text(last.get("gpu_hours"), ".2f"),
@@ -70,16 +72,28 @@ def summarise(run: Path) -> dict[str, str]:
     return dict(zip(COLUMNS, texts, strict=True))
 
 
-def _subject(run: Path) -> tuple[str, str]:
-    """Returns the names of a run's model and of its mechanisms; "" where its configuration cannot be read."""
+def _subject(run: Path) -> tuple[str, str, str]:
+    """Returns the names of a run's model and mechanisms, and its best_by; "" where its configuration is not read."""
     try:
         options = read_yaml(run / CONFIG).values
     except UserError:
-        return "", ""
-    model, attention = options.get("model"), options.get("attention")
+        return "", "", ""
+    model, attention, train = (options.get(name) for name in ("model", "attention", "train"))
     entries = attention if isinstance(attention, list) else [attention]
     names = [str(entry.get("name")) for entry in entries if isinstance(entry, dict)]
-    return str(model.get("name")) if isinstance(model, dict) else "", "+".join(dict.fromkeys(names))
+    name = str(model.get("name")) if isinstance(model, dict) else ""
+    return name, "+".join(dict.fromkeys(names)), str(train.get("best_by") or "") if isinstance(train, dict) else ""
+
+
+def _best(evaluations: Sequence[dict[str, Any]], best_by: str) -> str:
+    """Returns name, value and epoch of the best of the metrics that rank epochs, by either kind of weights."""
+    found: list[tuple[float, int, str, float]] = []
+    for record in evaluations:
+        name = best_by or default_ranking(record)
+        of_kinds = {key: record.get(key) for key in (name, f"ema_{name}")}
+        found += [(sign_of(name) * x, -record["epoch"], key, x) for key, x in of_kinds.items() if is_score(x)]
+    _, epoch, key, value = max(found, default=(0, 0, "", 0))
+    return f"{key} {value:.4g} (epoch {-epoch})" if key else ""
 
 
 def _end(last: dict[str, Any]) -> str:

@@ -19,7 +19,8 @@ PARTS = [(search, "main"), (train, "main"), (convert, "compare")]
 
 
 def arguments_of(checkpoint: Path, output: Path, *arguments: str, budget: str = "macs=0.97") -> list[str]:
-    return ["convert", str(checkpoint), "--output", str(output), "--budget", budget, *OPTIONS.split(), *arguments]
+    budgets = [] if "--budget" in arguments else ["--budget", budget]
+    return ["convert", str(checkpoint), "--output", str(output), *budgets, *OPTIONS.split(), *arguments]
 
 
 def never(*given: object) -> None:
@@ -122,6 +123,7 @@ def test_other_options_in_a_directory_are_refused(checkpoint, tmp_path, monkeypa
             "--budget: 'macs=half': 'half' is not a number above 0; macs is",
         ),
         (["data.train_split=val"], "--finetune would train on the images that it classifies; name another split"),
+        (["--budget", "ms=1e6"], "--budget ms=1e6: the model's own attention takes ms="),
         (["--budget", "macs=0.1"], "--budget macs=0.1: the cheapest assignment of these mechanisms takes macs=0.9"),
     ],
 )

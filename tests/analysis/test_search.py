@@ -238,6 +238,7 @@ def test_a_budget_within_which_nothing_was_measured_is_named(checkpoint, tmp_pat
     ("arguments", "expected"),
     [
         ("--budget macs=x", "'macs=x': 'x' is not a number above 0; macs is multiply-accumulates, as a share"),
+        ("--budget macs=0.7 macs=7", "--budget: 'macs=7': more than the model's own attention takes; macs is a share"),
         ("--budget macs=0", "--budget: 'macs=0': '0' is not a number above 0"),
         ("--budget ms=inf", "--budget: 'ms=inf': 'inf' is not a number above 0; ms is milliseconds"),
         ("--budget mac=0.9", "--budget: 'mac=0.9': unknown budget; did you mean 'macs'?"),
@@ -295,7 +296,7 @@ def test_layers_that_depend_on_those_before_are_refused(checkpoint, tmp_path, mo
     """
     shared = "{name: linformer, sharing: layers, num_landmarks: 4}"
     windows, still = "{name: shifted_window, window_size: 2}", "{name: shifted_window, window_size: 2, shift: false}"
-    options = "--budget", "macs=2", "--attention"
+    options = "--budget", "macs=1", "--attention"
     for dependent in windows, shared:
         error = refusal(capsys, *arguments_of(checkpoint, tmp_path, *options, dependent))
         assert "layer 1 depends on the other layers with it" in error
@@ -306,7 +307,7 @@ def test_layers_that_depend_on_those_before_are_refused(checkpoint, tmp_path, mo
 def test_without_a_choice_impossible_mechanisms_are_left_out(checkpoint, tmp_path, monkeypatch, capsys):
     known = {"linear": {"name": "linear"}, "wide": {"name": "shifted_window", "window_size": 2}}
     monkeypatch.setattr(search, "read_mechanisms", lambda texts: known)
-    assert len(searched(checkpoint, tmp_path, "--budget", "macs=2")) == 4
+    assert len(searched(checkpoint, tmp_path, "--budget", "macs=1")) == 4
     assert "left out: --attention wide: layer 1" in capsys.readouterr().err
 
 

@@ -142,16 +142,42 @@ def test_sizes_are_whole_numbers(kind, text):
         kind(text)
 
 
+@pytest.mark.parametrize(
+    ("script", "arguments"),
+    [
+        ("analyze", "search r --budget macs=.7 --budget macs=.8"),
+        ("analyze", "maps r x --attention eva --attention lara"),
+        ("benchmark", "--attention eva --attention lara"),
+        ("engine.data.draw", "pathfinder x --images 2 2 --images 4 4"),
+    ],
+)
+def test_a_list_given_twice_is_refused_and_not_replaced(script, arguments, capsys):
+    assert "given twice; give all its values after one" in refusal(run(script), arguments.split(), capsys)
+
+
 def test_an_abbreviated_plugin_is_refused_and_not_left_out(capsys):
     line = refusal(run("train"), ["configs/quickstart.yaml", "--plug=x", "--output", "r"], capsys)
     assert line.endswith("argument --plugin: write --plugin x in full\n")
 
 
-def test_an_interrupt_during_the_imports_ends_a_script_silently():
-    finder = "class Finder:\n  def find_spec(name, *of):\n    if name == 'torch': raise KeyboardInterrupt"
-    argv = ["train.py", "configs/quickstart.yaml", "--output", "r"]
-    code = f"{finder}\nimport runpy, sys\nsys.meta_path.insert(0, Finder)\nsys.argv = {argv}"
-    code += "\nrunpy.run_module('train', run_name='__main__')"
+@pytest.mark.parametrize(
+    ("line", "module"),
+    [
+        *(("train configs/quickstart.yaml --output r", name) for name in ("torch", "engine.training", "yaml")),
+        *(("validate r", "engine.evaluation"), ("predict r x", "engine.checkpoints"), ("analyze maps r x", "analysis")),
+        *(("ablate x", "ablation"), ("benchmark", "bench"), ("eav runs r", "engine.reporting")),
+        *(("engine.checkpoints.export r x", "engine.checkpoints.command_line"), ("eav train", "engine.training")),
+        *(
+            ("engine.data.prepare r x", "engine.data.command_lines"),
+            ("engine.data.draw x", "engine.data.command_lines"),
+        ),
+        ("engine.data.verify r", "engine.data.command_lines"),
+    ],
+)
+def test_an_interrupt_during_the_imports_ends_a_script_silently(line, module):
+    finder = f"class Finder:\n  def find_spec(name, *of):\n    if name == {module!r}: raise KeyboardInterrupt"
+    code = f"{finder}\nimport runpy, sys\nsys.meta_path.insert(0, Finder)\nsys.argv = {line.split()}"
+    code += f"\nrunpy.run_module({line.split()[0]!r}, run_name='__main__')"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 

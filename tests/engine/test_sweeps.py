@@ -134,6 +134,8 @@ def test_keys_of_stages_are_those_of_the_size_and_of_one_mechanism(config):
         ("grid:", "labels: {E: null}\ngrid:", "3: labels.E: expected a text, got None"),
         ("grid:", "labels: {E: [a]}\ngrid:", "3: labels.E: expected a text, got ['a']"),
         ("grid:", "labels: {soft: x}\ngrid:", "3: labels.soft: no word of a row's name; did you mean 'softmax'?"),
+        ("grid:", "labels: {E: x, softmax: x}\ngrid:", "3: labels.E: 'x' is also the name of softmax; give another"),
+        ("grid:", "labels: {E: softmax}\ngrid:", "3: labels.E: 'softmax' is also the name of softmax; give another"),
         ("grid:", "folds: 1\ngrid:", "3: folds = 1 is below the least valid value 2"),
         ("grid:", "folds: 3\ngrid:\n  data.fold: [0, 1]", "4: grid: data.fold is given beside folds; leave"),
         ("grid:", "folds: 3\ngrid:\n  data.val_fraction: [0.1]", "4: grid: data.val_fraction = 0.1: folds"),
