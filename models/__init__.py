@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import fields
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from timm.models import build_model_with_cfg, generate_default_cfgs, is_model, register_model
@@ -46,6 +46,16 @@ _PVT_SIZES = {
 _ENCODER = {"embed_dim": 192, "depth": 8}
 """Encoder for timing by sequence length in the papers: EVA appendix E.4 with two heads, LARA H.5 with three."""
 
+DeitName = Literal[
+    "deit", "deit_tiny_p16", "deit_tiny_p8", "deit_tiny_p4", "deit_small_p16", "deit_small_p8", "deit_small_p4",
+    "deit_base_p16", "deit_base_p8", "deit_base_p4", "encoder_8x192_2heads", "encoder_8x192_3heads",
+]  # fmt: skip
+PvtName = Literal[
+    "pvtv2_b0", "pvtv2_b1", "pvtv2_b2", "pvtv2_b3", "pvtv2_b4", "pvtv2_b5",
+    "pvtv2_b0_2xheads", "pvtv2_b1_2xheads", "pvtv2_b2_2xheads", "pvtv2_b3_2xheads", "pvtv2_b4_2xheads",
+    "pvtv2_b5_2xheads",
+]  # fmt: skip
+
 MODELS: dict[str, tuple[type[Backbone], dict[str, Any]]] = {
     "deit": (Deit, {}),
     **{f"deit_{size}_p{p}": (Deit, {"patch_size": p, **o}) for size, o in _DEIT_WIDTHS.items() for p in (16, 8, 4)},
@@ -55,6 +65,12 @@ MODELS: dict[str, tuple[type[Backbone], dict[str, Any]]] = {
 }
 
 
+@overload
+def create_model(name: DeitName, attention: Mechanism | Sequence[Mechanism] = ..., **options: Any) -> Deit: ...
+@overload
+def create_model(name: PvtName, attention: Mechanism | Sequence[Mechanism] = ..., **options: Any) -> Pvt: ...
+@overload
+def create_model(name: str, attention: Mechanism | Sequence[Mechanism] | None = ..., **options: Any) -> nn.Module: ...
 def create_model(name: str, attention: Mechanism | Sequence[Mechanism] | None = "softmax", **options: Any) -> nn.Module:
     """Builds a model.
 
@@ -65,6 +81,8 @@ def create_model(name: str, attention: Mechanism | Sequence[Mechanism] | None = 
             softmax; a list of four has one for each stage. None leaves another model's own attention.
         options: fields of the family's `Config`, which override the size's; also options of `timm.create_model` and of
             timm's models: device, dtype, and attn_drop_rate for the option `attn_drop` of every mechanism.
+    Returns:
+        A `Deit` or `Pvt` for a key of `MODELS`, which type checkers know from the name; another model as it is.
     Raises:
         OptionError: unknown model, mechanism or option, wrong type or value, or a geometry that cannot be honoured.
     """

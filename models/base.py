@@ -54,7 +54,7 @@ class Backbone(nn.Module):
     def __init__(self, config: Any, num_features: int, poolings: tuple[str, ...]):
         super().__init__()
         self.config = config
-        self.in_chans = config.in_chans
+        self.in_chans: int = config.in_chans
         self.init_std: float = getattr(config, "init_std", INIT_STD)
         self.poolings = poolings
         self.global_pool = poolings[0] if config.global_pool is None else config.global_pool

@@ -38,8 +38,7 @@ def count_costs(model: Mapping[str, Any], attention: Any) -> Costs:
     """
     with torch.device("meta"):
         network = create_model(attention=attention, **model).eval()
-        channels: Any = network.in_chans
-        image = torch.empty(1, channels, *to_2tuple(model["img_size"]))
+        image = torch.empty(1, network.in_chans, *to_2tuple(model["img_size"]))
     return costs_of(network, image)
 
 

@@ -90,8 +90,8 @@ def _best(evaluations: Sequence[dict[str, Any]], best_by: str) -> str:
     found: list[tuple[float, int, str, float]] = []
     for record in evaluations:
         name = best_by or default_ranking(record)
-        of_kinds = {key: record.get(key) for key in (name, f"ema_{name}")}
-        found += [(sign_of(name) * x, -record["epoch"], key, x) for key, x in of_kinds.items() if is_score(x)]
+        ranking = [key for key in (name, f"ema_{name}") if is_score(record.get(key))]
+        found += [(sign_of(name) * record[key], -record["epoch"], key, record[key]) for key in ranking]
     _, epoch, key, value = max(found, default=(0, 0, "", 0))
     return f"{key} {value:.4g} (epoch {-epoch})" if key else ""
 

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from timm.layers import to_2tuple
@@ -126,12 +126,10 @@ def estimate_memory(run: Run, world: World, images: int) -> dict[str, int]:
     with torch.device("meta"):
         model = create_model(attention=run.attention, **run.model).train()
         freeze(model, run.train.freeze)
-    channels: Any = model.in_chans
-    checkpointing: Any = model.set_grad_checkpointing
     weights = sum(tensor.nbytes for tensor in model.state_dict().values())
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     gradients = sum(parameter.nbytes for parameter in trained)
-    checkpointing(run.train.grad_checkpointing)
+    model.set_grad_checkpointing(run.train.grad_checkpointing)
     with fake_tensor.FakeTensorMode(), ExitStack() as stack:
 
         def allocate(tensor: Tensor) -> Tensor:
@@ -139,7 +137,7 @@ def estimate_memory(run: Run, world: World, images: int) -> dict[str, int]:
 
         tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         state = {name: allocate(tensor).requires_grad_(tensor.requires_grad) for name, tensor in tensors.items()}
-        batch = torch.empty(images, channels, *to_2tuple(run.model["img_size"]), device=device)
+        batch = torch.empty(images, model.in_chans, *to_2tuple(run.model["img_size"]), device=device)
         known = {tensor.untyped_storage()._cdata for tensor in state.values()}
         stack.enter_context(kernels.use(run.train.kernels))
         stack.enter_context(autocast(run.train.amp, torch.device(device)))

@@ -1,11 +1,14 @@
 """Calls that users of timm make, in addition to the parts of timm's contract in test_models.py."""
 
+from pathlib import Path
+
 import pytest
 import timm
 import torch
 
 from attention import OptionError
 from models import create_model
+from models.base import attention_layers
 from tests.models.test_models import EVA, TINY, families, tiny_images, tiny_model
 
 
@@ -18,6 +21,15 @@ def test_device_and_dtype(name):
     assert model(tiny_images(name).to("meta", torch.bfloat16)).dtype == torch.bfloat16
     features = timm.create_model(name, features_only=True, device="meta", **TINY[name])
     assert {parameter.device.type for parameter in features.parameters()} == {"meta"}
+
+
+def test_the_answer_to_attention_of_timms_own_models_is_on_the_page_of_integration():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'attention'") as refused:
+        timm.create_model("vit_tiny_patch16_224", attention="eva")
+    page = (Path(__file__).parents[2] / "docs/integration.md").read_text()
+    assert str(refused.value).partition(" got an ")[2] in page
+    assert 'models.create_model("timm:vit_tiny_patch16_224", attention="eva")' in page
+    assert len(attention_layers(create_model("timm:vit_tiny_patch16_224", attention="eva", num_classes=2))) == 12
 
 
 @pytest.mark.parametrize("options", [{"depht": 3}, {"attention": {"name": "eva", "windw_size": 3}}])
