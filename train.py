@@ -46,7 +46,7 @@ from engine.training.graphs import graph_passes
 from engine.training.inputs import check_launch, open_inputs
 from engine.training.objective import create_objective
 from engine.training.optim import create_average, create_optimizer, create_schedule, keep_finite
-from engine.training.plan import print_plan
+from engine.training.plan import describe_hours, print_plan
 from engine.training.resume import Checkpoints, Resumed
 from models.costs import count_costs
 from models.freeze import set_train_mode
@@ -147,6 +147,8 @@ class Trainer:
         kind = Recorder if self.world.is_primary else SilentRecorder
         self.recorder = self.cleanup.enter_context(kind(self.output, run, progress, self.total_steps, self.world))
         self.signals = self.cleanup.enter_context(SignalHandler())
+        left = (self.total_steps - progress.step) * self.options.total_batch_size
+        self.world.tell(describe_hours(run, self.world, left))
         paths = {"kernels": taken, "compile": compilation, "cuda_graph": cuda_graph}
         self.recorder.start(progress.epoch, self.world.size, self.resumption, **paths, **self.costs)
 

@@ -26,7 +26,7 @@ MODEL = "deit_tiny_p8"
 
 ON_CPU: dict[str, Any] = {"dtype": "fp32"}
 
-TRAINING = "gpu_training.csv"
+TRAINING = "../../engine/training/gpu_training.csv"
 """File of `python -m bench.gpu_run`. Rows with a note are of another run, and count as noisy."""
 
 TRAINED = {

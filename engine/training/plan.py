@@ -1,12 +1,16 @@
 """Plan of a run: what `train.py --dry-run` says about it. Nothing is started and nothing is written."""
 
 import functools
+import math
+import re
 from collections.abc import Sequence
 from contextlib import ExitStack
+from operator import itemgetter
 from pathlib import Path
 from typing import cast
 
 import torch
+import yaml
 from timm.layers import to_2tuple
 from torch import Tensor, nn
 from torch._subclasses import fake_tensor
@@ -21,10 +25,14 @@ from engine.data.identity import identify_data
 from engine.data.loaders import create_loaders, images_of
 from engine.data.sampler import EpochSampler
 from engine.data.splits import Splits, classes_of
+from engine.objectives import choose_objective
+from engine.objectives.classification import Classification
 from engine.run.checks import why_eager
 from engine.run.load import dump_run
 from engine.runtime.distributed import World, autocast, precision
 from engine.runtime.memory import saved_storages
+from engine.runtime.provenance import device_name
+from engine.runtime.reading import read_csv
 from engine.runtime.text import describe_error
 from engine.training.compilation import describe_compilation
 from engine.training.device import chosen_kernels
@@ -41,6 +49,12 @@ UNTRACEABLE = (
     fake_tensor.UnsupportedOperatorException,
 )
 """Errors of a model whose shapes depend on numbers."""
+
+MEASURED = Path(__file__).with_name("gpu_training.csv")
+"""Images a second in training, as `python -m bench.gpu_run` writes them; installed with the package.
+
+Images of 224 pixels, 1,000 classes, bf16; tiny8 is deit_tiny_p8.
+"""
 
 INDENT = " " * 12
 """Beginning of a line that goes on with a fact."""
@@ -88,6 +102,7 @@ def print_plan(
         "images": f"{sampler.num_images:,} to train, {len(images_of(val)):,} to validate",
         "steps": f"{steps:,}: {epochs:,} epochs of {sampler.updates_per_epoch:,}",
         "batch": f"{batch:,} images: processes x passes x images of a pass = {passes}",
+        "time": describe_hours(run, world, (steps - progress.step) * batch),
         "precision": precision(run.train.amp, world.device),
         "kernels": taken,
         "compile": describe_compilation(run, world),
@@ -96,13 +111,37 @@ def print_plan(
         "resumes": found,
     }
     if world.is_primary:
-        for name, text in facts.items():
+        for name, text in filter(itemgetter(1), facts.items()):
             print(f"{name:{len(INDENT)}}{text}")
         print(*filter(None, [quoted]), "", "# sections of options that are not the defaults", sep="\n")
         options, defaults = dump_run(run), dump_run(Run(model={}, attention=None))
         for name, values in options.items():
             if values != defaults[name]:
                 print(f"{name}: {dump_yaml(values, default_flow_style=True, width=119)}", end="")
+
+
+def describe_hours(run: Run, world: World, num_images: int) -> str:
+    """Returns the hours that the updates of so many images take, derived from `MEASURED`; "" without a row of this GPU
+    for the run's model and execution, and for its mechanism with the same multiply-accumulates to 0.1 %.
+    """
+    is_compiled, device = describe_compilation(run, world) == "on", device_name(world.device)
+    execution = "compiled" * is_compiled + "-cuda-graph" * (not why_eager(run, world.on_cuda))
+    is_plain = choose_objective(run) is Classification and not run.train.freeze and isinstance(run.attention, dict)
+    if not num_images or not is_plain or precision(run.train.amp, world.device) != "bf16":
+        return ""
+    for row in read_csv(MEASURED):
+        model = re.sub(r"^(\D+)(\d+)$", r"deit_\1_p\2", row["model"])
+        name, _, options = row["name"].partition(":")
+        asked = run.model["name"], run.attention["name"], device, execution
+        if asked == (model, name, row["device"], row["execution"]) and row["images_per_second"]:
+            attention = yaml.safe_load(f"{{name: {name}, {options.replace('=', ': ')}}}")
+            there = count_costs({"name": model, "img_size": 224}, attention)
+            if math.isclose(count_costs(run.model, run.attention).macs, there.macs, rel_tol=1e-3):
+                speed = float(row["images_per_second"])
+                hours = num_images / speed / 3600
+                derived = f"derived from {speed:,.0f} images/s, measured on one {device} without loading and evaluation"
+                return f"about {hours / world.size:.1f} hours, {hours:.1f} GPU-hours; {derived}"
+    return ""
 
 
 def describe_memory(run: Run, world: World, images: int) -> str:

@@ -10,10 +10,10 @@ import yaml
 
 import train
 from engine.config.schema import Run
-from engine.run.load import parse_run
+from engine.run.load import load_run, parse_run
 from engine.runtime.distributed import World, autocast
 from engine.runtime.memory import saved_bytes
-from engine.training.plan import estimate_memory
+from engine.training.plan import describe_hours, estimate_memory
 from models import create_model
 from tests.engine.test_train import RUN, start
 from tests.support.refusals import refusal
@@ -119,6 +119,42 @@ def test_weights_gradients_and_optimiser():
     activations = "activations of 16 images"
     assert frozen[activations] < 0.5 * plain[activations]
     assert estimate_memory(run_with(grad_checkpointing=True), WORLD, 16)[activations] < 0.5 * plain[activations]
+
+
+def plan_on(monkeypatch: pytest.MonkeyPatch, gpu: str, config: str, *options: str) -> str:
+    """Returns what is said of the time of 1,000,000 images on two such GPUs."""
+    monkeypatch.setattr("engine.training.plan.device_name", lambda device: gpu)
+    monkeypatch.setattr("engine.training.plan.describe_compilation", lambda run, world: "on")
+    run = load_run(ROOT / "configs" / config, ["train.device=cuda", *options])
+    return describe_hours(run, World(torch.device("cuda"), size=2), 1_000_000)
+
+
+def test_hours_are_those_of_the_table_on_its_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    header = "device,model,name,execution,images_per_second"
+    rows = ["tiny8,eva,eager,1", "tiny8,eva,compiled-cuda-graph,1000", "tiny8,performer:num_samples=64,eager,"]
+    (tmp_path / "table.csv").write_text("\n".join([header, *(f"Fast 9,{row}" for row in rows)]))
+    monkeypatch.setattr("engine.training.plan.MEASURED", tmp_path / "table.csv")
+    eva = "deit_tiny_p8/eva.yaml"
+    said = "about 0.1 hours, 0.3 GPU-hours; derived from 1,000 images/s, measured on one Fast 9 without loading and"
+    assert plan_on(monkeypatch, "Fast 9", eva).startswith(said)
+    assert plan_on(monkeypatch, "Fast 9", eva, "train.cuda_graph=false") == ""
+    others = (
+        "attention.num_landmarks=16",
+        "model.img_size=192",
+        "train.amp=fp16",
+        "train.freeze=backbone",
+        "model.depth=6",
+    )
+    for other in (*others, "distill={teacher: absent.pt, type: soft}", "attention=softmax"):
+        assert plan_on(monkeypatch, "Fast 9", eva, other) == "", other
+    assert plan_on(monkeypatch, "Fast 8", eva) == plan_on(monkeypatch, "Fast 9", "deit_small_p8/lara.yaml") == ""
+
+
+@pytest.mark.parametrize(
+    "config", ["deit_tiny_p8/eva", "deit_tiny_p8/softmax", "deit_tiny_p8/local", "deit_tiny_p8/performer"]
+)
+def test_the_shipped_table_knows_shipped_configurations(monkeypatch: pytest.MonkeyPatch, config: str):
+    assert "GPU-hours; derived from" in plan_on(monkeypatch, "NVIDIA H100 80GB HBM3", f"{config}.yaml")
 
 
 def test_a_dry_run_fits_a_screen_and_quotes_what_is_expected(capsys: pytest.CaptureFixture):
