@@ -64,7 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with world.ending(), refuse_bad_input(), explain_failures(run.train, world), ExitStack() as cleanup:
             splits = open_inputs(draft, world, args.output)
             if args.dry_run:
-                return print_plan(run, world, splits, args.output, args.allow_change, quoted_top1(args.config))
+                with refuse_bad_input():  # a closed pipe ends a plan, and fails a run
+                    return print_plan(run, world, splits, args.output, args.allow_change, quoted_top1(args.config))
             trainer = Trainer(run, world, splits, args.output, args.allow_change, cleanup)
             if not trainer.progress.is_finished(run):  # the log of a finished run stays as it is
                 console.keep(args.output)

@@ -56,9 +56,7 @@ def short_names(settings: Sequence[Setting]) -> list[str]:
 
 
 def check_labels(settings: Sequence[Setting], left_out: Sequence[str]) -> None:
-    """Raises an OptionError for a label that is no text, or of no word in the names of rows, `left_out` included, or of
-    two words.
-    """
+    """Raises an OptionError for a label: no text, of no word in names of rows and `left_out`, or another's name."""
     names = short_names([replace(setting, labels={}) for setting in settings])
     words = {word for name in [*names, *left_out] for word in WORD.findall(name)}
     shown = {word: word for word in words} | settings[0].labels

@@ -39,13 +39,6 @@ def as_config_error(prefix: str = "") -> Iterator[None]:
         raise ConfigError(f"{prefix}{error}") from None
 
 
-def has_enough_read() -> bool:
-    """Returns whether the reader of the output has closed it, as `head` does."""
-    output = select.poll()
-    output.register(sys.stdout, 0)
-    return bool(output.poll(0))
-
-
 @contextmanager
 def refuse_bad_input() -> Iterator[None]:
     """Context in which refused input ends a script with one line on stderr and exit status 2.
@@ -58,7 +51,9 @@ def refuse_bad_input() -> Iterator[None]:
         yield
         print(end="", flush=True)  # nothing where there is no stdout
     except BrokenPipeError:
-        if not has_enough_read():  # the pipe is another
+        output = select.poll()
+        output.register(sys.stdout, 0)
+        if not output.poll(0):  # the pipe is another
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes the rest when it ends
         raise SystemExit(128 + signal.SIGPIPE) from None

@@ -16,9 +16,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.
 
 
 def begin(parser: str = "") -> None:
-    """Begins a script: from here on Ctrl-C ends it without a traceback; `parser`, "module:function", parses its line.
-
-    So help, refusals of arguments, and Ctrl-C wait for none of the script's other imports.
+    """Ends this script without a traceback at Ctrl-C, and parses its arguments by `parser`, "module:function", before
+    its other imports.
     """
     sys.excepthook = lambda kind, *of: sys.exit(130) if kind is KeyboardInterrupt else sys.__excepthook__(kind, *of)
     if parser:

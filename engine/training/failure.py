@@ -9,7 +9,6 @@ from engine.config.schema import Train
 from engine.data.images import BrokenImage, DataError
 from engine.data.workers import REMEDY, WorkersFailed
 from engine.runtime.distributed import World
-from engine.runtime.errors import has_enough_read
 from engine.runtime.memory import is_out_of_memory
 from engine.training.compilation import CompilationFailed
 
@@ -24,8 +23,6 @@ def explain_failures(options: Train, world: World) -> Iterator[None]:
     except (FloatingPointError, BrokenImage, DataError, WorkersFailed, CompilationFailed) as error:
         _end(world, str(error))
     except OSError as error:
-        if isinstance(error, BrokenPipeError) and has_enough_read():
-            raise
         what = error.strerror or str(error).strip().splitlines()[-1]
         _end(world, f"{error.filename or 'log or events'}: {what}; the last checkpoint stands")
     except (RuntimeError, MemoryError) as error:

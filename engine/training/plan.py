@@ -1,11 +1,9 @@
 """Plan of a run: what `train.py --dry-run` says about it. Nothing is started and nothing is written."""
 
 import functools
-import math
 import re
 from collections.abc import Sequence
 from contextlib import ExitStack
-from operator import itemgetter
 from pathlib import Path
 from typing import cast
 
@@ -51,10 +49,7 @@ UNTRACEABLE = (
 """Errors of a model whose shapes depend on numbers."""
 
 MEASURED = Path(__file__).with_name("gpu_training.csv")
-"""Images a second in training, as `python -m bench.gpu_run` writes them; installed with the package.
-
-Images of 224 pixels, 1,000 classes, bf16; tiny8 is deit_tiny_p8.
-"""
+"""Images (224 pixels, bf16) a second in training, by `python -m bench.gpu_run`; tiny8 there is deit_tiny_p8."""
 
 INDENT = " " * 12
 """Beginning of a line that goes on with a fact."""
@@ -111,8 +106,7 @@ def print_plan(
         "resumes": found,
     }
     if world.is_primary:
-        for name, text in filter(itemgetter(1), facts.items()):
-            print(f"{name:{len(INDENT)}}{text}")
+        print(*(f"{name:{len(INDENT)}}{text}" for name, text in facts.items() if text), sep="\n")
         print(*filter(None, [quoted]), "", "# sections of options that are not the defaults", sep="\n")
         options, defaults = dump_run(run), dump_run(Run(model={}, attention=None))
         for name, values in options.items():
@@ -136,9 +130,8 @@ def describe_hours(run: Run, world: World, num_images: int) -> str:
         if asked == (model, name, row["device"], row["execution"]) and row["images_per_second"]:
             attention = yaml.safe_load(f"{{name: {name}, {options.replace('=', ': ')}}}")
             there = count_costs({"name": model, "img_size": 224}, attention)
-            if math.isclose(count_costs(run.model, run.attention).macs, there.macs, rel_tol=1e-3):
-                speed = float(row["images_per_second"])
-                hours = num_images / speed / 3600
+            if abs(count_costs(run.model, run.attention).macs / there.macs - 1) < 1e-3:
+                hours = num_images / (speed := float(row["images_per_second"])) / 3600
                 derived = f"derived from {speed:,.0f} images/s, measured on one {device} without loading and evaluation"
                 return f"about {hours / world.size:.1f} hours, {hours:.1f} GPU-hours; {derived}"
     return ""

@@ -142,17 +142,14 @@ def test_sizes_are_whole_numbers(kind, text):
         kind(text)
 
 
-@pytest.mark.parametrize(
-    ("script", "arguments"),
-    [
-        ("analyze", "search r --budget macs=.7 --budget macs=.8"),
-        ("analyze", "maps r x --attention eva --attention lara"),
-        ("benchmark", "--attention eva --attention lara"),
-        ("engine.data.draw", "pathfinder x --images 2 2 --images 4 4"),
-    ],
-)
-def test_a_list_given_twice_is_refused_and_not_replaced(script, arguments, capsys):
-    assert "given twice; give all its values after one" in refusal(run(script), arguments.split(), capsys)
+LISTS = ["analyze search r --budget macs=.7", "analyze maps r x --attention eva", "engine.data.draw --images 2 2"]
+
+
+@pytest.mark.parametrize("line", [*LISTS, "benchmark --tokens 49"])
+def test_a_list_given_twice_is_refused_and_not_replaced(line, capsys):
+    script, *words = line.split()
+    again = words[[word[:2] for word in words].index("--") :]
+    assert "given twice; give all its values after one" in refusal(run(script), [*words, *again], capsys)
 
 
 def test_an_abbreviated_plugin_is_refused_and_not_left_out(capsys):
@@ -160,20 +157,17 @@ def test_an_abbreviated_plugin_is_refused_and_not_left_out(capsys):
     assert line.endswith("argument --plugin: write --plugin x in full\n")
 
 
-@pytest.mark.parametrize(
-    ("line", "module"),
-    [
-        *(("train configs/quickstart.yaml --output r", name) for name in ("torch", "engine.training", "yaml")),
-        *(("validate r", "engine.evaluation"), ("predict r x", "engine.checkpoints"), ("analyze maps r x", "analysis")),
-        *(("ablate x", "ablation"), ("benchmark", "bench"), ("eav runs r", "engine.reporting")),
-        *(("engine.checkpoints.export r x", "engine.checkpoints.command_line"), ("eav train", "engine.training")),
-        *(
-            ("engine.data.prepare r x", "engine.data.command_lines"),
-            ("engine.data.draw x", "engine.data.command_lines"),
-        ),
-        ("engine.data.verify r", "engine.data.command_lines"),
-    ],
-)
+IMPORTS = {
+    "torch": ["train configs/quickstart.yaml --output r"],
+    "engine.config": ["train", "analyze"],
+    "engine.runtime.arguments": ["validate", "predict", "ablate", "benchmark", "eav train", "eav runs r"],
+    "engine.checkpoints.command_line": ["engine.checkpoints.export"],
+    "engine.data.command_lines": ["engine.data.prepare", "engine.data.draw", "engine.data.verify"],
+}
+"""Module -> lines of scripts that import it."""
+
+
+@pytest.mark.parametrize(("line", "module"), [(line, module) for module, lines in IMPORTS.items() for line in lines])
 def test_an_interrupt_during_the_imports_ends_a_script_silently(line, module):
     finder = f"class Finder:\n  def find_spec(name, *of):\n    if name == {module!r}: raise KeyboardInterrupt"
     code = f"{finder}\nimport runpy, sys\nsys.meta_path.insert(0, Finder)\nsys.argv = {line.split()}"
