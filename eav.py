@@ -11,6 +11,7 @@ from importlib import import_module
 from engine.runtime.signals import begin
 
 OF_DATA, OF_TRAINED = "engine.data.command_lines", "engine.evaluation.command_lines"
+OF_CHECKPOINTS = "engine.checkpoints.command_line"
 
 COMMANDS = {
     "train": ("train", "train one configuration, or resume its run", "engine.training.command_line:parse_arguments"),
@@ -20,11 +21,7 @@ COMMANDS = {
     "analyze": ("analyze", "ask what the attention of a trained model does", ""),
     "benchmark": ("benchmark", "time and count layers and models on this device", "bench.arguments:parse_arguments"),
     "runs": ("engine.reporting.runs", "show runs", ""),
-    "export": (
-        "engine.checkpoints.export",
-        "write a model for timm or ONNX Runtime",
-        "engine.checkpoints.command_line:parse_arguments",
-    ),
+    "export": ("engine.checkpoints.export", "write a model for timm or ONNX", f"{OF_CHECKPOINTS}:parse_arguments"),
     "prepare": ("engine.data.prepare", "decode a data set once", f"{OF_DATA}:parse_prepare"),
     "verify": ("engine.data.verify", "list the broken images of a data set", f"{OF_DATA}:parse_verify"),
     "draw": ("engine.data.draw", "draw images whose classes only long range tells apart", f"{OF_DATA}:parse_draw"),

@@ -51,9 +51,8 @@ DeitName = Literal[
     "deit_base_p16", "deit_base_p8", "deit_base_p4", "encoder_8x192_2heads", "encoder_8x192_3heads",
 ]  # fmt: skip
 PvtName = Literal[
-    "pvtv2_b0", "pvtv2_b1", "pvtv2_b2", "pvtv2_b3", "pvtv2_b4", "pvtv2_b5",
-    "pvtv2_b0_2xheads", "pvtv2_b1_2xheads", "pvtv2_b2_2xheads", "pvtv2_b3_2xheads", "pvtv2_b4_2xheads",
-    "pvtv2_b5_2xheads",
+    "pvtv2_b0", "pvtv2_b1", "pvtv2_b2", "pvtv2_b3", "pvtv2_b4", "pvtv2_b5", "pvtv2_b0_2xheads", "pvtv2_b1_2xheads",
+    "pvtv2_b2_2xheads", "pvtv2_b3_2xheads", "pvtv2_b4_2xheads", "pvtv2_b5_2xheads",
 ]  # fmt: skip
 
 MODELS: dict[str, tuple[type[Backbone], dict[str, Any]]] = {
@@ -72,7 +71,7 @@ def create_model(name: PvtName, attention: Mechanism | Sequence[Mechanism] = ...
 @overload
 def create_model(name: str, attention: Mechanism | Sequence[Mechanism] | None = ..., **options: Any) -> nn.Module: ...
 def create_model(name: str, attention: Mechanism | Sequence[Mechanism] | None = "softmax", **options: Any) -> nn.Module:
-    """Builds a model.
+    """Builds a model; type checkers know the class, `Deit` or `Pvt`, by its name.
 
     Args:
         name: key of `MODELS`, or another model, ``timm:ARCHITECTURE`` or ``hf:NAME``, see `models.hosted`.
@@ -81,8 +80,6 @@ def create_model(name: str, attention: Mechanism | Sequence[Mechanism] | None = 
             softmax; a list of four has one for each stage. None leaves another model's own attention.
         options: fields of the family's `Config`, which override the size's; also options of `timm.create_model` and of
             timm's models: device, dtype, and attn_drop_rate for the option `attn_drop` of every mechanism.
-    Returns:
-        A `Deit` or `Pvt` for a key of `MODELS`, which type checkers know from the name; another model as it is.
     Raises:
         OptionError: unknown model, mechanism or option, wrong type or value, or a geometry that cannot be honoured.
     """

@@ -117,7 +117,7 @@ class Recorder(SilentRecorder):
         self.metrics = directory / METRICS
         self.charts, self.heartbeat = Charts(directory, self.step), Heartbeat(directory)
         self._go_on()
-        title, batch_size = self._title(progress.epoch + 1), run.train.total_batch_size
+        title, batch_size = f"epoch {progress.epoch + 1}/{run.schedule.epochs}", run.train.total_batch_size
         self.bar = progress_bar(title, total_steps * batch_size, initial=self.step * batch_size)
 
     def _go_on(self) -> None:
@@ -147,7 +147,7 @@ class Recorder(SilentRecorder):
                 self._record("fail", epoch, {"reason": one_line(reason, 200)})
         elif not self.progress.is_finished(self.run):
             self._record("stop", epoch, {})
-        self.close()
+        self.bar.close()
         if error is None:
             files = f"{EPOCHS} (a row per epoch)  {METRICS} (all records)  {CONSOLE}"
             print_fields(f"logs of {self.directory}:  {files}  tensorboard --logdir {shlex.quote(str(self.directory))}")
@@ -181,7 +181,7 @@ class Recorder(SilentRecorder):
         self._tabulate(epoch)
         self.speed.begin_step()
         self.bar.unpause()
-        self.bar.set_description(self._title(epoch))
+        self.bar.set_description(f"epoch {epoch}/{self.run.schedule.epochs}")
 
     def end_step(self) -> None:
         super().end_step()
@@ -215,15 +215,8 @@ class Recorder(SilentRecorder):
     def saved(self) -> None:
         self.heartbeat.beat({"checkpoint_time_seconds": time.time()})
 
-    def close(self) -> None:
-        """Closes the progress bar."""
-        self.bar.close()
-
     def _place(self, epoch: int) -> str:
         return describe_place(self.run, epoch, self.step, self.total_steps)
-
-    def _title(self, epoch: int) -> str:
-        return f"epoch {epoch}/{self.run.schedule.epochs}"
 
     def _tabulate(self, before: float = math.inf) -> None:
         """Writes the table of the epochs before `before`."""
@@ -243,7 +236,8 @@ class Recorder(SilentRecorder):
 
     def _record(self, kind: str, epoch: int, values: Mapping[str, Any]) -> None:
         record = {"kind": kind, "epoch": epoch, "step": self.step, **self._totals(), **values}
-        record = {name: _finite(value) for name, value in record.items()}
+        # Loss scaling skips updates with gradient norms of infinity and NaN, which JSON lacks.
+        record = {n: None if isinstance(x, float) and not math.isfinite(x) else x for n, x in record.items()}
         append_whole(self.metrics, f"{json.dumps(record)}\n".encode())
         self.epochs.add(record)
         self.charts.add(kind, values, self.step)
@@ -267,8 +261,3 @@ def _short(value: Any) -> Any:
     classes.
     """
     return value if isinstance(value, int | float | None) else one_line(str(value), 200)
-
-
-def _finite(value: Any) -> Any:
-    """Replaces infinity and NaN, which JSON lacks, by None. Loss scaling skips updates with such gradient norms."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -87,13 +87,11 @@ def _subject(run: Path) -> tuple[str, str, str]:
 
 def _best(evaluations: Sequence[dict[str, Any]], best_by: str) -> str:
     """Returns name, value and epoch of the best of the metrics that rank epochs, by either kind of weights."""
-    found: list[tuple[float, int, str, float]] = []
-    for record in evaluations:
-        name = best_by or default_ranking(record)
-        ranking = [key for key in (name, f"ema_{name}") if is_score(record.get(key))]
-        found += [(sign_of(name) * record[key], -record["epoch"], key, record[key]) for key in ranking]
-    _, epoch, key, value = max(found, default=(0, 0, "", 0))
-    return f"{key} {value:.4g} (epoch {-epoch})" if key else ""
+    names = {best_by or default_ranking(record) for record in evaluations}
+    pairs = ((x, key, sign_of(name)) for x in evaluations for name in names for key in (name, f"ema_{name}"))
+    found = [(sign * x[key], -x["epoch"], key) for x, key, sign in pairs if is_score(x.get(key))]
+    score, epoch, key = max(found, default=(0, 0, ""))
+    return f"{key} {abs(score):.4g} (epoch {-epoch})" if key else ""
 
 
 def _end(last: dict[str, Any]) -> str:

@@ -72,7 +72,7 @@ def record_run(directory: Path, kind: type[SilentRecorder] = Recorder) -> None:
     recorder.sync()
     recorder.saved()
     if kind is Recorder:
-        recorder.close()
+        recorder.bar.close()
 
 
 def records(directory: Path) -> list[dict]:
@@ -107,7 +107,7 @@ def test_the_hours_that_are_left_are_told_once_after_a_minute(tmp_path: Path, ca
     for seconds in (0, 61, 61):
         recorder.began -= seconds
         recorder.train(1, loss=2.5)
-    recorder.close()
+    recorder.bar.close()
     told = [line for line in capsys.readouterr().out.splitlines() if "hours" in line]
     line = "by these steps, 10.0 hours, 40.0 GPU-hours are left, without evaluations"
     assert told == [line] * (total_steps == 1000)
@@ -164,12 +164,12 @@ def test_totals_go_on_after_stops_and_kills(tmp_path: Path, monkeypatch: pytest.
     recorder.begin_epoch(1)
     make_step(recorder, clock, 18.0)
     make_step(recorder, clock, 9.0)
-    recorder.close()  # killed, and the last checkpoint is that of step 2
+    recorder.bar.close()  # killed, and the last checkpoint is that of step 2
     clock.now += 1e6
     recorder = launch(tmp_path, Progress(step=2, epoch=1), cuda)
     recorder.begin_epoch(2)
     make_step(recorder, clock, 9.0)
-    recorder.close()
+    recorder.bar.close()
 
     found = records(tmp_path)
     assert [record["kind"] for record in found] == ["start", "train", "stop", "start", "train", "start", "train"]
@@ -238,7 +238,7 @@ def test_epochs_are_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     clock.now += 3.0
     recorder.eval(2, {"top1": 50.0})
     recorder.final(top1=50.0)
-    recorder.close()
+    recorder.bar.close()
     with (tmp_path / "epochs.csv").open(newline="") as file:
         first, second = csv.DictReader(file)
     assert first == row | {"eval_top1": ""}
@@ -320,7 +320,7 @@ def test_images_are_shown_as_they_look(tmp_path: Path, is_grey: bool):
     if is_grey:
         recorder = Recorder(tmp_path, RUN, Progress(), total_steps=1, world=WORLD)
         recorder.images((IMAGES[:, :1] - 0.25) / (1.75 / 3))
-        recorder.close()
+        recorder.bar.close()
     else:
         record_run(tmp_path)
     grid = EventAccumulator(str(tmp_path)).Reload().Images("train/images")[0]
@@ -338,7 +338,7 @@ def test_what_will_be_repeated_is_dropped(tmp_path: Path, progress: Progress, ke
     record_run(tmp_path)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "train", "st')  # the process died while writing
-    Recorder(tmp_path, RUN, progress, total_steps=2, world=WORLD).close()
+    Recorder(tmp_path, RUN, progress, total_steps=2, world=WORLD).bar.close()
     assert [record["kind"] for record in records(tmp_path)] == kept
 
 
@@ -351,7 +351,7 @@ def test_records_are_on_disk_before_the_checkpoint(tmp_path: Path, monkeypatch: 
     trainer = MagicMock(recorder=recorder)
     trainer.checkpoints.save = lambda *what: done.append("checkpoint")
     Trainer.save(trainer)
-    recorder.close()
+    recorder.bar.close()
     assert done[:2] == [True, "checkpoint"]
 
 
@@ -395,12 +395,12 @@ def test_a_change_stays_once_a_checkpoint_has_it(tmp_path: Path):
     change = {"optim.lr": (1e-3, 5e-4), "classes": (["a"] * 1000, ["b"] * 1000)}
     recorder = Recorder(tmp_path, RUN, Progress(step=1, images=8), total_steps=4, world=WORLD)
     recorder.start(0, 1, Resumption(changes=change))
-    recorder.close()
+    recorder.bar.close()
     lr, classes = (record for record in records(tmp_path) if record["kind"] == "change")
     assert (lr["option"], lr["before"], lr["now"], lr["step"]) == ("optim.lr", 1e-3, 5e-4, 1)
     assert len(classes["before"]) == 200
     for progress, number in [(Progress(step=2, epoch=1), 2), (Progress(step=1, epoch=1), 2), (Progress(step=1), 0)]:
-        Recorder(tmp_path, RUN, progress, total_steps=4, world=WORLD).close()
+        Recorder(tmp_path, RUN, progress, total_steps=4, world=WORLD).bar.close()
         assert [record["kind"] for record in records(tmp_path)].count("change") == number
 
 
@@ -427,7 +427,7 @@ def test_speed_of_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     recorder.end_step()
     recorder.train(1, loss=1.0)
     recorder.final()
-    recorder.close()
+    recorder.bar.close()
     start, train, final = records(tmp_path)
     assert start["host"] == platform.node()
     expected = {"images_per_second": 4.0, "memory_mb": 6.0, "memory_reserved_mb": 10.0}

@@ -60,7 +60,7 @@ def test_the_log_shows_the_share(clock, tmp_path, capsys, share):
         if recorder.step % 2 == 0:
             recorder.train(1, loss=1.0)
             printed.append(capsys.readouterr().out)
-    recorder.close()
+    recorder.bar.close()
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [record["data_wait"] for record in records] == pytest.approx([share] * 3)
     assert all(f"{share} % waiting for data" in text for text in printed)
