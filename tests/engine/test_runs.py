@@ -119,7 +119,7 @@ def test_a_record_that_no_run_makes_stops_nothing(tmp_path: Path, record: dict):
     run = make_run(tmp_path / "run", START, {**EVAL, "loss": 1.0}, {**TRAIN, "step_seconds": 0.1}, record)
     summarise(run)
     epochs_csv(EpochTable(find_records(run)).rows)
-    Recorder(run, RUN, Progress(epoch=3, step=30), total_steps=40, world=WORLD).close()
+    Recorder(run, RUN, Progress(epoch=3, step=30), total_steps=40, world=WORLD).bar.close()
 
 
 def test_what_a_run_says_reaches_the_terminal_as_text(tmp_path: Path, capsys: pytest.CaptureFixture):
