@@ -6,7 +6,7 @@ from typing import Literal
 
 import pytest
 
-from attention.options import OptionError, option, parse_options
+from attention.options import OptionError, nearest, option, parse_options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +26,11 @@ class Options:
     pair: tuple[float, float] = option((0.0, 1.0), "a range", high=1)
     many: tuple[int, ...] = option((), "any number", above=0)
     inner: Inner = dataclasses.field(default_factory=Inner)
+
+
+def test_a_long_list_of_choices_says_that_it_goes_on():
+    assert nearest("q", range(10, 1050)).endswith(" 1025, ... (1,040)")
+    assert nearest("q", "abc") == "; known: a, b, c"
 
 
 def test_plain_values_become_typed_options():

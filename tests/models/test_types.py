@@ -11,7 +11,7 @@ from models.deit import Deit
 from models.pvt import Pvt
 
 
-def test_a_model_has_the_type_of_its_family() -> None:
+def test_a_model_has_the_type_of_its_family_and_a_layer_is_an_attention() -> None:
     options: dict[str, Any] = {"img_size": 32, "num_classes": 3}
     deit = assert_type(create_model("deit_tiny_p16", attention="linear", **options), Deit)
     assert_type(deit.forward_features(zeros(1, deit.in_chans, 32, 32)), Tensor)
@@ -21,11 +21,7 @@ def test_a_model_has_the_type_of_its_family() -> None:
     assert len(assert_type(pvt.stages, ModuleList)) == 4
     name: str = "deit_tiny_p16"
     assert isinstance(assert_type(create_model(name, **options), nn.Module), Deit)
-
-
-def test_a_layer_is_an_attention() -> None:
-    layer = assert_type(create_attention("eva", dim=8, num_heads=2, grid=(14, 14)), Attention)
-    assert layer.num_heads == 2
+    assert assert_type(create_attention("eva", dim=8, num_heads=2, grid=(14, 14)), Attention).num_heads == 2
 
 
 def test_the_names_of_types_are_those_of_the_models() -> None:
