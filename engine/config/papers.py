@@ -14,8 +14,8 @@ PAPERS = Path(__file__).with_name("papers.yaml")
 class PaperRow:
     """A row of a paper's table. Figures are as printed there; None: not printed."""
 
-    config: str  # a file below configs/
-    overrides: tuple[str, ...] = option((), "key.path=value, as on a command line")
+    config: str  # a file below configs/, timm:ARCHITECTURE, hf:TYPE of transformers, or the name of another model
+    overrides: tuple[str, ...] = option((), "key.path=value, as on a command line, or options of hf:TYPE")
     source: str = option("", "paper and table; empty: for comparison")
     top1: float | None = option(None, "percent", above=0)
     parameters: float | None = option(None, "millions", above=0)

@@ -1,11 +1,15 @@
 """The papers' rows are complete, and an incomplete row is refused with its line."""
 
+import dataclasses
+import sys
 from pathlib import Path
 
 import pytest
 
+from bench.costs import print_costs
 from engine.config.papers import PaperRow, read_papers
 from engine.runtime.errors import ConfigError
+from models import is_host
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -14,9 +18,23 @@ def test_every_row_has_its_configuration():
     rows = read_papers()
     assert len({(row.config, row.overrides, row.source) for row in rows}) == len(rows)
     for row in rows:
-        assert (CONFIGS / row.config).is_file()
+        if not is_host(row.config):
+            assert (CONFIGS / row.config).is_file() == (row.note != "neither timm nor transformers has it")
         assert bool(row.source) == bool(row.top1 or row.parameters or row.macs)
         assert row.source or not (row.note or row.released_macs)
+
+
+def test_other_peoples_models_are_counted_where_a_package_has_them(monkeypatch, capsys):
+    pvt = PaperRow(config="hf:pvt", overrides=("depths=[2, 2, 2, 2]",), macs=2.1, source="Table 1")
+    swin = PaperRow(config="timm:swin_tiny_patch4_window7_224", source="Table 1", parameters=28.3)
+    print_costs([swin, PaperRow(config="SOFT-T", macs=1.9, source="Table 1", note="nobody has it"), pvt])
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    print_costs([dataclasses.replace(pvt, overrides=())])
+    found = [[*line.split(" | ")[1:5], line.split(" | ")[-1]] for line in capsys.readouterr().out.splitlines()]
+    assert found[2] == ["28.288", "28.3", "4.491", "", " |"]
+    assert found[3] == ["", "", "", "1.9", "nobody has it |"]
+    assert found[4] == ["13.229", "", "1.933", "2.1", " |"]
+    assert "need the package transformers; pip install" in found[7][-1]
 
 
 def test_a_row(tmp_path):
