@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 from attention import OptionError
+from bench.workload import read_options
 from engine.config.papers import PaperRow
-from engine.config.yaml_files import Tree, override
 from engine.reporting.tables import markdown_table
 from engine.run.load import load_run
 from models import is_host
@@ -39,10 +39,8 @@ def print_costs(rows: Sequence[PaperRow]) -> None:
 def costs_of_row(config: str, overrides: tuple[str, ...]) -> Costs | None:
     """Returns the costs of a row's model, None if it cannot be built here. The cache serves rows of the same model."""
     if config.startswith(HF):
-        tree = Tree({"model_type": config.removeprefix(HF), "num_labels": 1000}, {(): config})
-        for text in overrides:
-            override(tree, text)
-        kind, options = class_of(tree.values)
+        given = {"model_type": config.removeprefix(HF), "num_labels": 1000}
+        kind, options = class_of(given | read_options(config, ",".join(overrides)))
         with torch.device("meta"):
             return costs_of(kind(options).eval(), torch.empty(1, 3, 224, 224))
     if is_host(config):
