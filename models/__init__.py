@@ -169,6 +169,8 @@ def family_of(name: str) -> type[Backbone]:
     """
     if name not in MODELS:
         meant = f"; did you mean {TIMM + name!r}?" if is_model(name) else nearest(name, MODELS)
+        if is_model(name) and name.startswith("eva"):
+            meant += " Its EvaAttention is softmax attention, and not the mechanism eva"
         raise OptionError("model.name", f"unknown model {name!r}{meant}")
     return MODELS[name][0]
 

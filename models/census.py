@@ -1,14 +1,12 @@
 """Hosts that `replace_attention` takes, and why not the others: ``python -m models.census [PATTERN...]``.
 
 A pattern is one of timm's names with wildcards, such as ``vit_*dinov3*``, or ``hf:`` and a model type of transformers,
-such as ``hf:dinov2``. Without one, the command goes through all architectures of timm and `FAMILIES` of transformers.
+such as ``hf:dinov2``. Without one, the command goes through all architectures of timm and ten types of transformers.
 Models are built on the meta device, without weights; the complete census takes ten minutes.
 """
 
 import sys
 from collections import Counter
-from collections.abc import Callable
-from functools import partial
 
 import timm
 import torch
@@ -16,26 +14,24 @@ from torch import nn
 
 from models import MODELS
 from models.hosts import attention_calls
-
-FAMILIES = (
-    "vit deit dinov2 dinov2_with_registers dinov3_vit siglip_vision_model clip_vision_model ijepa vit_msn vit_mae"
-)
-"""Model types of transformers that the census goes through."""
+from models.of_transformers import FAMILIES, HF
 
 
-def of_transformers(model_type: str) -> nn.Module:
-    """The model of a type of transformers, with the default options of its configuration."""
+def build(name: str) -> nn.Module:
+    """The model of an architecture of timm or of a type of transformers, with its default options."""
+    if not name.startswith(HF):
+        return timm.create_model(name)
     from transformers import AutoConfig, AutoModel
 
-    model: nn.Module = AutoModel.from_config(AutoConfig.for_model(model_type))
+    model: nn.Module = AutoModel.from_config(AutoConfig.for_model(name.removeprefix(HF)))
     return model
 
 
-def verdict(build: Callable[[], nn.Module]) -> tuple[bool, str]:
+def verdict(name: str) -> tuple[bool, str]:
     """Whether `replace_attention` takes a model, and its attention layers or the reason."""
     try:
         with torch.device("meta"):
-            model = build()
+            model = build(name)
         calls = attention_calls(model)
     except (ValueError, RuntimeError, ImportError) as error:
         return False, str(error).partition("\n")[0]
@@ -48,20 +44,17 @@ def verdict(build: Callable[[], nn.Module]) -> tuple[bool, str]:
 
 
 def main(patterns: list[str]) -> None:
-    types = [name.removeprefix("hf:") for name in patterns if name.startswith("hf:")]
-    of_timm = [name for name in patterns if not name.startswith("hf:")]
-    names = [] if types and not of_timm else [name for name in timm.list_models(of_timm or "*") if name not in MODELS]
-    hosts: dict[str, Callable[[], nn.Module]] = {name: partial(timm.create_model, name) for name in names}
-    for name in types if patterns else FAMILIES.split():
-        hosts[f"hf:{name}"] = partial(of_transformers, name)
-    if not hosts:
+    of_timm = [name for name in patterns if not name.startswith(HF)]
+    names = [name for name in timm.list_models(of_timm or "*") if name not in MODELS] if of_timm or not patterns else []
+    names += [name for name in patterns or map(HF.__add__, [*FAMILIES.split(), "vit_mae"]) if name.startswith(HF)]
+    if not names:
         sys.exit(f"error: {' '.join(patterns)}: no architecture of timm has such a name; `timm.list_models()` has all")
     taken = 0
-    for name, build in hosts.items():
-        is_taken, reason = verdict(build)
+    for name in names:
+        is_taken, reason = verdict(name)
         taken += is_taken
         print(f"{name}: {'' if is_taken else 'refused: '}{reason}", flush=True)
-    print(f"{taken} of {len(hosts)} architectures")
+    print(f"{taken} of {len(names)} architectures")
 
 
 if __name__ == "__main__":

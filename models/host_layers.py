@@ -35,16 +35,13 @@ class PassGrid:
         self.grid = (int(H), int(W)) if torch.jit.is_tracing() else (H, W)
         if image.requires_grad and not torch.compiler.is_compiling():
             self.pending[self.grid] += 1
-            image.register_hook(functools.partial(self.finish, self.grid))
+            image.register_hook(lambda gradient, grid=self.grid: self.pending.subtract([grid]))
 
     def start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.is_plain = len(args) < 2 and kwargs.get("attention_mask") is None
 
     def stop(self, module: nn.Module, args: Any, output: Any) -> None:
         self.is_plain = False
-
-    def finish(self, grid: Grid, gradient: Tensor) -> None:
-        self.pending[grid] -= 1
 
     def of(self, number: int) -> Grid | None:
         """The grid of a layer with so many tokens; None in a backward pass that may be of passes of two shapes."""
@@ -58,20 +55,13 @@ class PassGrid:
 
 
 class Replaced(nn.Module):
-    """Mixin of a host's attention module: its call of `scaled_dot_product_attention` goes to `core`.
+    """Mixin of a host's attention module: its call of `scaled_dot_product_attention` goes to `core`."""
 
-    Attributes:
-        host: the module's own class. host_name: the module's name in its host.
-        core: the mechanism, without projections.
-        pass_grid: the grid of the present forward pass; None for tokens without order.
-        extra: further inputs of `attend`, all None.
-    """
-
-    host: ClassVar[type[nn.Module]]
-    host_name: str
-    core: Attention
-    pass_grid: PassGrid | None
-    extra: tuple[None, ...]
+    host: ClassVar[type[nn.Module]]  # the module's own class
+    host_name: str  # the module's name in its host
+    core: Attention  # the mechanism, without projections
+    pass_grid: PassGrid | None  # None for tokens without order
+    extra: tuple[None, ...]  # further inputs of `attend`
 
     def forward(self, *args: Any, grid: Grid | None = None, **kwargs: Any) -> Any:
         """The host's forward pass; `grid` is the (H, W) grid of tokens that no forward pass of the model made."""
@@ -87,20 +77,16 @@ class Replaced(nn.Module):
         return output
 
     def project(self, x: Tensor, grid: Grid, **others: Any) -> tuple[Any, ...]:
-        """Returns the arguments that the host's module passes to `core.attend_all`: queries, keys and values, or fewer.
+        """The arguments of `core.attend_all` for tokens x (B, P + N, C): queries, keys and values, or fewer."""
+        found = []
 
-        The module's forward pass on tokens x (B, P + N, C) ends there.
-        """
+        def keep(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            found.append(self.projected(query, key, value))
+            return query  # of the shape of attended values
 
-        def stop(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            raise _Projected(self.projected(query, key, value))
-
-        try:
-            with Calls(stop):
-                super().forward(x, **others)
-        except _Projected as found:
-            return found.projected
-        raise AssertionError(f"{self.host_name} calls no attention")
+        with Calls(keep):
+            super().forward(x, **others)
+        return found[0]
 
     def arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:
         """Tokens, and all other arguments by name, of a call of `forward` in the present forward pass."""
@@ -132,17 +118,6 @@ class Replaced(nn.Module):
     def projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Any, ...]:
         query, key = query.to(value.dtype), key.to(value.dtype)  # as torch's attention does under autocast
         return (value,) if self.core.num_projections == 1 else (query, key, value, *self.extra)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return create_empty, (Replaced, self.host), self.__dict__
-
-
-class _Projected(Exception):
-    """End of a forward pass at its attention, see `Replaced.project`."""
-
-    def __init__(self, projected: tuple[Any, ...]):
-        super().__init__()
-        self.projected = projected
 
 
 class Calls(TorchFunctionMode):
@@ -191,13 +166,18 @@ def call_problem(
     return ""
 
 
+def first_line(error: Exception) -> str:
+    """Type and first line of an error that other people's code raised."""
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
+
+
 @functools.cache
 def with_mixin(mixin: Any, host: Any) -> Any:
     """The class of a host, or of its attention module, with a mixin; its attribute `host` is the host's own."""
-    return type(f"{mixin.__name__}{host.__name__}", (mixin, host), {"host": host})
+    own = {"host": host, "__reduce_ex__": lambda self, protocol: (create_empty, (mixin, host), vars(self))}
+    return type(f"{mixin.__name__}{host.__name__}", (mixin, host), own)
 
 
 def create_empty(mixin: Any, host: Any) -> Any:
-    """A module without attributes, which copies and pickles then have."""
-    cls = with_mixin(mixin, host)
-    return cls.__new__(cls)
+    """A module without attributes, which a copy or a pickle then has."""
+    return object.__new__(with_mixin(mixin, host))

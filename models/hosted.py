@@ -28,9 +28,9 @@ from attention.options import Options, option, parse_options, refuse
 from models.assignment import Mechanism
 from models.base import NO_DECAY
 from models.block import compiled
-from models.host_layers import create_empty, with_mixin
-from models.hosts import Call, attention_calls, on_meta, replace_calls
-from models.of_transformers import HF, RESERVED, WITHOUT_EFFECT, class_of, configuration, fetched_configuration, merged
+from models.host_layers import first_line, with_mixin
+from models.hosts import Call, attention_calls, on_meta, replace_calls, run_on_meta
+from models.of_transformers import HF, RESERVED, class_of, configuration, fetched_configuration, merged
 
 TIMM = "timm:"
 """Prefix of an architecture of timm."""
@@ -71,13 +71,9 @@ class HostConfig(Options):
 
 
 class Hosted(nn.Module):
-    """Mixin of a host's class: what models of a run have. Names of weights are the host's.
+    """Mixin of a host's class: what models of a run have. Names of weights are the host's."""
 
-    Attributes:
-        host: the host's own class. in_chans: channels of images.
-    """
-
-    host: ClassVar[type[nn.Module]]
+    host: ClassVar[type[nn.Module]]  # the host's own class
     in_chans: int
     num_classes: int
     compiled_sizes: Collection[int] = ()
@@ -111,9 +107,6 @@ class Hosted(nn.Module):
         if key in fitted and fitted[key].shape[1] != here[key].shape[1]:
             fitted[key] = adapt_input_conv(here[key].shape[1], fitted[key])
         return fitted
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return create_empty, (type(self).__bases__[0], self.host), self.__dict__
 
 
 class OfTransformers(Hosted):
@@ -158,13 +151,7 @@ def parse_host(name: str, options: Mapping[str, Any]) -> HostConfig:
     refuse([OptionError(f"model.{key}", problem) for key in options if key not in HostConfig.__dataclass_fields__])
     config: HostConfig = parse_options(HostConfig, {**options, "name": name}, "model")
     kwargs = config.kwargs or {}
-    for key, value in _entries(kwargs):
-        if key in RESERVED | WITHOUT_EFFECT or key.startswith("_"):
-            raise OptionError(f"model.kwargs.{key}", "chooses no architecture; leave it out")
-        if not isinstance(value, str | int | float | Mapping | list | tuple | None):
-            raise OptionError(f"model.kwargs.{key}", f" = {value!r}: expected numbers, text or a mapping")
-        if isinstance(value, int) and abs(value) > MAX_SIZE:
-            raise OptionError(f"model.kwargs.{key}", f" = {value}: above the largest valid size {MAX_SIZE}")
+    _check("model.kwargs", kwargs)
     if name.startswith(HF):
         for key in ("drop_rate", "drop_path_rate"):
             if getattr(config, key):
@@ -184,47 +171,29 @@ def parse_host(name: str, options: Mapping[str, Any]) -> HostConfig:
 
 
 def described(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of host `name` with the configuration of a model of transformers, of the hub or of a folder.
-
-    Raises:
-        OptionError: the configuration cannot be fetched.
-    """
+    """The options of host `name` with the configuration of a model of transformers, see `fetched_configuration`."""
     kwargs = options.get("kwargs") or {}
     if not name.startswith(HF) or not isinstance(kwargs, Mapping) or "model_type" in kwargs:
         return {**options}
-    return {**options, "kwargs": merged(fetched_configuration(name), kwargs)}
+    return {**options, "kwargs": merged(fetched_configuration(name)[0], kwargs)}
 
 
 def create_host(name: str, attention: Mechanism | Sequence[Mechanism] | None = "softmax", **options: Any) -> nn.Module:
-    """Builds a host with random weights.
-
-    Args:
-        name: ``timm:ARCHITECTURE`` or ``hf:NAME``. attention: see `replace_attention`; None: the host's own.
-        options: fields of `HostConfig`.
-    Raises:
-        OptionError: see `parse_host` and `replace_attention`.
-    """
+    """Builds a host with random weights, see `models.create_model`; `options` are fields of `HostConfig`."""
     config = parse_host(name, described(name, options))
     model = _build(config)
     if attention is not None:
         replace_calls(model, host_calls(config), attention)
-    is_meta = next(model.parameters()).is_meta
-    if attention is None or not is_meta:
-        _freeze_unused(model, config)
+    if attention is None or not next(model.parameters()).is_meta:
+        _freeze_unused(model, config.img_size)
     return model
 
 
-def _freeze_unused(model: nn.Module, config: HostConfig) -> None:
+def _freeze_unused(model: nn.Module, img_size: Any) -> None:
     """Excludes weights that no logit depends on from training: mask tokens, norms of unused outputs, ..."""
     probe = on_meta(model).train()
-    images = torch.empty(2, config.in_chans, *to_2tuple(config.img_size), device="meta")
-    try:
-        with torch.enable_grad():
-            probe(images).sum().backward()
-    except Exception as error:  # the host's own
-        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-        problem = f" = {config.img_size}: {config.name} refuses images of this size ({reason})"
-        raise OptionError("model.img_size", problem) from None
+    with torch.enable_grad():
+        run_on_meta(probe, img_size).sum().backward()
     used = {name for name, weight in probe.named_parameters() if weight.grad is not None}
     for name, weight in model.named_parameters():
         weight.requires_grad_(weight.requires_grad and name in used)
@@ -232,8 +201,7 @@ def _freeze_unused(model: nn.Module, config: HostConfig) -> None:
 
 def host_calls(config: HostConfig) -> list[Call]:
     """The attention layers of a host, see `attention_calls`."""
-    key = repr(config)
-    if key not in _CALLS:
+    if (key := repr(config)) not in _CALLS:
         with torch.device("meta"), torch.random.fork_rng(devices=[]):
             _CALLS[key] = attention_calls(_build(config), config.img_size)
     return _CALLS[key]
@@ -245,29 +213,33 @@ _CALLS: dict[str, list[Call]] = {}
 
 def _build(config: HostConfig) -> nn.Module:
     """A host with its own attention."""
-    with _bounded():
-        try:
-            if config.name.startswith(HF):
-                return _build_of_transformers(config)
-            given = {"num_classes": config.num_classes, "in_chans": config.in_chans, **(config.kwargs or {})}
-            given |= {key: x for key in ("drop_rate", "drop_path_rate") if (x := getattr(config, key))}
-            is_fixed = cast(Any, timm.get_pretrained_cfg(config.name.removeprefix(TIMM))).fixed_input_size
-            if is_fixed and to_2tuple(config.img_size) != _own_size(config):  # others take any size without the option
-                given["img_size"] = config.img_size
-            model: Any = timm.create_model(config.name.removeprefix(TIMM), **given)
-        except OptionError:
-            raise
-        except Exception as error:  # the host's own
-            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-            raise OptionError("model", f"{config.name} cannot be built with these options ({reason})") from None
-    return _hosted(model, Hosted, config)
+    is_of_timm = config.name.startswith(TIMM)
+    sizes = f"more than {MAX_PARAMETERS:,} parameters, or {MAX_NUMBERS:,} numbers; lower its sizes"
+    try:
+        with bounded(MAX_PARAMETERS, MAX_NUMBERS, ValueError(sizes)):
+            model = _build_of_timm(config) if is_of_timm else _build_of_transformers(config)
+    except Exception as error:  # the host's own
+        problem = f"{config.name} cannot be built with these options ({first_line(error)})"
+        raise OptionError("model", problem) from None
+    mixin: Any = Hosted if is_of_timm else OfTransformers
+    model.in_chans = config.in_chans
+    model.__class__ = with_mixin(mixin, cast(Any, type(model)))
+    return cast(nn.Module, model)
 
 
-def _build_of_transformers(config: HostConfig) -> nn.Module:
+def _build_of_timm(config: HostConfig) -> Any:
+    given = {"num_classes": config.num_classes, "in_chans": config.in_chans, **(config.kwargs or {})}
+    given |= {key: x for key in ("drop_rate", "drop_path_rate") if (x := getattr(config, key))}
+    if _description(config).fixed_input_size and to_2tuple(config.img_size) != _own_size(config):
+        given["img_size"] = config.img_size  # others take any size without the option
+    return timm.create_model(config.name.removeprefix(TIMM), **given)
+
+
+def _build_of_transformers(config: HostConfig) -> Any:
     options: Any = copy.deepcopy(config.kwargs)
     options.get("vision_config", options)["num_channels"] = config.in_chans
     kind, there = class_of(options | {"num_labels": max(1, config.num_classes)})
-    model: Any = kind._from_config(there, attn_implementation="sdpa")
+    model = kind._from_config(there, attn_implementation="sdpa")
     if not config.num_classes:
         model.classifier = nn.Identity()
     elif not hasattr(model, "classifier"):
@@ -275,20 +247,21 @@ def _build_of_transformers(config: HostConfig) -> nn.Module:
     accepts = any("interpolate_pos_encoding" in inspect.signature(m.forward).parameters for m in model.modules())
     model.interpolates = accepts and to_2tuple(config.img_size) != _own_size(config)
     model.num_classes = config.num_classes
-    return _hosted(model, OfTransformers, config)
+    return model
 
 
-def _entries(options: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """The names and values in nested mappings and lists; items of a list have the list's name."""
-    if isinstance(options, Mapping):
-        for key, value in options.items():
-            yield from _entries(value, str(key))
-            yield str(key), value
-    elif isinstance(options, list | tuple):
-        for value in options:
-            yield from _entries(value, name)
-    else:
-        yield name, options
+def _check(key: str, value: Any) -> None:
+    """Refuses what is no plain option of an architecture, in nested mappings and lists too."""
+    if (name := key.rpartition(".")[2]) in RESERVED or name.startswith("_"):
+        raise OptionError(key, "chooses no architecture; leave it out")
+    if isinstance(value, Mapping):
+        for inner, x in value.items():
+            _check(f"{key}.{inner}", x)
+    elif isinstance(value, list | tuple):
+        for x in value:
+            _check(key, x)
+    elif not isinstance(value, str | int | float | None) or (isinstance(value, int) and abs(value) > MAX_SIZE):
+        raise OptionError(key, f" = {value!r}: expected text, a mapping, or numbers up to {MAX_SIZE}")
 
 
 def _own_size(config: HostConfig) -> Grid:
@@ -300,35 +273,31 @@ def _own_size(config: HostConfig) -> Grid:
             problem = f" = {size!r}: expected a number of pixels, or height and width"
             raise OptionError("model.kwargs.image_size", problem)
     else:
-        try:
-            size = cast(Any, timm.get_pretrained_cfg(config.name.removeprefix(TIMM))).input_size[-2:]
-        except RuntimeError as error:  # a tag of other weights
-            raise OptionError("model.name", f" = {config.name}: {error}") from None
-    height, width = to_2tuple(size)
-    return int(height), int(width)
+        size = _description(config).input_size[-2:]
+    return cast(Grid, to_2tuple(size))
+
+
+def _description(config: HostConfig) -> Any:
+    """timm's description of an architecture and its weights."""
+    try:
+        return timm.get_pretrained_cfg(config.name.removeprefix(TIMM))
+    except RuntimeError as error:  # a tag of other weights
+        raise OptionError("model.name", f" = {config.name}: {error}") from None
 
 
 @contextmanager
-def _bounded() -> Iterator[None]:
-    """Context in which a model of more than `MAX_NUMBERS` or `MAX_PARAMETERS` is refused while it is built."""
-    parameters, numbers = 0, 0
+def bounded(parameters: int, numbers: int, error: Exception) -> Iterator[None]:
+    """Context in which a model of more than so many parameters, or numbers in them, raises `error` when built."""
+    left = [parameters, numbers]
 
     def count(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        nonlocal parameters, numbers
-        parameters, numbers = parameters + 1, numbers + (0 if parameter is None else parameter.numel())
-        if parameters > MAX_PARAMETERS or numbers > MAX_NUMBERS:
-            problem = f"has more than {MAX_PARAMETERS:,} parameters, or {MAX_NUMBERS:,} numbers; lower its sizes"
-            raise OptionError("model", problem)
+        left[0] -= 1
+        left[1] -= 0 if parameter is None else parameter.numel()
+        if min(left) < 0:
+            raise error
 
     handle = register_module_parameter_registration_hook(count)
     try:
         yield
     finally:
         handle.remove()
-
-
-def _hosted(model: Any, mixin: Any, config: HostConfig) -> nn.Module:
-    """A host's model with the class that has the `mixin`."""
-    model.in_chans = config.in_chans
-    model.__class__ = with_mixin(mixin, cast(Any, type(model)))
-    return cast(nn.Module, model)

@@ -12,6 +12,7 @@ vit = replace_attention(vit, {"name": "eva", "window_size": 7, "num_landmarks": 
 import copy
 import functools
 import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -23,21 +24,21 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from attention import Attention, Grid, OptionError
 from models.assignment import Mechanism, assign, layer_factories
-from models.host_layers import Calls, PassGrid, Replaced, call_problem, with_mixin
+from models.host_layers import Calls, PassGrid, Replaced, call_problem, first_line, with_mixin
 
 Host = TypeVar("Host", bound=nn.Module)
 
+IMAGES = 2
+"""Images of a forward pass on the meta device; more than one, so that windows in the batch show."""
+
 
 class Call(NamedTuple):
-    """A call of `scaled_dot_product_attention` in a forward pass, by the module `name`.
+    """A call of `scaled_dot_product_attention` in a forward pass, by the module `name`, for N queries.
 
     Attributes:
         problem: the reason why a mechanism cannot serve it; "" if there is none.
-        num_heads, head_dim, num_tokens: heads h, channels d and number of the queries.
         image: name of the convolution whose (H, W) output the tokens were made of; "" without one.
-        grid: (H, W); (1, number of tokens) without order.
-        num_prefix_tokens: prefix tokens P.
-        has_order: False if the tokens are some of the H*W, or are shuffled.
+        has_order: False if the tokens are some of the H*W, or are shuffled; the grid is then (1, N).
     """
 
     name: str
@@ -54,50 +55,6 @@ class Call(NamedTuple):
         """Fields of the `LayerContext` of a mechanism in its place."""
         where = {"grid": self.grid, "num_prefix_tokens": self.num_prefix_tokens}
         return {"dim": self.num_heads * self.head_dim, "num_heads": self.num_heads, **where}
-
-
-class Survey:
-    """Hooks of the modules of a model, and the calls of `scaled_dot_product_attention` in its forward pass.
-
-    Attributes:
-        calls: those of attention among tokens. Attention that pools them is left out: it has fewer queries than keys
-            (learned queries, a class token), or outputs (B, C).
-        running: [name, number of calls] of the modules that run, the innermost last.
-        image, grid: name and output's (H, W) of the latest convolution.
-    """
-
-    images = 2
-
-    def __init__(self, model: nn.Module):
-        self.calls: dict[str, Call] = {}
-        self.running: list[list[Any]] = []
-        self.image: str = ""
-        self.grid: Grid = (0, 0)
-        for name, module in model.named_modules():
-            module._forward_hooks.clear()
-            module._forward_pre_hooks.clear()
-            module.register_forward_pre_hook(lambda module, args, name=name: self.running.append([name, 0]))
-            module.register_forward_hook(functools.partial(self.leave, name))
-
-    def leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        self.running.pop()
-        if isinstance(module, nn.Conv2d):
-            self.image, self.grid = name, tuple(output.shape[-2:])
-        if isinstance(output, Tensor) and output.ndim == 2:
-            self.calls.pop(name, None)
-
-    def record(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        self.running[-1][1] += 1
-        (name, number), N = self.running[-1], query.shape[-2]
-        problem = call_problem(query, key, value, *args, **kwargs)
-        if number > 1:
-            problem = f"calls scaled_dot_product_attention {number} times"
-        elif not problem and query.shape[0] != self.images:
-            problem = f"folds windows into the batch ({query.shape[0] // self.images} for each image)"
-        if key.shape[-2] <= N and (problem or name not in self.calls):
-            call = Call(name, problem, query.shape[1], query.shape[-1], N, self.image, self.grid)
-            self.calls[name] = call
-        return F.scaled_dot_product_attention(query, key, value, *args, **kwargs)
 
 
 def replace_attention(
@@ -130,14 +87,14 @@ def replace_calls(model: Host, layers: Sequence[Call], attention: Mechanism | Se
             _create_core(functools.partial(factory, layer=layer, depth=len(layers), shared=shared), call)
             for layer, (factory, call) in enumerate(zip(layer_factories(entries), layers, strict=True))
         ]
-    grids: dict[str, PassGrid] = {}
+    grids = defaultdict[str, PassGrid](PassGrid)
     for call, (core, extra) in zip(layers, cores, strict=True):
         module: Any = model.get_submodule(call.name)
         like = next(module.parameters(), next(model.parameters()))
         module.__class__ = with_mixin(Replaced, module.__class__)
         module.core = core.to(like.device, like.dtype).train(module.training)
         module.host_name, module.extra = call.name, extra
-        module.pass_grid = grids.setdefault(call.image, PassGrid()) if call.has_order else None
+        module.pass_grid = grids[call.image] if call.has_order else None
     for image, pass_grid in grids.items():
         model.get_submodule(image).register_forward_hook(pass_grid)
         if hasattr(model, "config"):
@@ -152,8 +109,9 @@ def attention_calls(model: nn.Module, img_size: int | Grid | None = None) -> lis
     Raises:
         OptionError: `replace_attention` takes no such model; it has no attention layer; it runs on no image.
     """
+    kind = type(model).__name__
     if problem := _model_problem(model):
-        raise OptionError("model", f"{type(model).__name__} {problem}")
+        raise OptionError("model", f"{kind} {problem}")
     layers = []
     calls, in_training = (_calls(model, img_size, training) for training in (False, True))
     for name, call in calls.items():
@@ -168,34 +126,76 @@ def attention_calls(model: nn.Module, img_size: int | Grid | None = None) -> lis
         else:
             call = call._replace(num_prefix_tokens=P)
         layers.append(call._replace(problem=problem))
-    for name, module in model.named_modules():
-        if getattr(module, "fused_attn", True) is False:
-            problem = "has fused_attn = False, so that its attention is no call that can be replaced; call"
-            raise OptionError("model", f"{name} {problem} timm.layers.set_fused_attn(True, experimental=True) before")
-    implementation = getattr(getattr(model, "config", None), "_attn_implementation", "sdpa")
-    if not layers and implementation != "sdpa":
-        problem = f"has attn_implementation = {implementation!r}; call its set_attn_implementation('sdpa')"
-        raise OptionError("model", f"{type(model).__name__} {problem}")
+    unfused = [name for name, module in model.named_modules() if getattr(module, "fused_attn", True) is False]
+    if unfused:
+        problem = "has fused_attn = False, so that its attention is no call that can be replaced; call"
+        raise OptionError("model", f"{unfused[0]} {problem} timm.layers.set_fused_attn(True, experimental=True) before")
     if not layers:
+        implementation = getattr(getattr(model, "config", None), "_attn_implementation", "sdpa")
+        remedy = "take another model, such as a ViT of timm"
+        if implementation != "sdpa":
+            remedy = f"it has attn_implementation = {implementation!r}: call its set_attn_implementation('sdpa')"
         problem = "has no attention among its tokens that calls torch's scaled_dot_product_attention"
-        raise OptionError("model", f"{type(model).__name__} {problem}; take another model, such as a ViT of timm")
+        raise OptionError("model", f"{kind} {problem}; {remedy}")
     return layers
 
 
 def _calls(model: nn.Module, img_size: int | Grid | None, training: bool) -> dict[str, Call]:
-    """The calls in a forward pass of `Survey.images` images on the meta device, by the names of their modules."""
-    probe = on_meta(model).train(training)
-    survey, dtype = Survey(probe), next((x.dtype for x in model.parameters()), None)
-    channels = next((m.in_channels for m in model.modules() if isinstance(m, nn.Conv2d)), 3)
-    shape = survey.images, channels, *to_2tuple(img_size or _image_size(model))
-    try:
-        with torch.no_grad(), torch.device("meta"), Calls(survey.record):
-            probe(torch.empty(shape, dtype=dtype))
-    except Exception as error:  # the host's own
-        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-        problem = f"{type(model).__name__} refuses images {shape}: {reason}"
-        raise OptionError("model", f"{problem}; give img_size, or the part of the model that takes images") from error
-    return survey.calls
+    """The calls of `scaled_dot_product_attention` in a forward pass on the meta device, by the names of their modules.
+
+    Attention that pools tokens is left out: it has fewer queries than keys (learned queries, a class token), or outputs
+    (B, C).
+    """
+    calls, probe = dict[str, Call](), on_meta(model).train(training)
+    running: list[list[Any]] = []  # [name, number of calls] of the modules that run, the innermost last
+    image: tuple[str, Grid] = "", (0, 0)  # name and output's (H, W) of the latest convolution
+
+    def leave(name: str, module: nn.Module, args: Any, output: Any) -> None:
+        nonlocal image
+        running.pop()
+        if isinstance(module, nn.Conv2d):
+            image = name, tuple(output.shape[-2:])
+        if isinstance(output, Tensor) and output.ndim == 2:
+            calls.pop(name, None)
+
+    def record(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        running[-1][1] += 1
+        (name, number), N = running[-1], query.shape[-2]
+        problem = call_problem(query, key, value, *args, **kwargs)
+        if number > 1:
+            problem = f"calls scaled_dot_product_attention {number} times"
+        elif not problem and query.shape[0] != IMAGES:
+            problem = f"folds windows into the batch ({query.shape[0] // IMAGES} for each image)"
+        if key.shape[-2] <= N and (problem or name not in calls):
+            calls[name] = Call(name, problem, query.shape[1], query.shape[-1], N, *image)
+        return F.scaled_dot_product_attention(query, key, value, *args, **kwargs)
+
+    for name, module in probe.named_modules():
+        module._forward_hooks.clear()
+        module._forward_pre_hooks.clear()
+        module.register_forward_pre_hook(lambda module, args, name=name: running.append([name, 0]))
+        module.register_forward_hook(functools.partial(leave, name))
+    with torch.no_grad(), Calls(record):
+        run_on_meta(probe, img_size)
+    return calls
+
+
+def run_on_meta(probe: nn.Module, img_size: int | Grid | None) -> Any:
+    """The output of a model on the meta device for `IMAGES` images.
+
+    Raises:
+        OptionError: it refuses them.
+    """
+    channels = next((m.in_channels for m in probe.modules() if isinstance(m, nn.Conv2d)), 3)
+    size, dtype = img_size or _image_size(probe), next((x.dtype for x in probe.parameters()), None)
+    problem, remedy = "does not say which images it takes", "give img_size, or the part for images (vision_model)"
+    if size is not None:
+        try:
+            with torch.device("meta"):
+                return probe(torch.empty(IMAGES, channels, *to_2tuple(size), dtype=dtype))
+        except Exception as error:  # the host's own
+            problem = f"refuses images of this size with {channels} channels ({first_line(error)})"
+    raise OptionError("model.img_size", f" = {size}: {type(probe).__name__} {problem}; {remedy}")
 
 
 def on_meta(model: Host) -> Host:
@@ -206,23 +206,17 @@ def on_meta(model: Host) -> Host:
 
 
 def _image_size(model: nn.Module) -> Any:
-    """The image size of a model's description."""
+    """The image size of a model's description; None without one."""
     own = [getattr(module, "img_size", None) for module in model.modules()]
     own.append(getattr(getattr(model, "config", None), "image_size", None))
     own.append(getattr(model, "pretrained_cfg", {}).get("input_size"))
     size = next((size for size in own if size), None)
-    if size is None:
-        raise OptionError("img_size", f" = None: {type(model).__name__} does not say which images it takes; give it")
-    return size if isinstance(size, int) else tuple(size)[-2:]
+    return size if size is None or isinstance(size, int) else tuple(size)[-2:]
 
 
 def _model_problem(model: nn.Module) -> str:
     """The reason why a model is refused as a whole, and the remedy; "" if there is none."""
     modules = [*model.modules()] if isinstance(model, nn.Module) else []
-    if not modules:
-        return "is no torch.nn.Module; give a model of timm or transformers"
-    if hasattr(model, "vision_model") and hasattr(model, "text_model"):
-        return "takes text as well; give its vision_model"
     if any(isinstance(module, Attention) for module in modules):
         return "has attention of this package already; create it anew, or give `models.create_model` another attention"
     changed = (
@@ -232,8 +226,10 @@ def _model_problem(model: nn.Module) -> str:
         or ".quantized." in type(module).__module__
         for module in modules
     )
-    if any(changed) or any(type(x.data) is not Tensor or not x.is_floating_point() for x in model.parameters()):
-        return "is compiled, traced, quantised, sharded or wrapped; replace the attention of the model itself before"
+    is_plain = modules and all(type(x.data) is Tensor and x.is_floating_point() for x in model.parameters())
+    if not is_plain or any(changed):
+        problem = "is compiled, traced, quantised, sharded, wrapped or no torch.nn.Module"
+        return f"{problem}; replace the attention of the model itself before"
     return ""
 
 
@@ -243,18 +239,18 @@ def _create_core(factory: Callable[..., Attention], call: Call) -> tuple[Attenti
     Raises:
         OptionError: the mechanism refuses the layer, or makes its inputs or outputs by more than a projection.
     """
-    core = factory(**call.place())
+    core, extra, problem = factory(**call.place()), tuple[None, ...](), ""
     if not call.has_order and not core.ignores_order():
         problem = "needs a grid of tokens, which some or shuffled patches are not (patch dropout, mask_ratio)"
         raise OptionError(core.label, f"{problem}; take a mechanism that ignores their order, such as softmax")
-    extra: tuple[None, ...] = ()
-    problem = "" if core.gate is None else "gates its output by the layer's input"
-    if not problem and type(core).project is not Attention.project:
-        x = torch.linspace(-1, 1, call.num_tokens)[None, :, None] * torch.ones(call.num_heads * call.head_dim)
+    if core.gate is not None:
+        problem = "gates its output by the layer's input"
+    elif type(core).project is not Attention.project:
+        x = torch.linspace(-1, 1, call.num_tokens)[None, :, None].expand(-1, -1, call.num_heads * call.head_dim)
         with torch.no_grad():
             own, plain = core.project(x, call.grid), Attention.project(core, x, call.grid)
         extra = own[len(plain) :]
-        if len(plain) == 2 or not all(map(torch.equal, own, plain)) or any(x is not None for x in extra):
+        if not all(map(torch.equal, own, plain)) or any(x is not None for x in extra):
             problem = "has projections of its own"
     if not problem:
         del core.qkv, core.proj

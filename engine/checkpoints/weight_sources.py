@@ -1,7 +1,7 @@
 """Weights of other models: from timm's hub, other programs or other runs. Files need not be trusted."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -9,7 +9,6 @@ import timm
 import torch
 from timm.models import clean_state_dict
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from engine.checkpoints.files import WEIGHTS, Weights, open_weights
 from engine.checkpoints.format import check_plain
@@ -22,7 +21,7 @@ from engine.run.load import MissingOptions
 from engine.runtime.errors import UserError
 from engine.runtime.text import describe_error, one_line
 from models import MODELS, create_model, parse_model
-from models.hosted import TIMM
+from models.hosted import TIMM, bounded
 from models.of_transformers import HF, image_statistics, pretrained_host
 
 NESTED: dict[str, Weights] = {"state_dict_ema": "ema", "model_ema": "ema", "state_dict": "plain", "model": "plain"}
@@ -135,26 +134,14 @@ def _read_transformers(name: str) -> Source:
     return Source(state, model, images, classes if is_named else None, Kind.TRANSFORMERS.value)
 
 
-@contextmanager
-def _bounded_by(directory: Path) -> Iterator[None]:
+def _bounded_by(directory: Path) -> AbstractContextManager[None]:
     """Context in which a model with more parameters than the weights in `directory` is refused while it is made."""
     found = identify(directory, follow_links=True)
     read_description(directory)
     weights = [x for x in found.values().values() if torch.is_tensor(x)]
-    numbers, sizes = len(weights), sum(x.nbytes for x in weights)
-
-    def count(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        nonlocal numbers, sizes
-        numbers, sizes = numbers - 1, sizes - (0 if parameter is None else parameter.nbytes // 4)
-        if numbers < -MORE_WEIGHTS or sizes < -MORE_BYTES:
-            problem = "describes a larger model than the weights beside it are for"
-            raise UserError(f"{directory / CONFIG}: {problem}; take both from the same model")
-
-    handle = register_module_parameter_registration_hook(count)
-    try:
-        yield
-    finally:
-        handle.remove()
+    problem = "describes a larger model than the weights beside it are for; take both from the same model"
+    error = UserError(f"{directory / CONFIG}: {problem}")
+    return bounded(len(weights) + MORE_WEIGHTS, sum(x.nbytes for x in weights) + MORE_BYTES, error)
 
 
 def describe_unnamed(classes: Sequence[str]) -> str:

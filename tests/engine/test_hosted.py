@@ -3,6 +3,7 @@
 import datetime
 import json
 import pickle
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import analyze
 import predict
 import train
 import validate
+from attention import OptionError
 from engine.checkpoints.adapt import fit_weights
 from engine.checkpoints.export import export
 from engine.checkpoints.export import main as export_main
@@ -127,14 +129,14 @@ def test_any_model_of_timm_is_trained_with_its_own_attention(tmp_path):
         ({**VIT, "kwargs": {"pretrained": True}}, r"model\.kwargs\.pretrained"),
         ({**of_type("vit"), "kwargs": {**SMALL, "model_type": "vit", "num_labels": 3}}, r"model\.kwargs\.num_labels"),
         ({**VIT, "kwargs": {"embed_dim": 25}}, "cannot be built"),
-        ({**VIT, "kwargs": {"depth": 10**9}}, "above the largest valid size"),
+        ({**VIT, "kwargs": {"depth": 10**9}}, r"depth = 1000000000: expected .* numbers up to 1048576"),
         ({**VIT, "kwargs": {"embed_dim": 3 * 2**17}}, "parameters, or"),
         (of_type("vit", drop_path_rate=0.1), r"model\.drop_path_rate: is timm's"),
         (of_type("vit_mae"), "no type of models that is taken"),
         ({**of_type("vit"), "kwargs": {**SMALL, "model_type": ["vit"]}}, "no type of models that is taken"),
         ({**of_type("vit"), "kwargs": {**SMALL, "model_type": "vit", "image_size": "abc"}}, "image_size = 'abc'"),
         ({**of_type("siglip"), "kwargs": {"model_type": "siglip", "vision_config": 3}}, "expected a mapping"),
-        ({**VIT, "kwargs": {"foo": datetime.date(2020, 1, 1)}}, "expected numbers, text or a mapping"),
+        ({**VIT, "kwargs": {"foo": datetime.date(2020, 1, 1)}}, "expected text, a mapping, or numbers"),
         ({**VIT, "kwargs": {"drop_path_rate": 0.1}}, "given as model.drop_path_rate"),
         (
             {**of_type("siglip"), "kwargs": {"model_type": "siglip", "vision_config": {"_attn_implementation": "x/y"}}},
@@ -172,6 +174,12 @@ def test_a_name_that_cannot_be_fetched_is_refused_beside_the_data(tmp_path, monk
     assert "has no configuration" in ours
     assert "data.root: no directory '/none'" in of_data
     assert not (tmp_path / "run").exists()
+
+
+def test_without_the_package_a_host_of_transformers_names_the_remedy(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(OptionError, match=r"models of hf: need the package transformers; pip install .*\[hf\]"):
+        create_model(**of_type("vit"))
 
 
 def test_a_classifier_of_a_folder_loads_and_is_matched_by_its_classes(tmp_path):

@@ -14,9 +14,10 @@ from torch import nn
 
 from attention import ATTENTION, LayerContext, OptionError
 from models import replace_attention
-from models.census import FAMILIES, main
-from models.host_layers import Replaced
+from models.census import main
+from models.host_layers import Replaced, call_problem
 from models.hosts import attention_calls
+from models.of_transformers import FAMILIES
 from tests.support.comparisons import BF16_RMS, FP32_RMS, FP64, rms_ratio
 from tests.support.facts import CASES, light
 
@@ -45,6 +46,7 @@ OTHERS = {
 GIVEN = {"volo_d1_224": SIZE}
 """Image sizes of hosts that do not describe their own."""
 HOSTS = [*OF_TIMM, *(pytest.param(name, marks=pytest.mark.complete) for name in OTHERS)]
+ALL_FAMILIES = [*FAMILIES.split(), "vit_mae"]
 SMALL = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 64}
 SMALL |= {"image_size": 64, "patch_size": 16}
 
@@ -99,7 +101,7 @@ def test_softmax_in_timm_is_the_host_to_the_bit(name):
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=() if name in ("dinov2", "dinov3_vit") else complete) for name in FAMILIES.split()],
+    [pytest.param(name, marks=() if name in ("dinov2", "dinov3_vit") else complete) for name in ALL_FAMILIES],
 )
 def test_softmax_in_transformers_is_the_host_to_the_bit(name):
     host, replaced, x = of_family(name), replace_attention(of_family(name), "softmax"), images((64, 64))
@@ -328,11 +330,11 @@ def changed(problem):
     ("problem", "message"),
     [
         ("scripted", "GraphModule is compiled, traced, quantised, .*; replace the attention of the model itself"),
-        ("exported", "object is no torch.nn.Module; give a model of timm or transformers"),
+        ("exported", "object is .* or no torch.nn.Module; replace the attention of the model itself"),
         ("compiled", "OptimizedModule is compiled"),
         ("block compiled", "VisionTransformer is compiled"),
         ("quantised", "VisionTransformer is compiled, traced, quantised"),
-        ("parallel", "DataParallel is .* or wrapped"),
+        ("parallel", "DataParallel is .* wrapped"),
         ("replaced", "has attention of this package already; create it anew"),
         ("unfused", r"blocks.1.attn has fused_attn = False, .*; call timm.layers.set_fused_attn"),
         ("dropout", r"blocks.1.attn drops attention weights \(dropout 0.1; make it 0, and set .* attn_drop\)"),
@@ -340,7 +342,7 @@ def changed(problem):
             "scale",
             r"layers.1.attention scales its logits by 1 and not by 0.25; a mechanism can take the place of plain",
         ),
-        ("eager", r"ViTModel has attn_implementation = 'eager'; call its set_attn_implementation\('sdpa'\)"),
+        ("eager", r"ViTModel .* it has attn_implementation = 'eager': call its set_attn_implementation\('sdpa'\)"),
     ],
 )
 def test_a_model_is_refused_before_any_change(problem, message):
@@ -411,6 +413,14 @@ def test_calls_that_say_something_else_are_refused():
         host(images())
 
 
+def test_heads_that_no_mechanism_has_are_refused():
+    q, k, v = (torch.empty(2, heads, 4, d) for heads, d in ((6, 8), (2, 8), (6, 4)))
+    assert "grouped heads, 6 of queries and 2 of keys" in call_problem(q, k, k)
+    assert "grouped heads" in call_problem(q, q, q, enable_gqa=True)
+    assert "heads of 8 channels for queries and of 4 for values" in call_problem(q, q, v)
+    assert not call_problem(q, q, q)
+
+
 def test_patches_without_order_are_for_mechanisms_that_ignore_it():
     """Patch dropout leaves some tokens out in training; vit_mae shuffles them."""
     build = functools.partial(of_timm, "vit_tiny_patch16_224", patch_drop_rate=0.5)
@@ -425,7 +435,7 @@ def test_patches_without_order_are_for_mechanisms_that_ignore_it():
 
 def test_a_model_of_text_and_images_names_its_part():
     host = transformers.CLIPModel(transformers.CLIPConfig(text_config=SMALL, vision_config=SMALL))
-    with pytest.raises(OptionError, match="CLIPModel takes text as well; give its vision_model"):
+    with pytest.raises(OptionError, match=r"CLIPModel does not say .* or the part for images \(vision_model\)"):
         replace_attention(host, EVA)
     replace_attention(host.vision_model, EVA)
 
@@ -433,9 +443,7 @@ def test_a_model_of_text_and_images_names_its_part():
 def test_a_census_without_patterns_has_the_families_of_transformers(capsys, monkeypatch):
     monkeypatch.setattr(timm, "list_models", lambda patterns: [])
     main([])
-    assert [
-        line.partition(":")[2].split(":")[0] for line in capsys.readouterr().out.splitlines()[:-1]
-    ] == FAMILIES.split()
+    assert [line.partition(":")[2].split(":")[0] for line in capsys.readouterr().out.splitlines()[:-1]] == ALL_FAMILIES
 
 
 def test_census(capsys):

@@ -658,6 +658,8 @@ BY_STAGE = "one mechanism or a list of 4, or of mappings that name their stage"
     [
         ("deit_tiny_p9", "softmax", {}, "model.name: unknown model 'deit_tiny_p9'; did you mean 'deit_tiny_p8'?"),
         ("resnet18", "eva", {}, "model.name: unknown model 'resnet18'; did you mean 'timm:resnet18'?"),
+        ("eva_large_patch14_196", "eva", {}, "model.name: unknown model 'eva_large_patch14_196'; did you mean "
+            "'timm:eva_large_patch14_196'? Its EvaAttention is softmax attention, and not the mechanism eva"),
         ("deit", "eva", {"img_size": 100}, "model.img_size = 100 is not a multiple of patch_size = 16; nearest: 96"),
         ("deit", "eva", {"img_size": [64, 7]}, "model.img_size = 7 is not a multiple of patch_size = 16; nearest: 16"),
         ("deit", "softmax", {"num_heads": 5}, "model.num_heads = 5 does not divide the width 192"),
