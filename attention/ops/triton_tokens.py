@@ -1,7 +1,7 @@
 """Tiles of tokens: building blocks of the Triton kernels of this folder.
 
-Tokens are passed as tuples x = (pointer, strides of B, h and N), see `view`. S, a kernel's compile-time sizes, has at
-least the head width d, its power of two block_d, num_warps and num_stages, and the precision of fp32 products in `dot`.
+Tokens are passed as tuples x = (pointer, strides of B, h and N), see `view`. S, a kernel's compile-time sizes, has the
+head width d, its power of two block_d, and num_stages, the stages of loads.
 
 Comments beside products give the shapes of blocks: q queries, k keys, c landmarks or samples, n tokens, d channels
 (block_d).
@@ -9,7 +9,6 @@ Comments beside products give the shapes of blocks: q queries, k keys, c landmar
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -31,58 +30,41 @@ def cast(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def dot(a, b, S: tl.constexpr):
+def dot(a, b):
     """a @ b summed in fp32. Triton's interpreter holds bf16 as integers, which must not be multiplied."""
     if INTERPRETED:
         a, b = a.to(tl.float32), b.to(tl.float32)
-    return tl.dot(a, b, input_precision=S.precision)  # (rows, inner) @ (inner, columns)
+    return tl.dot(a, b, input_precision="tf32x3")  # (rows, inner) @ (inner, columns)
 
 
 @triton.jit
-def dot_exactly(a, b, S: tl.constexpr):
+def dot_exactly(a, b):
     """a @ b of fp32 a without rounding a: if b is of a half type, a is the sum of two numbers of that type."""
     high = cast(a, b.dtype)
-    product = dot(high, b, S)  # (rows, inner) @ (inner, columns)
+    product = dot(high, b)  # (rows, inner) @ (inner, columns)
     if b.dtype != tl.float32:
-        product += dot(cast(a - high.to(tl.float32), b.dtype), b, S)  # the same shapes
+        product += dot(cast(a - high.to(tl.float32), b.dtype), b)  # the same shapes
     return product
 
 
 @triton.jit
-def tile(x, batch, head, index, valid, S: tl.constexpr):
-    """Pointers and mask of tokens `index` of x = (pointer, strides of B, h and N): (t, block_d)."""
-    column = tl.arange(0, S.block_d)
+def tile(x, h, index, valid, S: tl.constexpr):
+    """Pointers and mask of tokens `index` of the program's image and head: (t, block_d)."""
+    batch, head, column = tl.program_id(0) // h, tl.program_id(0) % h, tl.arange(0, S.block_d)
     start = x[0] + batch.to(tl.int64) * x[1] + head.to(tl.int64) * x[2]
     return start + index[:, None].to(tl.int64) * x[3] + column, valid[:, None] & (column < S.d)
 
 
 @triton.jit
-def load(x, batch, head, index, valid, dtype, S: tl.constexpr):
-    pointers, mask = tile(x, batch, head, index, valid, S)
+def load(x, h, index, valid, dtype, S: tl.constexpr):
+    pointers, mask = tile(x, h, index, valid, S)
     return cast(tl.load(pointers, mask, other=0.0), dtype)
 
 
 @triton.jit
-def store(x, batch, head, index, valid, value, S: tl.constexpr):
-    pointers, mask = tile(x, batch, head, index, valid, S)
+def store(x, h, index, valid, value, S: tl.constexpr):
+    pointers, mask = tile(x, h, index, valid, S)
     tl.store(pointers, cast(value, x[0].dtype.element_ty), mask)
-
-
-@triton.jit
-def accumulate(state, logits, values, S: tl.constexpr):
-    """Updates a running softmax: state (largest logit, sum of weights, sum of weighted values) of queries."""
-    largest, total, y = state
-    new = tl.maximum(largest, tl.max(logits, 1))
-    shift = tl.where(new == float("-inf"), 0.0, new)  # no key attended to yet
-    weight, decay = tl.exp(logits - shift[:, None]), tl.exp(largest - shift)
-    y = y * decay[:, None] + dot(cast(weight, values.dtype), values, S)  # (q, k) @ (k, d)
-    return new, total * decay + tl.sum(weight, 1), y
-
-
-@triton.jit
-def load_numbers(x, batch, head, index, valid, h, N, other):
-    """Loads numbers of queries from x (B, h, N); `other` for invalid queries."""
-    return tl.load(x + (batch.to(tl.int64) * h + head) * N + index, valid, other=other)
 
 
 def view(x: Tensor | None) -> tuple[Tensor, int, int, int] | None:
@@ -96,10 +78,8 @@ def dense(x: Tensor | None) -> Tensor | None:
 
 
 def supported(*tokens: Tensor) -> bool:
-    """Returns whether kernels take these q, k, v: on a GPU, not float64, at most 64 channels per head, not empty."""
-    dtypes = torch.float32, torch.float16, torch.bfloat16
-    fit = all(x.dtype in dtypes and x.shape[-1] <= 64 and len(x) for x in tokens)
-    return fit and all(memory.on_gpu(x) or INTERPRETED.value for x in tokens)
+    """Returns whether kernels take q, k, v of these shapes and places: at most 64 channels per head, on a GPU."""
+    return all(x.shape[-1] <= 64 and len(x) and (memory.on_gpu(x) or INTERPRETED.value) for x in tokens)
 
 
 def block_length(length: int, most: int) -> int:
@@ -107,18 +87,9 @@ def block_length(length: int, most: int) -> int:
     return min(max(triton.next_power_of_2(length), 16), most)
 
 
-def precision() -> str:
-    """Precision of fp32 products: three products of tf32 parts are as accurate as fp32.
-
-    Reads the backend's setting, which all of torch's switches change; `torch.get_float32_matmul_precision` raises after
-    some of them.
-    """
-    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "tf32x3"
-
-
 def launch_options(S: Any) -> dict[str, Any]:
-    """Compile options of a kernel other than its sizes."""
-    return {"num_warps": S.num_warps, "num_stages": S.num_stages, "enable_fp_fusion": True}
+    """Compile options of a kernel other than its sizes. Tiles of 64 rows take four warps."""
+    return {"num_warps": 4, "num_stages": S.num_stages, "enable_fp_fusion": True}
 
 
 def launch(kernel, programs: tuple[int, ...], *arguments) -> None:

@@ -61,29 +61,6 @@ def interpreted(pytestconfig, tmp_path_factory) -> dict:
     return json.loads(results.read_text())
 
 
-@pytest.mark.parametrize(
-    ("switch", "expected"),
-    [
-        (lambda: None, "tf32x3"),
-        (lambda: setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32"), "tf32"),
-        (lambda: setattr(torch.backends.cuda.matmul, "fp32_precision", "ieee"), "tf32x3"),
-        (lambda: setattr(torch.backends, "fp32_precision", "tf32"), "tf32"),
-        (lambda: setattr(torch.backends, "fp32_precision", "ieee"), "tf32x3"),
-        (lambda: setattr(torch.backends.cuda.matmul, "allow_tf32", True), "tf32"),
-        (lambda: torch.set_float32_matmul_precision("high"), "tf32"),
-        (lambda: torch.set_float32_matmul_precision("medium"), "tf32"),
-    ],
-)
-def test_precision_follows_every_switch_of_torch(switch, expected):
-    try:
-        switch()
-        assert tiles.precision() == expected
-    finally:
-        torch.backends.fp32_precision = torch.backends.cuda.matmul.fp32_precision = "none"
-        torch.set_float32_matmul_precision("highest")
-        torch.backends.cuda.matmul.fp32_precision = "none"
-
-
 @every_case
 def test_interpreted_kernels_equal_the_literal_twin_in_value_and_all_gradients(case, interpreted):
     found = interpreted["errors"][str(case)]

@@ -24,8 +24,8 @@ class Resources(NamedTuple):
     shared: int
 
 
-def compiler(capability: int, found: dict[str, Resources]) -> Callable[..., None]:
-    """A replacement of `triton_tokens.launch` that compiles kernels for a GPU and adds their resources to `found`.
+def compiler(capability: int, found: dict[str, list[Resources]]) -> Callable[..., None]:
+    """A replacement of `triton_tokens.launch` that compiles kernels for a GPU and adds what each uses to `found`.
 
     As at a launch, the compiler learns which pointers and numbers are multiples of 16.
     """
@@ -39,14 +39,14 @@ def compiler(capability: int, found: dict[str, Resources]) -> Callable[..., None
             triton.knobs.nvidia.dump_ptxas_log = True
             binary = triton.compile(source, GPUTarget("cuda", capability, 32), options)
         numbers = (sum(map(int, re.findall(rf"(\d+) {what}", log.getvalue()))) for what in ("reg", "bytes spill"))
-        found[kernel.__name__] = Resources(*numbers, binary.metadata.shared)
+        found.setdefault(kernel.__name__, []).append(Resources(*numbers, binary.metadata.shared))
 
     return compile_only
 
 
 def described(argument: Any, path: tuple[int, ...], constants: dict, hints: dict) -> Any:
     """The type of a kernel's argument, in Triton's notation."""
-    if isinstance(argument, tuple) and not hasattr(argument, "block_d"):
+    if isinstance(argument, tuple) and not hasattr(argument, "num_stages"):
         return tuple(described(x, (*path, i), constants, hints) for i, x in enumerate(argument))
     number, kind = argument, type(argument)
     if isinstance(argument, torch.Tensor):

@@ -23,14 +23,12 @@ INFINITY = tl.constexpr(float("inf"))
 
 class Sizes(NamedTuple):
     """Compile-time constants of a kernel: heads and their width; prefix tokens; rows and columns of the grid and of
-    windows; row and column where the first window begins; number of windows, and true if they divide the grid; rows and
-    columns of groups, landmarks that are given, all landmarks, and rows of groups in a program; block lengths;
-    precision of fp32, warps, stages of loads. Divisions by constants are cheap.
+    windows; row and column where the first window begins; number of windows; rows and columns of groups, landmarks that
+    are given, all landmarks, and rows of groups in a program; block lengths; stages of loads.
     """
 
     h: int
     d: int
-    block_d: int
     P: int
     H: int
     W: int
@@ -39,7 +37,6 @@ class Sizes(NamedTuple):
     top: int
     left: int
     windows: int
-    even: bool
     tile_rows: int
     tile_columns: int
     m: int
@@ -49,15 +46,7 @@ class Sizes(NamedTuple):
     block_c: int
     block_all: int
     block_n: int
-    precision: str
-    num_warps: int
     num_stages: int
-
-
-@triton.jit
-def _exp(x):
-    """exp of logits in units of log 2, as all logits here are."""
-    return tl.math.exp2(x)
 
 
 @triton.jit
@@ -74,12 +63,12 @@ def _of_image(program, S: tl.constexpr):
 @triton.jit
 def _load(start, index, valid, width: tl.constexpr, S: tl.constexpr):
     """Rows `index`, `width` numbers apart, of d numbers each."""
-    return tl.load(start + (index[:, None] * width + tl.arange(0, S.block_d)[None, :]), valid[:, None], other=0.0)
+    return tl.load(start + (index[:, None] * width + tl.arange(0, S.d)[None, :]), valid[:, None], other=0.0)
 
 
 @triton.jit
 def _store(start, index, valid, value, width: tl.constexpr, S: tl.constexpr):
-    pointers = start + (index[:, None] * width + tl.arange(0, S.block_d)[None, :])
+    pointers = start + (index[:, None] * width + tl.arange(0, S.d)[None, :])
     tl.store(pointers, cast(value, start.dtype.element_ty), valid[:, None])
 
 
@@ -107,7 +96,7 @@ def _window_tokens(i, S: tl.constexpr):
     y = i // across * S.rows + S.top + position // S.columns
     x = i % across * S.columns + S.left + position % S.columns
     valid = position < S.rows * S.columns
-    if not S.even:
+    if S.windows * S.rows * S.columns != S.H * S.W:  # they do not divide the grid
         valid = valid & (y >= 0) & (y < S.H) & (x >= 0) & (x < S.W)
     return y * S.W + x, valid
 
@@ -121,13 +110,13 @@ def _window_of(token, S: tl.constexpr):
 @triton.jit
 def _window_logits(queries, keys, bias, head, valid, S: tl.constexpr):
     """Logits of a window's queries on its keys. bias: (h, w, block_w), -inf beyond the window's keys; or None."""
-    logits = dot(queries, tl.trans(keys), S) * (S.d**-0.5 * LOG2E)  # (q, d) @ (d, k)
+    logits = dot(queries, tl.trans(keys)) * (S.d**-0.5 * LOG2E)  # (q, d) @ (d, k)
     if bias is not None:
         w: tl.constexpr = S.rows * S.columns
         position = tl.arange(0, S.block_w)
         row = bias + (head * w + position[:, None]) * S.block_w + position[None, :]
         logits += tl.load(row, (position < w)[:, None], other=0.0)
-    if bias is None or not S.even:
+    if bias is None or S.windows * S.rows * S.columns != S.H * S.W:
         logits = tl.where(valid[None, :], logits, -INFINITY)
     return logits
 
@@ -137,7 +126,7 @@ def _landmark_logits(queries, landmarks, real, prior, window, landmark, S: tl.co
     """Logits of queries on landmarks, or of landmarks on queries, with the term `prior` (windows, c), if any; `window`
     and `landmark` are two blocks of indices, of which each belongs to one side.
     """
-    logits = dot(queries, tl.trans(landmarks), S) * (S.d**-0.5 * LOG2E)
+    logits = dot(queries, tl.trans(landmarks)) * (S.d**-0.5 * LOG2E)
     if prior is not None:
         valid = (window < S.windows) & (landmark < S.c)
         logits += tl.load(prior + window * S.c + landmark, valid, other=0.0)
@@ -147,19 +136,19 @@ def _landmark_logits(queries, landmarks, real, prior, window, landmark, S: tl.co
 @triton.jit
 def _matrix(weights, dtype: tl.constexpr, inward: tl.constexpr, S: tl.constexpr):
     """The matrix (out, in) of a linear map, or with `inward` (in, out)."""
-    row, column = tl.arange(0, S.block_d)[:, None], tl.arange(0, S.block_d)[None, :]
+    row, column = tl.arange(0, S.d)[:, None], tl.arange(0, S.d)[None, :]
     return cast(tl.load(weights[0] + (row + column * S.d if inward else row * S.d + column)), dtype)
 
 
 @triton.jit
 def _vector(x, S: tl.constexpr):
-    return tl.load(x + tl.arange(0, S.block_d)).to(tl.float32)[None, :]
+    return tl.load(x + tl.arange(0, S.d)).to(tl.float32)[None, :]
 
 
 @triton.jit
 def _normalised(means, matrix, bias, eps, S: tl.constexpr):
     """Linear map of means, normalised, and the factor 1 / standard deviation."""
-    x = dot(means, matrix, S) + bias  # (c, d) @ (d, d)
+    x = dot(means, matrix) + bias  # (c, d) @ (d, d)
     x -= tl.sum(x, 1)[:, None] / S.d
     rstd = tl.rsqrt(tl.sum(x * x, 1) / S.d + eps)
     return x * rstd[:, None], rstd
@@ -176,7 +165,7 @@ def _log_features(keys, samples, S: tl.constexpr):
     """Log features of keys at samples: (c, n). samples: times d^-1/4, in units of log 2."""
     full = keys.to(tl.float32)
     half_squares = tl.sum(full * full, 1) * (0.5 * S.d**-0.5 * LOG2E)
-    return dot_exactly(samples, tl.trans(keys), S) - half_squares[None, :]  # (c, d) @ (d, n)
+    return dot_exactly(samples, tl.trans(keys)) - half_squares[None, :]  # (c, d) @ (d, n)
 
 
 @triton.jit
@@ -188,13 +177,13 @@ def summarise(qkv, of_q, of_k, noise, q_bar, k_bar, omega, k_tilde, beta, mass, 
     step: tl.constexpr = 3 * S.h * S.d
     of_k_tokens, of_v_tokens, table = qkv + tokens + S.h * S.d, qkv + tokens + 2 * S.h * S.d, groups * S.d
 
-    q_sum = tl.full([S.block_c, S.block_d], 0.0, tl.float32)
-    k_sum = tl.full([S.block_c, S.block_d], 0.0, tl.float32)
+    q_sum = tl.full([S.block_c, S.d], 0.0, tl.float32)
+    k_sum = tl.full([S.block_c, S.d], 0.0, tl.float32)
     for start in range(first, last, S.block_n):
         token = start + tl.arange(0, S.block_n)
         members = cast((group[:, None] == _group_of(token, S)[None, :]).to(tl.float32), dtype)
-        q_sum += dot(members, _load(qkv + tokens, token, token < last, step, S), S)  # (c, n) @ (n, d)
-        k_sum += dot(members, _load(of_k_tokens, token, token < last, step, S), S)  # (c, n) @ (n, d)
+        q_sum += dot(members, _load(qkv + tokens, token, token < last, step, S))  # (c, n) @ (n, d)
+        k_sum += dot(members, _load(of_k_tokens, token, token < last, step, S))  # (c, n) @ (n, d)
     size: tl.constexpr = S.tile_rows * S.tile_columns
     q_mean, k_mean = cast(q_sum / size, dtype), cast(k_sum / size, dtype)
     _store(q_bar + table, group, real, q_mean, S.d, S)
@@ -210,7 +199,7 @@ def summarise(qkv, of_q, of_k, noise, q_bar, k_bar, omega, k_tilde, beta, mass, 
     samples *= S.d**-0.25 * LOG2E
     largest = tl.full([S.block_c], -INFINITY, tl.float32)
     total = tl.full([S.block_c], 0.0, tl.float32)
-    values = tl.full([S.block_c, S.block_d], 0.0, tl.float32)
+    values = tl.full([S.block_c, S.d], 0.0, tl.float32)
     for start in range(first, last, S.block_n):
         token = start + tl.arange(0, S.block_n)
         keys = _load(of_k_tokens, token, token < last, step, S)
@@ -218,14 +207,14 @@ def summarise(qkv, of_q, of_k, noise, q_bar, k_bar, omega, k_tilde, beta, mass, 
         logits = tl.where(members, _log_features(keys, samples, S), -INFINITY)
         new = tl.maximum(largest, tl.max(logits, 1))
         shift = tl.where(new == -INFINITY, 0.0, new)  # no token of the group yet
-        weight, decay = _exp(logits - shift[:, None]), _exp(largest - shift)
+        weight, decay = tl.exp2(logits - shift[:, None]), tl.exp2(largest - shift)
         total = total * decay + tl.sum(weight, 1)
         of_tokens = _load(of_v_tokens, token, token < last, step, S)
-        values = values * decay[:, None] + dot(cast(weight, dtype), of_tokens, S)  # (c, n) @ (n, d)
+        values = values * decay[:, None] + dot(cast(weight, dtype), of_tokens)  # (c, n) @ (n, d)
         largest = new
     total = tl.where(real, total, 1.0)
     _store(beta + table, group, real, values / total[:, None], S.d, S)
-    tl.store(mass + groups + group, largest + tl.math.log2(total), real)
+    tl.store(mass + groups + group, largest + tl.log2(total), real)
 
 
 @triton.jit
@@ -248,15 +237,15 @@ def attend(qkv, bias, k_tilde, beta, prior, y, lse, S: tl.constexpr):
         if k_tilde is not None:
             on_landmarks = _landmark_logits(queries, of_landmarks, landmark < S.c, prior, i, landmark[None, :], S)
             largest = tl.maximum(largest, tl.max(on_landmarks, 1))
-        weight = _exp(logits - largest[:, None])
+        weight = tl.exp2(logits - largest[:, None])
         total = tl.sum(weight, 1)
-        output = dot(cast(weight, dtype), _load(of_v, token, valid, step, S), S)  # (q, k) @ (k, d)
+        output = dot(cast(weight, dtype), _load(of_v, token, valid, step, S))  # (q, k) @ (k, d)
         if k_tilde is not None:
-            weight = _exp(on_landmarks - largest[:, None])
+            weight = tl.exp2(on_landmarks - largest[:, None])
             total += tl.sum(weight, 1)
-            output += dot(cast(weight, dtype), of_groups, S)  # (q, c) @ (c, d)
+            output += dot(cast(weight, dtype), of_groups)  # (q, c) @ (c, d)
         _store(y + outputs, token, valid, output / total[:, None], S.h * S.d, S)
-        tl.store(lse + numbers + token, largest + tl.math.log2(total), valid)
+        tl.store(lse + numbers + token, largest + tl.log2(total), valid)
 
 
 @triton.jit
@@ -269,8 +258,8 @@ def landmark_gradient(qkv, k_tilde, beta, prior, y, dy, lse, delta, dk_tilde, db
     real = landmark < S.c
     keys = _load(k_tilde + groups * S.d, landmark, real, S.d, S)
     values = cast(_load(beta + groups * S.d, landmark, real, S.d, S), dtype)
-    d_keys = tl.full([S.block_c, S.block_d], 0.0, tl.float32)
-    d_values = tl.full([S.block_c, S.block_d], 0.0, tl.float32)
+    d_keys = tl.full([S.block_c, S.d], 0.0, tl.float32)
+    d_values = tl.full([S.block_c, S.d], 0.0, tl.float32)
     for start in range(split * S.block_n, N, tl.num_programs(1) * S.block_n):
         token = start + tl.arange(0, S.block_n)
         valid = token < N
@@ -282,10 +271,10 @@ def landmark_gradient(qkv, k_tilde, beta, prior, y, dy, lse, delta, dk_tilde, db
         normaliser = tl.load(lse + numbers + token, valid, other=INFINITY)
         window = _window_of(token, S)[None, :]
         logits = _landmark_logits(keys, queries, valid, prior, window, landmark[:, None], S)
-        weight = _exp(logits - normaliser[None, :])  # (c, n)
-        d_values += dot(cast(weight, dtype), gradient, S)  # (c, n) @ (n, d)
-        d_logits = weight * (dot(values, tl.trans(gradient), S) - shift[None, :])  # (c, d) @ (d, n)
-        d_keys += dot(cast(d_logits, dtype), queries, S)  # (c, n) @ (n, d)
+        weight = tl.exp2(logits - normaliser[None, :])  # (c, n)
+        d_values += dot(cast(weight, dtype), gradient)  # (c, n) @ (n, d)
+        d_logits = weight * (dot(values, tl.trans(gradient)) - shift[None, :])  # (c, d) @ (d, n)
+        d_keys += dot(cast(d_logits, dtype), queries)  # (c, n) @ (n, d)
     share = (split * B * S.h + tl.program_id(0)) * S.c * S.d
     _store(dk_tilde + share, landmark, real, d_keys * S.d**-0.5, S.d, S)
     _store(dbeta + share, landmark, real, d_values, S.d, S)
@@ -310,7 +299,7 @@ def group_gradient(
     _store(dbeta + table, group, real, gradient, S.d, S)
     shift = tl.sum(_load(beta + table, group, real, S.d, S) * gradient, 1)
     normaliser = tl.load(mass + groups + group, real, other=INFINITY)
-    total = tl.full([S.block_c, S.block_d], 0.0, tl.float32)
+    total = tl.full([S.block_c, S.d], 0.0, tl.float32)
     for start in range(first, last, S.block_n):
         token = start + tl.arange(0, S.block_n)
         keys = _load(of_k, token, token < last, step, S)
@@ -320,12 +309,12 @@ def group_gradient(
             of_every = cast((own[:, None] == every[None, :]).to(tl.float32), dtype)
             tl.store(members + token[:, None] * S.block_all + every[None, :], of_every, (token < last)[:, None])
         logits = _log_features(keys, samples, S) - normaliser[:, None]
-        weight = _exp(tl.where(group[:, None] == own[None, :], logits, -INFINITY))
+        weight = tl.exp2(tl.where(group[:, None] == own[None, :], logits, -INFINITY))
         values = _load(of_v, token, token < last, step, S)
-        d_logit = weight * (dot_exactly(gradient, tl.trans(values), S) - shift[:, None])  # (c, d) @ (d, n)
+        d_logit = weight * (dot_exactly(gradient, tl.trans(values)) - shift[:, None])  # (c, d) @ (d, n)
         tl.store(weights + numbers + token, tl.sum(weight, 0), token < last)
         tl.store(d_logits + numbers + token, tl.sum(d_logit, 0), token < last)
-        total += dot(cast(d_logit, dtype), keys, S)  # (c, n) @ (n, d)
+        total += dot(cast(d_logit, dtype), keys)  # (c, n) @ (n, d)
     _store(d_omega + table, group, real, total * S.d**-0.25, S.d, S)
 
 
@@ -346,10 +335,10 @@ def transform_gradient(
 def _transform_gradient(
     weights, means, d_omega, dk_tilde, of_means, shares, total, splits, mu_scale, eps, S: tl.constexpr
 ):
-    program, column = tl.program_id(0), tl.arange(0, S.block_d)
+    program, column = tl.program_id(0), tl.arange(0, S.d)
     size: tl.constexpr = S.tile_rows * S.tile_columns
-    d_matrix = tl.full([S.block_d, S.block_d], 0.0, tl.float32)
-    d_bias, d_gain, d_shift = (tl.full([S.block_d], 0.0, tl.float32),) * 3
+    d_matrix = tl.full([S.d, S.d], 0.0, tl.float32)
+    d_bias, d_gain, d_shift = (tl.full([S.d], 0.0, tl.float32),) * 3
     dtype = means.dtype.element_ty
     inward, outward = _matrix(weights, dtype, True, S), _matrix(weights, dtype, False, S)
     bias, gain = _vector(weights[1], S), _vector(weights[2], S)
@@ -369,8 +358,8 @@ def _transform_gradient(
         dx *= rstd[:, None]
         d_bias += tl.sum(dx, 0)
         half = cast(dx, x.dtype)
-        d_matrix += dot(tl.trans(half), x, S)  # (d, c) @ (c, d)
-        _store(of_means, row, real, dot(half, outward, S) * (S.d**0.5 / size), S.d, S)  # (c, d) @ (d, d)
+        d_matrix += dot(tl.trans(half), x)  # (d, c) @ (c, d)
+        _store(of_means, row, real, dot(half, outward) * (S.d**0.5 / size), S.d, S)  # (c, d) @ (d, d)
     share = shares + (program * 2 + tl.program_id(1)) * (S.d * S.d + 3 * S.d)
     tl.store(share + column[:, None] * S.d + column[None, :], d_matrix)
     rest = share + S.d * S.d + column
@@ -420,30 +409,30 @@ def token_gradient(
             if omega is not None:
                 rows = members + (token[:, None] * S.block_c + landmark[None, :])
                 of_members = tl.load(rows, valid[:, None], other=0.0)
-            weight = _exp(_window_logits(queries, keys, bias, head, valid, S) - normaliser)
-            d_values = dot(tl.trans(cast(weight, dtype)), gradient, S)  # (k, q) @ (q, d)
+            weight = tl.exp2(_window_logits(queries, keys, bias, head, valid, S) - normaliser)
+            d_values = dot(tl.trans(cast(weight, dtype)), gradient)  # (k, q) @ (q, d)
             if omega is not None:
                 within = tl.load(weights + numbers + token, valid, other=0.0)[:, None]
-                d_values += within * dot(of_members, d_groups, S)  # (k, c) @ (c, d)
+                d_values += within * dot(of_members, d_groups)  # (k, c) @ (c, d)
             _store(dqkv + tokens + 2 * width, token, valid, d_values, step, S)
-            d_weight = weight * (dot(gradient, tl.trans(values), S) - shift)  # (q, d) @ (d, k)
+            d_weight = weight * (dot(gradient, tl.trans(values)) - shift)  # (q, d) @ (d, k)
             if dbias is not None:
                 d_bias += d_weight
             half = cast(d_weight, dtype)
-            d_keys = dot(tl.trans(half), queries, S)  # (k, q) @ (q, d)
+            d_keys = dot(tl.trans(half), queries)  # (k, q) @ (q, d)
             if omega is not None:
                 within = tl.load(d_logits + numbers + token, valid, other=0.0)[:, None]
-                d_keys += dot(of_members, d_keys_mean, S)  # (k, c) @ (c, d)
-                d_keys += within * (dot(of_members, samples, S) - keys.to(tl.float32))  # (k, c) @ (c, d)
+                d_keys += dot(of_members, d_keys_mean)  # (k, c) @ (c, d)
+                d_keys += within * (dot(of_members, samples) - keys.to(tl.float32))  # (k, c) @ (c, d)
             _store(dqkv + tokens + width, token, valid, d_keys * S.d**-0.5, step, S)
-            d_queries = dot(half, keys, S)  # (q, k) @ (k, d)
+            d_queries = dot(half, keys)  # (q, k) @ (k, d)
             if omega is not None:
-                d_queries += dot(of_members, d_queries_mean, S)  # (q, c) @ (c, d)
+                d_queries += dot(of_members, d_queries_mean)  # (q, c) @ (c, d)
             if k_tilde is not None:
                 logits = _landmark_logits(queries, of_landmarks, real, prior, i, landmark[None, :], S)
-                weight = _exp(logits - normaliser)
-                d_weight = weight * (dot(gradient, tl.trans(of_groups), S) - shift)  # (q, d) @ (d, c)
-                d_queries += dot(cast(d_weight, dtype), of_landmarks, S)  # (q, c) @ (c, d)
+                weight = tl.exp2(logits - normaliser)
+                d_weight = weight * (dot(gradient, tl.trans(of_groups)) - shift)  # (q, d) @ (d, c)
+                d_queries += dot(cast(d_weight, dtype), of_landmarks)  # (q, c) @ (c, d)
             _store(dqkv + tokens, token, valid, d_queries * S.d**-0.5, step, S)
     if dbias is not None:
         w: tl.constexpr = S.rows * S.columns

@@ -18,17 +18,9 @@ from torch import Tensor
 from ...parts.geometry import Grid, Windows, split_prefix
 from ...parts.transforms import softmax_attention
 from ..kernels import NAMESPACE, first_order, kernel
-from ..triton_tokens import INTERPRETED, block_length, launch, precision, supported
+from ..triton_tokens import INTERPRETED, block_length, launch, supported
+from . import triton_kernels
 from .op import Packing
-from .triton_kernels import (
-    Sizes,
-    attend,
-    group_gradient,
-    landmark_gradient,
-    summarise,
-    token_gradient,
-    transform_gradient,
-)
 
 LOG2E = 1 / math.log(2)
 LARGEST = 64
@@ -37,15 +29,8 @@ RESIDENT = 264
 """Programs that an H100 runs at once, two on each of its multiprocessors."""
 PART = 8
 """Windows of a part of an image, between whose loads of landmarks `token_gradient` works."""
-LAUNCHED = {
-    "summarise": (64, 4, 2),
-    "attend": (64, 4, 2),
-    "landmark_gradient": (32, 4, 3),
-    "group_gradient": (64, 4, 2),
-    "transform_gradient": (64, 4, 1),
-    "token_gradient": (64, 4, 1),
-}
-"""Name of a kernel -> tokens or groups of a block, warps, and stages of loads."""
+LAUNCHED = {"landmark_gradient": (32, 3), "transform_gradient": (64, 1), "token_gradient": (64, 1)}
+"""Name of a kernel -> tokens or groups of a block, and stages of loads; (64, 2) for the other kernels."""
 GROUPS = 16
 """Groups of a program of `summarise` and `group_gradient`, which compute a product for every group and token."""
 
@@ -70,34 +55,24 @@ class Geometry:
         """Parts of an image's work of this length, so that there are programs enough for all multiprocessors."""
         return max(min(length, triton.cdiv(RESIDENT, self.B * self.h)), 1)
 
-    def launch(self, run, programs: tuple[int, ...], *arguments, bands: int = 1) -> None:
-        block_n, num_warps, num_stages = LAUNCHED[run.__name__]
-        groups = bands * self.across if run in (summarise, group_gradient) else self.c
+    def launch(self, name: str, programs: tuple[int, ...], *arguments, bands: int | None = None) -> None:
+        groups = bands * self.across if bands else self.c
         blocks = (block_length(size, LARGEST) for size in (math.prod(self.window), groups, self.c))
-        even = self.num_windows * math.prod(self.window) == self.N
-        windows = *self.grid, *self.window, *self.origin, self.num_windows, even
-        sizes = self.h, self.d, self.d, self.P, *windows, *self.tile, self.m, self.c, bands, *blocks, block_n
-        launch(run, programs, *arguments, Sizes(*sizes, precision(), num_warps, num_stages))
+        sides = *self.grid, *self.window, *self.origin, self.num_windows, *self.tile
+        sizes = self.h, self.d, self.P, *sides, self.m, self.c, bands or 1, *blocks, *LAUNCHED.get(name, (64, 2))
+        launch(getattr(triton_kernels, name), programs, *arguments, triton_kernels.Sizes(*sizes))
 
-    def on_bands(self, run, *arguments) -> None:
+    def on_bands(self, name: str, *arguments) -> None:
         """Launches a kernel of the groups, whose programs have some rows of groups each."""
         rows, bands = self.grid[0] // self.tile[0], max(GROUPS // self.across, 1)
-        self.launch(run, (self.B * self.h, triton.cdiv(rows, bands)), *arguments, bands=bands)
+        self.launch(name, (self.B * self.h, triton.cdiv(rows, bands)), *arguments, bands=bands)
 
 
 @torch.library.custom_op(f"{NAMESPACE}::packed_attention", mutates_args=())
 def _packed(
-    qkv: Tensor,
-    bias: Tensor | None,
-    keys: Tensor | None,
-    values: Tensor | None,
-    prior: Tensor | None,
-    noise: Tensor | None,
-    weights: list[Tensor],
-    sides: list[int],
-    mu_scale: float,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    qkv: Tensor, bias: Tensor | None, keys: Tensor | None, values: Tensor | None, prior: Tensor | None,
+    noise: Tensor | None, weights: list[Tensor], sides: list[int], mu_scale: float, eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The outputs that `_empty_outputs` lists.
 
     bias: (h, w, block) in units of log 2, padded by -inf. keys, values: landmarks that are given, (B, h, m, d). prior:
@@ -111,10 +86,10 @@ def _packed(
             table[:, :, : G.m] = x
     if weights:
         transforms = tuple(weights[:4]), tuple(weights[4:])
-        G.on_bands(summarise, qkv, *transforms, noise, *summaries, mu_scale * G.d**-0.25, eps)
+        G.on_bands("summarise", qkv, *transforms, noise, *summaries, mu_scale * G.d**-0.25, eps)
     of_landmarks = summaries[3:5] if G.c else (None, None)
     programs = G.B * G.h, max(G.splits(G.num_windows), G.parts)
-    G.launch(attend, programs, qkv, bias, *of_landmarks, prior, y, lse)
+    G.launch("attend", programs, qkv, bias, *of_landmarks, prior, y, lse)
     return y, lse, *summaries
 
 
@@ -135,18 +110,9 @@ def _(qkv, bias, keys, values, prior, noise, weights, sides, mu_scale, eps):
 
 @torch.library.custom_op(f"{NAMESPACE}::packed_attention_backward", mutates_args=())
 def _packed_backward(
-    dy: Tensor,
-    saved: list[Tensor],
-    qkv: Tensor,
-    bias: Tensor | None,
-    keys: Tensor | None,
-    prior: Tensor | None,
-    weights: list[Tensor],
-    sides: list[int],
-    mu_scale: float,
-    eps: float,
-    of_bias: bool,
-) -> list[Tensor]:
+    dy: Tensor, saved: list[Tensor], qkv: Tensor, bias: Tensor | None, keys: Tensor | None, prior: Tensor | None,
+    weights: list[Tensor], sides: list[int], mu_scale: float, eps: float, of_bias: bool,
+) -> list[Tensor]:  # fmt: skip
     """Gradient of qkv, and shares (programs, ...): with `of_bias` in that of the bias, with groups in that of weights,
     and (1, B, h, m, d) gradients of keys and values that are given.
 
@@ -162,7 +128,7 @@ def _packed_backward(
         delta, of_landmarks = torch.empty_like(lse), (k_tilde, beta)
         of_each = dk_tilde, of_values = [lse.new_empty(splits, *k_tilde.shape) for _ in range(2)]
         inputs = qkv, k_tilde, beta, prior, y, dy, lse
-        G.launch(landmark_gradient, (G.B * G.h, splits), *inputs, delta, dk_tilde, of_values, G.B)
+        G.launch("landmark_gradient", (G.B * G.h, splits), *inputs, delta, dk_tilde, of_values, G.B)
         for share, of_splits in zip(shares[-2:], of_each, strict=True) if G.m else ():
             torch.sum(of_splits[..., : G.m, :], 0, keepdim=True, out=share)
     if weights:
@@ -170,15 +136,14 @@ def _packed_backward(
         of_tokens.append(qkv.new_empty(G.N, block_length(G.c, LARGEST)))  # the members of groups
         d_omega, dbeta, dq_bar, dk_bar = map(torch.empty_like, (beta, q_bar, q_bar, k_bar))
         inputs = qkv, omega, beta, mass, of_values
-        G.on_bands(group_gradient, *inputs, d_omega, dbeta, *of_tokens, G.B, splits)
+        G.on_bands("group_gradient", *inputs, d_omega, dbeta, *of_tokens, G.B, splits)
         inputs = tuple(weights[:4]), tuple(weights[4:]), q_bar, k_bar, d_omega, dk_tilde
-        outputs = dq_bar, dk_bar, shares[of_bias]
-        scale = mu_scale * G.d**-0.25
-        G.launch(transform_gradient, (len(shares[of_bias]), 2), *inputs, *outputs, total, splits, scale, eps)
+        outputs, numbers = (dq_bar, dk_bar, shares[of_bias]), (total, splits, mu_scale * G.d**-0.25, eps)
+        G.launch("transform_gradient", (len(shares[of_bias]), 2), *inputs, *outputs, *numbers)
         of_groups = omega, dbeta, dq_bar, dk_bar
     inputs = qkv, bias, *of_landmarks, prior, *of_groups, *of_tokens, y, dy, lse, delta
     programs = _programs(G.B * G.parts, G.h) * G.h
-    G.launch(token_gradient, (programs,), *inputs, dqkv, shares[0] if of_bias else None, G.B, G.parts)
+    G.launch("token_gradient", (programs,), *inputs, dqkv, shares[0] if of_bias else None, G.B, G.parts)
     return [dqkv, *shares]
 
 
@@ -250,7 +215,7 @@ def _covers(x: Tensor, windows: Windows, num_landmarks: int) -> bool:
     """
     apart = windows.overlap == (0, 0) and not windows.causal and windows.key_mask is None
     fit = 0 < windows.num_queries <= LARGEST and num_landmarks <= LARGEST
-    half = x.element_size() == 2 or INTERPRETED.value
+    half = x.dtype in (torch.bfloat16, torch.float16) or (INTERPRETED.value and x.dtype == torch.float32)
     return apart and fit and half and x.shape[-1] in (16, 32, 64) and supported(x)
 
 
@@ -301,19 +266,10 @@ def packed_attention(qkv: Tensor, packing: Packing) -> Tensor:
 
 
 def attend_on(
-    qkv: Tensor,
-    bias: Tensor | None,
-    windows: Windows,
-    keys: Tensor | None = None,
-    values: Tensor | None = None,
-    prior: Tensor | None = None,
-    origin: Grid = (0, 0),
-    tiles: Windows | None = None,
-    noise: Tensor | None = None,
-    weights: Sequence[Tensor] = (),
-    mu_scale: float = 1.0,
-    eps: float = 1e-5,
-) -> Tensor:
+    qkv: Tensor, bias: Tensor | None, windows: Windows, keys: Tensor | None = None, values: Tensor | None = None,
+    prior: Tensor | None = None, origin: Grid = (0, 0), tiles: Windows | None = None, noise: Tensor | None = None,
+    weights: Sequence[Tensor] = (), mu_scale: float = 1.0, eps: float = 1e-5,
+) -> Tensor:  # fmt: skip
     """Attended values (B, N, h, d) of the grid's tokens of qkv (B, P + N, 3, h, d). See `Packing`.
 
     bias: (h, w, w). keys, values: given landmarks (B, h, m, d). prior: term of the logits on the last landmarks, in

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...parts.features import upcast
 from ..kernels import NAMESPACE, first_order, kernel
 from ..memory import like_tokens
-from ..triton_tokens import PROGRAMS, block_length, dense, launch, precision, supported, view
+from ..triton_tokens import PROGRAMS, block_length, dense, launch, supported, view
 from . import fused
 from .triton_kernels import Sizes, backward_mix, backward_values, forward_mix, forward_values
 
@@ -26,7 +26,7 @@ def _sizes(x: Tensor, omega: Tensor, block_s: int = MOST, block_n: int = BLOCK) 
     """Sizes of a kernel with at most `block_s` samples and `block_n` tokens in a block."""
     d = x.shape[3]
     lengths = block_length(d, 64), block_length(x.shape[2], block_n), block_length(omega.shape[2], block_s)
-    return Sizes(d, *lengths, precision(), num_warps=4, num_stages=2)
+    return Sizes(d, *lengths, num_stages=2)
 
 
 def _splits(x: Tensor, S: Sizes) -> int:
@@ -110,15 +110,9 @@ _feature_values.register_autograd(_gradients_of_values, setup_context=_save_valu
 
 @torch.library.custom_op(f"{NAMESPACE}::mix_values", mutates_args=())
 def _mix_values(
-    q: Tensor,
-    omega: Tensor,
-    mass: Tensor,
-    u: Tensor,
-    q_bar: Tensor | None,
-    log_total: Tensor | None,
-    balance: Tensor | None,
-    beta: float,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, omega: Tensor, mass: Tensor, u: Tensor, q_bar: Tensor | None, log_total: Tensor | None,
+    balance: Tensor | None, beta: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Means of u under softmax_s[q'_n . omega_s + mass_s + log alpha_ns], (B, h, N, d), and LSE_s, (B, h, N)."""
     S, (y, lse) = _sizes(q, omega), _empty_outputs(q)
     programs = q.shape[0] * q.shape[1], triton.cdiv(q.shape[2], S.block_n)
@@ -138,18 +132,9 @@ def _(q, omega, mass, u, q_bar, log_total, balance, beta):
 
 @torch.library.custom_op(f"{NAMESPACE}::mix_values_backward", mutates_args=())
 def _mix_values_backward(
-    q: Tensor,
-    omega: Tensor,
-    mass: Tensor,
-    u: Tensor,
-    q_bar: Tensor | None,
-    log_total: Tensor | None,
-    balance: Tensor | None,
-    beta: float,
-    lse: Tensor,
-    dy: Tensor,
-    of_samples: bool,
-) -> list[Tensor]:
+    q: Tensor, omega: Tensor, mass: Tensor, u: Tensor, q_bar: Tensor | None, log_total: Tensor | None,
+    balance: Tensor | None, beta: float, lse: Tensor, dy: Tensor, of_samples: bool,
+) -> list[Tensor]:  # fmt: skip
     """Gradients of q, mass and u, with `of_samples` of omega, and of q_bar, log_total and balance if given."""
     S, d = _sizes(q, omega, block_n=BLOCK_OF_GRADIENTS), q.shape[3]
     splits = _splits(q, S)
