@@ -2,6 +2,7 @@
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 
 
 def init_linear(linear: nn.Linear) -> nn.Linear:
@@ -14,10 +15,11 @@ def init_linear(linear: nn.Linear) -> nn.Linear:
 
 def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
     """True if `module` computes what `kind` does with its own weights: no adapter, quantised or parametrised
-    layer took its place, and no hook watches or changes it.
+    layer took its place, no weight is of a tensor's subclass, as torchao quantises, and no hook watches or changes it.
     """
     hooks = module._forward_pre_hooks or module._forward_hooks or module._backward_pre_hooks or module._backward_hooks
-    return type(module) is kind and not hooks
+    ordinary = all(type(weight) in (Tensor, nn.Parameter, FakeTensor) for weight in module.parameters(recurse=False))
+    return type(module) is kind and ordinary and not hooks
 
 
 def linear_part(linear: nn.Module, x: Tensor, channels: slice) -> Tensor:

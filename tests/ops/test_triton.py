@@ -15,6 +15,8 @@ import pytest
 import torch
 import triton
 from packaging.version import Version
+from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 
 from attention import create_attention, kernels
 from attention.ops import memory
@@ -125,6 +127,16 @@ def test_kernels_refuse_second_derivatives(interpreted):
     assert all(text.startswith("fast paths have no second derivatives") for text in interpreted["refusals"])
 
 
+class Quantised(torch.Tensor):
+    """A weight that libraries quantise in place: the module keeps its type."""
+
+
+def quantise(landmarks: nn.Module) -> None:
+    linear = landmarks.k.linear
+    linear.weight = nn.Parameter(linear.weight.detach().as_subclass(Quantised))
+    assert type(linear.weight) is Quantised
+
+
 def test_what_the_kernels_of_packed_projections_do_not_cover(monkeypatch):
     monkeypatch.setattr(tiles.INTERPRETED, "value", True)
 
@@ -148,10 +160,12 @@ def test_what_the_kernels_of_packed_projections_do_not_cover(monkeypatch):
         for changed in (*changes, {"dtype": torch.float64}, {"window_size": 9, "grid": (9, 16)}):
             assert not covers(name, **options | changed), changed
     hook = {"change": lambda landmarks: landmarks.k.norm.register_forward_hook(lambda *x: None)}
-    adapter = {"change": lambda landmarks: setattr(landmarks.q, "linear", torch.nn.Sequential(landmarks.q.linear))}
+    adapter = {"change": lambda landmarks: setattr(landmarks.q, "linear", nn.Sequential(landmarks.q.linear))}
+    parametrised = {"change": lambda landmarks: weight_norm(landmarks.q.linear)}
+    quantised = {"change": quantise}
     values = ("partition", "all_1d"), ("landmark_transform", "linear"), ("pool", "max"), ("num_samples", 2), ("mu", "q")
     grids = {"grid": (6, 7)}, {"grid": (12, 10), "num_landmarks": 120}
-    for changed in (hook, adapter, *({key: value} for key, value in values), *grids):
+    for changed in (hook, adapter, parametrised, quantised, *({key: value} for key, value in values), *grids):
         assert not covers(**eva | changed), changed
     monkeypatch.setattr(tiles.INTERPRETED, "value", False)
     monkeypatch.setattr(memory, "on_gpu", lambda x: True)
