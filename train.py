@@ -86,9 +86,7 @@ class Trainer:
         OptionError, UserError: data that cannot be used, or a directory that holds a different run.
     """
 
-    def __init__(
-        self, run: Run, world: World, splits: Splits, output: Path, allowed: Sequence[str], cleanup: ExitStack
-    ):
+    def __init__(self, run: Run, world: World, splits: Splits, output: Path, allowed: list[str], cleanup: ExitStack):
         self.run, self.options, self.world, self.output, self.cleanup = run, run.train, world, output, cleanup
         self.costs = count_costs(run.model, run.attention)._asdict()
         seed_everything(self.options.seed)  # without the rank: every rank makes the same initial weights
@@ -148,8 +146,7 @@ class Trainer:
         kind = Recorder if self.world.is_primary else SilentRecorder
         self.recorder = self.cleanup.enter_context(kind(self.output, run, progress, self.total_steps, self.world))
         self.signals = self.cleanup.enter_context(SignalHandler())
-        left = (self.total_steps - progress.step) * self.options.total_batch_size
-        self.world.tell(describe_hours(run, self.world, left))
+        self.world.tell(describe_hours(run, self.world, self.total_steps - progress.step))
         paths = {"kernels": taken, "compile": compilation, "cuda_graph": cuda_graph}
         self.recorder.start(progress.epoch, self.world.size, self.resumption, **paths, **self.costs)
 

@@ -97,7 +97,7 @@ def print_plan(
         "images": f"{sampler.num_images:,} to train, {len(images_of(val)):,} to validate",
         "steps": f"{steps:,}: {epochs:,} epochs of {sampler.updates_per_epoch:,}",
         "batch": f"{batch:,} images: processes x passes x images of a pass = {passes}",
-        "time": describe_hours(run, world, (steps - progress.step) * batch),
+        "time": describe_hours(run, world, steps - progress.step),
         "precision": precision(run.train.amp, world.device),
         "kernels": taken,
         "compile": describe_compilation(run, world),
@@ -114,14 +114,14 @@ def print_plan(
                 print(f"{name}: {dump_yaml(values, default_flow_style=True, width=119)}", end="")
 
 
-def describe_hours(run: Run, world: World, num_images: int) -> str:
-    """Returns the hours that the updates of so many images take, derived from `MEASURED`; "" without a row of this GPU
+def describe_hours(run: Run, world: World, steps: int) -> str:
+    """Returns the hours of so many updates, derived from `MEASURED`; "" without a row of this GPU
     for the run's model and execution, and for its mechanism with the same multiply-accumulates to 0.1 %.
     """
     is_compiled, device = describe_compilation(run, world) == "on", device_name(world.device)
     execution = "compiled" * is_compiled + "-cuda-graph" * (not why_eager(run, world.on_cuda))
     is_plain = choose_objective(run) is Classification and not run.train.freeze and isinstance(run.attention, dict)
-    if not num_images or not is_plain or precision(run.train.amp, world.device) != "bf16":
+    if not steps or not is_plain or precision(run.train.amp, world.device) != "bf16":
         return ""
     for row in read_csv(MEASURED):
         model = re.sub(r"^(\D+)(\d+)$", r"deit_\1_p\2", row["model"])
@@ -131,7 +131,7 @@ def describe_hours(run: Run, world: World, num_images: int) -> str:
             attention = yaml.safe_load(f"{{name: {name}, {options.replace('=', ': ')}}}")
             there = count_costs({"name": model, "img_size": 224}, attention)
             if abs(count_costs(run.model, run.attention).macs / there.macs - 1) < 1e-3:
-                hours = num_images / (speed := float(row["images_per_second"])) / 3600
+                hours = steps * run.train.total_batch_size / (speed := float(row["images_per_second"])) / 3600
                 derived = f"derived from {speed:,.0f} images/s, measured on one {device} without loading and evaluation"
                 return f"about {hours / world.size:.1f} hours, {hours:.1f} GPU-hours; {derived}"
     return ""

@@ -133,11 +133,11 @@ def test_a_reader_that_has_enough_ends_a_plan_silently(tmp_path: Path):
 
 
 def plan_on(monkeypatch: pytest.MonkeyPatch, gpu: str, config: str, *options: str) -> str:
-    """Returns what is said of the time of 1,000,000 images on two such GPUs."""
+    """Returns what is said of the time of 1,000 updates on two such GPUs."""
     monkeypatch.setattr("engine.training.plan.device_name", lambda device: gpu)
     monkeypatch.setattr("engine.training.plan.describe_compilation", lambda run, world: "on")
     run = load_run(ROOT / "configs" / config, ["train.device=cuda", *options])
-    return describe_hours(run, World(torch.device("cuda"), size=2), 1_000_000)
+    return describe_hours(run, World(torch.device("cuda"), size=2), 1000)
 
 
 def test_hours_are_those_of_the_table_on_its_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
