@@ -25,6 +25,7 @@ if __name__ == "__main__":
     begin("engine.evaluation.command_lines:parse_validate")
 
 from attention import OptionError
+from attention.options import to_yaml
 from engine.checkpoints.adapt import restore_model
 from engine.checkpoints.files import Opened, Weights, open_weights
 from engine.checkpoints.origin import is_made_here
@@ -44,7 +45,7 @@ from engine.run.described import parse_described
 from engine.runtime.distributed import World, init_distributed
 from engine.runtime.errors import refuse_bad_input
 from engine.training.differences import list_data_differences
-from models.budgets import with_budget
+from models.budgets import Budget, with_budget
 from models.costs import count_costs
 
 
@@ -58,9 +59,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         is_own = is_made_here(args.checkpoint)
         source = str(opened.path)
         run = parse_described(opened.checkpoint["config"], source, overrides, is_own=is_own, reads_images=True)
-        runs = {"": run}
+        runs, budgets = {"": run}, dict[str, Budget]()
         if args.budgets:
-            runs = {f" {x}": replace(run, attention=with_budget(run.attention, x)) for x in run.train.budgets or ()}
+            budgets = {f" {to_yaml(x)}": x for x in run.train.budgets or ()}
+            runs = {size: replace(run, attention=with_budget(run.attention, x)) for size, x in budgets.items()}
         if not runs:
             problem = " = all: the model was trained for its own size only; give another as attention.OPTION=SIZE"
             raise OptionError("--budgets", problem)
@@ -70,8 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             check_predicts_classes(run, source, of_metrics=not (outputs or args.flip))
             asked, results = (args.batch_size, records, args.flip), {}
             for size, each in runs.items():
-                macs = {"macs": count_costs(each.model, each.attention).macs} if size else {}
-                results |= {kind + size: found | macs for kind, found in validate(each, opened, world, *asked).items()}
+                more = {"macs": count_costs(each.model, each.attention).macs, "budget": budgets[size]} if size else {}
+                results |= {kind + size: found | more for kind, found in validate(each, opened, world, *asked).items()}
     if world.is_primary:
         with refuse_bad_input():
             print(to_json(results) if args.json else table(results))

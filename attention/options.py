@@ -197,12 +197,11 @@ def _check(kind: Any, value: Any, key: str, others: tuple[str, ...] = ()) -> Any
         if has_null and isinstance(value, str) and value.lower() in ("", "none") and value not in choices:
             raise OptionError(key, f"{value!r} is text, and names nothing; write null for none")
         kinds = [argument for argument in arguments if argument is not type(None)]
-        for index, argument in enumerate(kinds):
-            try:
+        problems = list[OptionError]()
+        for argument in kinds:
+            with collecting(problems):
                 return _check(argument, value, key, ("null",) * has_null)
-            except OptionError:
-                if index == len(kinds) - 1:
-                    raise
+        raise max(reversed(problems), key=lambda problem: len(problem.key))  # of the kind that fits best
     if origin is tuple:
         if not isinstance(value, list | tuple):
             raise OptionError(key, f"expected a list, got {value!r}")
@@ -212,6 +211,8 @@ def _check(kind: Any, value: Any, key: str, others: tuple[str, ...] = ()) -> Any
         of_items = [arguments[0]] * len(value) if variadic else arguments
         items = enumerate(zip(of_items, value, strict=True))
         return tuple(_check(kind, item, f"{key}[{i}]") for i, (kind, item) in items)
+    if origin is dict and isinstance(value, Mapping):
+        return {name: _check(arguments[1], item, f"{key}.{name}") for name, item in value.items()}
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         return parse_options(kind, value, key)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):

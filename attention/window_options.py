@@ -61,7 +61,7 @@ def position_bias(attn: Attention, context: LayerContext) -> PositionBias:
     if config.causal and config.position_bias not in ("none", *CAUSAL_INDEX):
         attn.refuse("position_bias", config.position_bias, f"not with causal; one of none, {', '.join(CAUSAL_INDEX)}")
     kind: BiasKind = config.position_bias if config.window_size else "none"
-    return PositionBias(kind, attn.num_heads, attn.head_dim, windows_on(config, context.grid))
+    return PositionBias(kind, attn.num_heads, attn.head_dim, windows_on(config, context.grid), squares=True)
 
 
 def refuse_layout(attn: Attention) -> None:

@@ -12,31 +12,33 @@ import torch
 from torch import nn
 
 from attention import OptionError
+from attention.options import to_yaml
 from models import create_model
 from models.assignment import as_option, factories_of
 from models.base import attention_layers
 
-Budget = int | Sequence[int]
-"""Size of all mechanisms that have one, or a size for each of them, in the order of the entries of `attention`."""
-
-OMEGA = "omega"
-"""Name of a layer's buffer (h, s, d) of random features, of which a smaller size takes the first."""
+Budget = int | Mapping[str, int] | Sequence[int | Mapping[str, int]]
+"""Size of all mechanisms that have one, or a size for each of them, in the order of the entries of `attention`: a value
+of its `size_option`, or several options with their values."""
 
 
 def with_budget(attention: Any, budget: Budget) -> Any:
-    """The option `attention` of a checked run, with the size `budget`.
+    """The option `attention` of a checked run, written out, with the size `budget`.
 
     Raises:
         OptionError: no mechanism has a size, or `budget` has sizes for another number of them.
     """
     entries = [attention] if isinstance(attention, Mapping) else attention or []
-    options = [factory.size_option for factory in factories_of(attention)]
+    options = [factory.size_option for factory in factories_of([{"name": x["name"]} for x in entries])]
     count = len(options) - options.count(None)
-    sizes = [budget] * count if isinstance(budget, int) else [*budget]
+    sizes = [*budget] if isinstance(budget, Sequence) else [budget] * count
     if not count or len(sizes) != count:
         problem = f"mechanisms of attention that have a size: {count}; give a size, or one for each of them"
-        raise OptionError("train.budgets", f" = {budget}: {problem}")
-    changed = [{**x, name: sizes.pop(0)} if name else x for x, name in zip(entries, options, strict=True)]
+        raise OptionError("train.budgets", f" = {to_yaml(budget)}: {problem}")
+    changed = []
+    for entry, name in zip(entries, options, strict=True):
+        size = sizes.pop(0) if name else {}
+        changed.append({**entry, **({name: size} if isinstance(size, int) else size)})
     return as_option(changed, attention)
 
 
@@ -55,7 +57,7 @@ class Budgets:
     def __init__(self, model: nn.Module, options: Mapping[str, Any], attention: Any, sizes: Sequence[Budget] | None):
         self.number, self.choices = 0, [list[tuple[nn.Module, dict[str, Any]]]() for _ in sizes or [0]]
         if sizes and with_budget(attention, sizes[-1]) != attention:
-            problem = f" = {sizes[-1]}, the last, is not the model's own size; write that last, or change attention"
+            problem = f" = {to_yaml(sizes[-1])}, the last, is not the model's own size; write that last"
             raise OptionError("train.budgets", problem)
         for size, choice in zip(sizes or (), self.choices, strict=False):
             twin, changed = model, with_budget(attention, size)
@@ -64,14 +66,17 @@ class Budgets:
                     with torch.device("meta"):
                         twin = create_model(attention=changed, **options)
             except OptionError as error:
-                raise OptionError("train.budgets", f" = {size}: {error}") from None
+                raise OptionError("train.budgets", f" = {to_yaml(size)}: {error}") from None
             for layers in zip(attention_layers(model), attention_layers(twin), strict=True):
                 here, there = (layer.core for layer in layers)
-                states = cut_features(here.state_dict(), there), there.state_dict()
+                states = cut_weights(here.state_dict(), there), there.state_dict()
                 shapes = [{(name, x.shape) for name, x in state.items()} for state in states]
                 if names := sorted({name for name, _ in shapes[0] ^ shapes[1]}):
-                    problem = f"weights of attention({here.name()}) depend on {here.size_option}: {', '.join(names)}"
-                    raise OptionError("train.budgets", f" = {size}: {problem}; choose another mechanism")
+                    options = [name for name, x in vars(here.config).items() if x != getattr(there.config, name)]
+                    problem = f"weights of attention({here.name()}) depend on {', '.join(options)}: {', '.join(names)}"
+                    raise OptionError(
+                        "train.budgets", f" = {to_yaml(size)}: {problem}; choose other options, or another mechanism"
+                    )
                 pairs = zip(here.modules(), there.modules(), strict=True)
                 choice += [(own, _attributes(own, other)) for own, other in pairs]
 
@@ -100,10 +105,13 @@ class Budgets:
 def _attributes(own: nn.Module, other: nn.Module) -> dict[str, Any]:
     """The attributes that `own` gets from `other`, its twin of another size: all but weights, modules and mode."""
     found = {name: value for name, value in vars(other).items() if name[0] != "_" and name != "training"}
-    return {**found, "_buffers": own._buffers if other is own else cut_features(own._buffers, other)}
+    return {**found, "_buffers": own._buffers if other is own else cut_weights(own._buffers, other)}
 
 
-def cut_features(state: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
-    """`state` with the first random features of those that are more than `module` has, see `OMEGA`."""
-    buffers = {name: x for name, x in module.named_buffers() if name.endswith(OMEGA) and name in state}
-    return {**state, **{name: state[name][:, : x.shape[1]] for name, x in buffers.items() if state[name].ndim == 3}}
+def cut_weights(state: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
+    """`state` with what a smaller `module` takes: the first random features (h, s, d), and tables' `middle`."""
+    cut = {name: x for name, x in state.items() if x is not None and x.ndim == 3}
+    buffers = {name: x for name, x in module.named_buffers() if name.endswith("omega") and name in cut}
+    cut |= {name: cut[name][:, : x.shape[1]] for name, x in buffers.items()}
+    tables: dict[str, Any] = {f"{name}.table": bias for name, bias in module.named_modules() if hasattr(bias, "middle")}
+    return {**state, **cut, **{name: tables[name].middle(cut[name]) for name in cut.keys() & tables}}

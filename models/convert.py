@@ -91,22 +91,19 @@ def resample_bias_tables(
         if table is None or bias is None or bias.table is None:
             continue
         (kind, windows), fits, rows = _bias_options(layer), table.shape == bias.table.shape, table.shape[1]
-        there = (kind, windows if fits else None) if source is None else _bias_options(source.get_submodule(name))
-        their_kind, their_windows = there
+        side, other = math.isqrt(rows), layer if source is None else source.get_submodule(name)
+        their_kind, their_windows = _bias_options(other) if fits or source is not None else (kind, None)
+        before = other.position_bias.offsets if their_windows else (side, side) if "2d" in kind else (1, rows)
         if their_kind != kind:
             reasons[key] = f"there it is of {' '.join(their_kind)}"
         elif fits and their_windows == windows:
             continue
         elif kind[0] != "table":
             reasons[key] = f"of another window, and {' '.join(kind)} cannot be resampled"
-        else:
-            side = math.isqrt(rows)
-            likely = (side, side) if "2d" in kind else (1, rows)
-            before, after = (_offsets(kind, *each) if each else likely for each in (their_windows, windows))
-            if table.shape[::2] != bias.table.shape[::2] or math.prod(before) != rows:
-                reasons[key] = f"{tuple(table.shape)} there is no such table"
-            elif before != after:
-                tables[key] = _resize_table(table, before, after)
+        elif table.shape[::2] != bias.table.shape[::2] or math.prod(before) != rows:
+            reasons[key] = f"{tuple(table.shape)} there is no such table"
+        elif before != bias.offsets:
+            tables[key] = _resize_table(table, before, bias.offsets)
     return tables, reasons
 
 
@@ -151,12 +148,6 @@ def _bias_options(layer: nn.Module) -> tuple[tuple[str, ...], tuple[Grid, Grid]]
     here: Any = layer
     kind, size, overlap, causal = here.position_bias.index_arguments
     return (kind, here.config.layout, *["causal"] * causal), (size, overlap)
-
-
-def _offsets(kind: tuple[str, ...], size: Grid, overlap: Grid) -> Grid:
-    """Number of offsets along y and x that a bias of the kind `table` has a row for."""
-    y, x = (side + over for side, over in zip(size, overlap, strict=True))
-    return (1, x) if "causal" in kind else (2 * y - 1, 2 * x - 1)
 
 
 def _resize_table(table: Tensor, before: Grid, after: Grid) -> Tensor:

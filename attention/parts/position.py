@@ -29,16 +29,19 @@ class PositionBias(nn.Module):
             a row per pair of tokens.
         t5_released: as in the released code; offsets of the flattened window, times d^-1/2, initialised by N(0, 1).
         none: no bias.
+
+    squares: windows of all sizes are squares, or parts of one row, so that a table tells its window, see `middle`.
     """
 
     table: nn.Parameter | None
 
-    def __init__(self, kind: BiasKind, num_heads: int, head_dim: int, windows: Windows):
+    def __init__(self, kind: BiasKind, num_heads: int, head_dim: int, windows: Windows, squares: bool = False):
         super().__init__()
+        self.index_arguments = kind, windows.size, windows.overlap, windows.causal
+        self.squares = squares
         if kind == "none":
             self.register_parameter("table", None)
             return
-        self.index_arguments = kind, windows.size, windows.overlap, windows.causal
         index, rows = _index_and_rows(*self.index_arguments, torch.device("meta"))
         self.scale = head_dim**-0.5 if kind == "t5_released" else 1.0
         self.table = nn.Parameter(torch.empty(len(index), rows, num_heads))
@@ -53,12 +56,28 @@ class PositionBias(nn.Module):
         """The bias, (h, w, e); None for the kind `none`."""
         if self.table is None:
             return None
-        index = self.index()
+        index, table = self.index(), self.middle(self.table)
         # a single table is a view, because the gradient of `unbind` copies
-        tables = [self.table.flatten(0, 1)] if len(index) == 1 else self.table
+        tables = [table.flatten(0, 1)] if len(index) == 1 else table
         rows = (F.embedding(of_axis, table) for of_axis, table in zip(index, tables, strict=True))
         bias = functools.reduce(torch.add, rows).permute(2, 0, 1)
         return bias if self.scale == 1 else bias * self.scale
+
+    @property
+    def offsets(self) -> Grid:
+        """Number of offsets along y and x that a bias of the kind `table` has a row for."""
+        _, size, overlap, causal = self.index_arguments
+        y, x = (side + over for side, over in zip(size, overlap, strict=True))
+        return (1, x) if causal else (2 * y - 1, 2 * x - 1)
+
+    def middle(self, table: Tensor) -> Tensor:
+        """The rows (1, rows, h) of this window's offsets in the table of a larger one; any other table as it is."""
+        (y, x), rows, (kind, *_, causal) = self.offsets, table.shape[1], self.index_arguments
+        there = (math.isqrt(rows),) * 2 if y > 1 else (1, rows)
+        if not self.squares or kind != "table" or math.prod(there) != rows or there[0] < y or there[1] <= x:
+            return table
+        top, left = (there[0] - y) // 2, 0 if causal else (there[1] - x) // 2
+        return table.unflatten(1, there)[:, top : top + y, left : left + x].flatten(1, 2)
 
 
 class PositionTable(nn.Module):

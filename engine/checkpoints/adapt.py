@@ -4,6 +4,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from timm.models import adapt_input_conv
 from torch import Tensor, nn
 
 from attention import Attention, Grid
+from attention.options import to_yaml
 from engine.checkpoints.files import WEIGHTS, Weights, trained_config
 from engine.checkpoints.weight_sources import Source, source_of
 from engine.checkpoints.weights import build_model, check_state, describe_misfits, list_not_finite, load_weights
@@ -59,9 +61,12 @@ def restore_model(run: Run, checkpoint: Mapping, weights: Weights) -> tuple[nn.M
         check_heads(there.num_heads, parse_model(*split_name(run.model)).num_heads, "the checkpoint")
         return model, note
     trained = parse_described(checkpoint["config"], "the checkpoint's configuration")
+    for budget in run.train.budgets or ():  # its weights are a part of those of the largest
+        if run.attention == with_budget(run.attention, budget):
+            trained = replace(trained, attention=with_budget(trained.attention, budget))
     former = one_line(str(trained_config(checkpoint)["model"].get("img_size", trained.model["img_size"])), 20)
     title = f"model.img_size = {run.model['img_size']}, trained at {former}"
-    check_state(trained, state, place)
+    state = check_state(trained, state, place)
     model = create_model(attention=run.attention, **run.model)
     taken, outcome = fit_weights(model, source_of(trained, state), place)
     if rest := summarize(outcome | {"adapted": {}}):
@@ -73,16 +78,19 @@ def restore_model(run: Run, checkpoint: Mapping, weights: Weights) -> tuple[nn.M
 
 def _describe_size(run: Run, trained: Any) -> str:
     """Names sizes in the option `attention` of `run` that a model, with the option `trained`, was not trained for."""
-    options = {factory.size_option for factory in factories_of(run.attention)}
-    here, there = (
-        {path: size for path, size in flatten(attention, "attention").items() if path.split(".")[-1] in options}
-        for attention in (run.attention, trained)
-    )
-    budgets, is_comparable = run.train.budgets or (), here.keys() == there.keys() and MISSING not in there.values()
-    if not is_comparable or here == there or run.attention in [with_budget(run.attention, x) for x in budgets]:
+    options = {"window_size", "overlap", *(factory.size_option for factory in factories_of(run.attention))}
+
+    def sizes_in(attention: Any) -> dict[str, Any]:
+        return {path: x for path, x in flatten(attention, "attention").items() if path.split(".")[-1] in options}
+
+    here, there, budgets = sizes_in(run.attention), sizes_in(trained), run.train.budgets or ()
+    is_comparable = here.keys() == there.keys() and MISSING not in there.values()
+    if not is_comparable or here == there or here in [sizes_in(with_budget(trained, x)) for x in budgets]:
         return ""
-    sizes = ", ".join(f"{path} = {size}" for path, size in here.items())
-    return f"{sizes}: the model was not trained for it, but for {', '.join(map(str, budgets or there.values()))}"
+    changed = [path for path, size in here.items() if size != there[path]]
+    sizes = ", ".join(f"{path} = {here[path]}" for path in changed)
+    known = ", ".join(map(to_yaml, budgets or [there[path] for path in changed]))
+    return f"{sizes}: the model was not trained for it, but for {known}"
 
 
 def fit_weights(

@@ -11,7 +11,7 @@ from engine.config.schema import Run
 from engine.objectives import choose_objective
 from engine.runtime.errors import UserError
 from models import create_model
-from models.budgets import cut_features
+from models.budgets import cut_weights
 
 
 def build_model(run: Run, state: Mapping[str, Any], source: str) -> nn.Module:
@@ -31,11 +31,11 @@ def check_predicts_classes(run: Run, source: str, of_metrics: bool = False) -> N
         raise UserError(f"{source}: {problem}")
 
 
-def check_state(run: Run, state: Mapping[str, Any], source: str) -> None:
-    """Checks that `state` fits the model that `run` describes, as `load_weights` does, without allocating the model."""
+def check_state(run: Run, state: Mapping[str, Any], source: str) -> dict[str, torch.Tensor]:
+    """Returns what `check_fit` does, for the model that `run` describes, without allocating that."""
     with torch.device("meta"):
         model = create_model(attention=run.attention, **run.model)
-    check_fit(model, state, source)
+    return check_fit(model, state, source)
 
 
 def load_weights(model: nn.Module, state: Mapping[str, Any], source: str) -> None:
@@ -51,7 +51,7 @@ def load_weights(model: nn.Module, state: Mapping[str, Any], source: str) -> Non
 def check_fit(model: nn.Module, state: Mapping[str, Any], source: str) -> dict[str, torch.Tensor]:
     """Returns `state` without the prefixes of torch's wrappers, checked to fit `model`, perhaps on the meta device."""
     state = {re.sub(r"^(module\.|_orig_mod\.)+", "", name): value for name, value in state.items()}
-    state = cut_features(state, model)
+    state = cut_weights(state, model)
     problems = describe_misfits(state, model.state_dict())
     if not problems:
         _check_memory(model, state, source)

@@ -228,10 +228,11 @@ class Train:
     channels_last: bool = option(False, "NHWC memory format (PVT)")
     deterministic: bool = option(False, "deterministic algorithms only, at some cost in speed")
     seed: int = option(0, "seed of weights, order and augmentation", low=0)
-    budgets: tuple[int | tuple[int, ...], ...] | None = option(
+    budgets: tuple[int | dict[str, int] | tuple[int | dict[str, int], ...], ...] | None = option(
         None,
         "sizes of attention (num_landmarks, num_samples, ...), from the cheapest to the model's own: every update draws"
-        " one for all layers; an item may be a list, a size for each entry of attention that has one; null: its own",
+        " one for all layers; an item may be a mapping of sizes, {window_size: 2, num_landmarks: 4}, or a list, a size"
+        " or mapping for each entry of attention that has one; null: its own",
         low=1,
         high=2**20,
     )

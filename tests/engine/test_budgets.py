@@ -14,10 +14,10 @@ from torch._dynamo.utils import counters
 import predict
 import train
 import validate
-from attention import ATTENTION, OptionError
+from attention import ATTENTION, OptionError, options_of
 from engine.checkpoints.export import main as export
 from engine.checkpoints.files import newest_checkpoint
-from engine.checkpoints.weights import build_model
+from engine.checkpoints.weights import build_model, load_weights
 from engine.data.splits import open_split
 from engine.run.load import load_run, parse_run
 from engine.runtime.distributed import World
@@ -32,6 +32,8 @@ EVA, PERFORMER = (
     "attention={name: performer, num_samples: 9}",
 )
 NYSTROM = "attention={name: nystrom, num_landmarks: 9, conv: none}"
+RELEASED = "attention={name: local, window_size: 3, position_bias: table_released}"
+SHIFTED = "attention={name: shifted_window, window_size: 3}"
 SMALL = ("model.img_size=24", "model.stem=linear", "model.depth=2", "model.embed_dim=12", "model.num_heads=2")
 SHORT = ("data.subset=24", "train.total_batch_size=48", "schedule.epochs=1", "schedule.warmup_epochs=0")
 FAST, CONFIG = (*SMALL, *SHORT, "data.workers=0", "train.device=cpu"), ROOT / "configs/quickstart.yaml"
@@ -52,6 +54,7 @@ def test_one_budget_trains_as_none(tmp_path):
     plain = trained(tmp_path / "plain", EVA)
     assert distance(trained(tmp_path / "one", EVA, "train.budgets=[9]"), plain) == 0
     assert distance(trained(tmp_path / "distilled", EVA, "train.budgets=[9]", DISTILL), plain) == 0
+    assert distance(trained(tmp_path / "both", EVA, "train.budgets=[{window_size: 3, num_landmarks: 9}]"), plain) == 0
     assert distance(trained(tmp_path / "two", EVA, "train.budgets=[1, 9]"), plain) > 0
 
 
@@ -88,7 +91,8 @@ def test_a_size_in_turn_is_that_of_a_model_built_with_it(name):
     there = parse_run({**tree, "attention": with_budget(run.attention, small)}, "x")
     model, images = create_model(attention=run.attention, **run.model).eval(), torch.randn(2, 3, 32, 32)
     state, other = model.state_dict(), create_model(attention=there.attention, **there.model).state_dict()
-    if depends := [key for key, x in state.items() if x.shape != other[key].shape and not key.endswith(".omega")]:
+    cut = (".omega", *(".position_bias.table" for _ in {name} & {"local", "combiner"}))
+    if depends := [key for key, x in state.items() if x.shape != other[key].shape and not key.endswith(cut)]:
         weight = min(depends).removeprefix("blocks.0.attn.")
         with pytest.raises(
             OptionError, match=rf"= {small}: weights of attention\({name}\) depend on {option}: {weight}"
@@ -102,6 +106,48 @@ def test_a_size_in_turn_is_that_of_a_model_built_with_it(name):
     assert torch.equal(found, expected) == (name == "ra")  # its option is of training
     budgets.use(-1)
     assert torch.equal(model(images), expected)
+
+
+LAYOUTS: list[dict] = [{"layout": "1d"}, {"overlap": 1}, {"layout": "1d", "causal": True}]
+WINDOWED = ["local", "eva", "combiner", "transformer_ls", "scatterbrain", "eva_clustered"]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [*((x, {}) for x in WINDOWED), *((x, y) for x in ("local", "eva") for y in LAYOUTS)]
+)
+@pytest.mark.parametrize("side", [1, 3])
+def test_a_smaller_window_has_the_middle_of_the_table(name, options, side):
+    """Row by row, in outputs and gradients; in causal attention the beginning."""
+    sizes = {"num_landmarks": 4, "num_samples": 4}
+    attention = {"name": name, **options, **{key: x for key, x in sizes.items() if key in options_of(name)}}
+    shape = {"img_size": 24, "patch_size": 4, "embed_dim": 12, "depth": 2, "num_heads": 2, "init_std": 0.3}
+    model = {"name": "deit", **shape, "num_classes": 5}
+    run, there = (parse_run({"model": model, "attention": attention | {"window_size": w}}, "x") for w in (5, side))
+    images = torch.randn(2, 3, 24, 24, dtype=torch.float64)
+    large, small = (create_model(attention=x.attention, **x.model).double().eval() for x in (run, there))
+    far, near = (w - 1 + options.get("overlap", 0) for w in (5, side))
+    offsets = range(-near, near + 1)
+    rows = [(far + y) * (2 * far + 1) + far + x for y in offsets for x in offsets]
+    if "layout" in options:
+        rows = [*range(near + 1)] if "causal" in options else [far + x for x in offsets]
+    state = large.state_dict()
+    tables = [key for key in state if key.endswith("position_bias.table")]
+    cut = {key: torch.nn.init.normal_(state[key])[:, rows] for key in tables}
+    small.load_state_dict(state | cut)
+    Budgets(large, run.model, run.attention, [{"window_size": side}, {"window_size": 5}]).use(0)
+    outputs = [model(images) for model in (large, small)]
+    assert len(tables) == 2
+    assert torch.equal(*outputs)
+    for output in outputs:
+        output.square().sum().backward()
+    for key, weight in small.named_parameters():
+        found = large.get_parameter(key).grad
+        if key in cut:
+            assert found.count_nonzero() == found[:, rows].count_nonzero() > -(side == 1)  # one token has weight 1
+            found = found[:, rows]
+        torch.testing.assert_close(found, weight.grad, rtol=1e-12, atol=1e-12, msg=key)
+    load_weights(small, large.state_dict(), "x")
+    assert torch.equal(small(images), outputs[0])
 
 
 def test_the_gradient_is_that_of_the_sum_written_out():
@@ -138,8 +184,16 @@ def test_every_size_is_drawn_for_all_layers():
     ("overrides", "problem"),
     [
         ([EVA, "train.budgets=[9, 4]"], "= 4, the last, is not the model's own size; write that last"),
-        ([EVA, "train.budgets=[[1, 2], 9]"], ": train.budgets = (1, 2): mechanisms of attention that have a size: 1;"),
+        ([EVA, "train.budgets=[[1, 2], 9]"], ": train.budgets = [1, 2]: mechanisms of attention that have a size: 1;"),
         ([EVA, "train.budgets=[7, 9]"], "train.budgets = 7: attention(eva).num_landmarks = 7 does not divide the 6x6"),
+        ([EVA, "train.budgets=[{windw_size: 2}, 9]"], "(eva).windw_size: unknown option; did you mean 'window_size'?"),
+        ([EVA, "train.budgets=[{name: lara}, 9]"], "train.budgets[0].name: expected int, got 'lara'"),
+        ([EVA, "train.budgets=[{window_size: 0}, 9]"], "(eva) depend on window_size: position_bias.table; choose"),
+        ([EVA, "train.budgets=[{window_size: 5}, 9]"], "(eva) depend on window_size: position_bias.table; choose"),
+        ([EVA, "train.budgets=[{window_size: 2}]"], "= {window_size: 2}, the last, is not the model's own size;"),
+        ([EVA, "train.budgets=[x, 9]"], "train.budgets[0]: expected a list, got 'x'"),
+        ([RELEASED, "train.budgets=[2, 3]"], "(local) depend on window_size: position_bias.table; choose"),
+        ([SHIFTED, "train.budgets=[2, 3]"], "(shifted_window) depend on window_size: position_bias.table"),
         ([EVA, "train.budgets=[]"], "train.budgets has 0 sizes; give 1 to 64, or null"),
         ([EVA, DISTILL], "train.budget_distill = true: train.budgets is null; name sizes, or leave it out"),
         ([EVA, SIZES, DISTILL, "train.grad_checkpointing=true"], "repeats passes at another size; leave it out, or"),
@@ -155,16 +209,43 @@ def test_what_cannot_be_trained_is_refused(overrides, problem, tmp_path, capsys)
     assert not (tmp_path / "run").exists()
 
 
-def test_a_checkpoint_serves_every_size(tmp_path, capsys):
-    trained(run := tmp_path / "run", PERFORMER, SIZES)
-    four, file, image, table = "attention.num_samples=4", *(tmp_path / x for x in ("4.safetensors", "x.png", "x.csv"))
+@pytest.fixture
+def results(capsys):
+    """Function that returns what `validate.py` prints: results, and lines on stderr."""
 
-    def results(*arguments: object) -> tuple[dict, str]:
+    def of(*arguments: object) -> tuple[dict, str]:
         capsys.readouterr()
         validate.main([*map(str, arguments), "data.workers=0", "--json"])
         output = capsys.readouterr()
         return json.loads(output.out), output.err
 
+    return of
+
+
+def test_a_checkpoint_serves_every_window(tmp_path, results):
+    """Also for images of another size, for which other tables of positions are resampled."""
+    small, own = "{window_size: 2, num_landmarks: 1}", "{window_size: 3, num_landmarks: 4}"
+    own_options = "attention={name: eva, window_size: 3, num_landmarks: 4}"
+    trained(run := tmp_path / "run", own_options, f"train.budgets=[{small}, {own}]")
+    options, file = ["attention.window_size=2", "attention.num_landmarks=1"], tmp_path / "small.safetensors"
+    export([str(run), str(file), *options])
+    for size in ("model.img_size=24", "model.img_size=32"):
+        found, notes = results(run, "--budgets", "all", size)
+        assert [*found] == [f"plain {small}", f"plain {own}"]
+        assert [each["budget"]["window_size"] for each in found.values()] == [2, 3]
+        assert "not trained" not in notes
+        losses = [results(*each, size)[0]["plain"]["loss"] for each in ([run, *options], [file], [run])]
+        assert losses == [found[f"plain {small}"]["loss"]] * 2 + [found[f"plain {own}"]["loss"]]
+        assert losses[0] != losses[2]
+    line = "attention.window_size = 2: the model was not trained for it, but for"
+    assert results(run, options[0])[1] == f"{line} {small}, {own}\n"
+    trained(run := tmp_path / "alone", own_options)
+    assert results(run, options[0])[1] == f"{line} 3\n"
+
+
+def test_a_checkpoint_serves_every_size(tmp_path, capsys, results):
+    trained(run := tmp_path / "run", PERFORMER, SIZES)
+    four, file, image, table = "attention.num_samples=4", *(tmp_path / x for x in ("4.safetensors", "x.png", "x.csv"))
     found, notes = results(run, "--budgets", "all")
     losses, macs = ([each[name] for each in found.values()] for name in ("loss", "macs"))
     assert ([*found], macs, notes) == (["plain 1", "plain 4", "plain 9"], sorted({*macs}), "")
@@ -172,6 +253,8 @@ def test_a_checkpoint_serves_every_size(tmp_path, capsys):
     assert [results(*each)[0]["plain"]["loss"] for each in ([run, four], [file], [run])] == [losses[1], *losses[1:]]
     line = "attention.num_samples = 5: the model was not trained for it, but for 1, 4, 9\n"
     assert results(run, "attention.num_samples=5")[1] == line
+    large = [results(*each, "model.img_size=32")[0] for each in ([run, "--budgets", "all"], [file])]
+    assert large[0]["plain 4"]["loss"] == large[1]["plain"]["loss"]
     Image.linear_gradient("L").save(image)
     texts = []
     for source in ([run, "--set", four], [file], [run]):
