@@ -72,8 +72,8 @@ class Budgets:
                 states = cut_weights(here.state_dict(), there), there.state_dict()
                 shapes = [{(name, x.shape) for name, x in state.items()} for state in states]
                 if names := sorted({name for name, _ in shapes[0] ^ shapes[1]}):
-                    options = [name for name, x in vars(here.config).items() if x != getattr(there.config, name)]
-                    problem = f"weights of attention({here.name()}) depend on {', '.join(options)}: {', '.join(names)}"
+                    changes = [name for name, x in vars(here.config).items() if x != getattr(there.config, name)]
+                    problem = f"weights of attention({here.name()}) depend on {', '.join(changes)}: {', '.join(names)}"
                     raise OptionError(
                         "train.budgets", f" = {to_yaml(size)}: {problem}; choose other options, or another mechanism"
                     )

@@ -91,9 +91,11 @@ def resample_bias_tables(
         if table is None or bias is None or bias.table is None:
             continue
         (kind, windows), fits, rows = _bias_options(layer), table.shape == bias.table.shape, table.shape[1]
-        side, other = math.isqrt(rows), layer if source is None else source.get_submodule(name)
+        other: Any = layer if source is None else source.get_submodule(name)
         their_kind, their_windows = _bias_options(other) if fits or source is not None else (kind, None)
-        before = other.position_bias.offsets if their_windows else (side, side) if "2d" in kind else (1, rows)
+        before = (
+            other.position_bias.offsets if their_windows else (math.isqrt(rows),) * 2 if "2d" in kind else (1, rows)
+        )
         if their_kind != kind:
             reasons[key] = f"there it is of {' '.join(their_kind)}"
         elif fits and their_windows == windows:

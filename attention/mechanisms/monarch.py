@@ -11,8 +11,8 @@ under the weights L[j, :, k], at first the query (k, j) itself,
     R[k, j, :] = softmax_i(s a . k_i),   L[j, l, :] = softmax_k(log sum_i exp(s a . k_i) + s (q - a) . r),
 
 where s = 1/sqrt(d) and r[k, j] is the mean key under R[k, j, :]. The argument of the second softmax is the logarithm of
-the row's sum of exponentials at the query, linearised at a. A grid of one row or one column has exact softmax
-attention. Prefix tokens are rows of one key each.
+the row's sum of exponentials at the query, linearised at a, which is the entropy of R[k, j, :] plus s q . r. A grid of
+one row or one column has exact softmax attention. Prefix tokens are rows of one key each.
 Cost: ((2 t + 1) W + 2 t H) N C multiply-accumulates for t steps. No parameters.
 
 The released code has blocks of consecutive tokens, and fills up the first one, in which the class token is.
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
 from ..options import Options, local_option, option
-from ..parts.features import product, upcast
+from ..parts.features import product, widened
 from ..parts.geometry import Grid, split_prefix
 
 
@@ -31,21 +31,26 @@ def monarch(q: Tensor, k: Tensor, v: Tensor, *, grid: Grid, steps: int) -> Tenso
     """Monarch attention over the rows of a grid, with R and L maximised `steps` times each."""
     (prefix, k), (v_prefix, v) = split_prefix(k, q.shape[2]), split_prefix(v, q.shape[2])
     q = q * q.shape[-1] ** -0.5
-    to_prefix = product(q, prefix.mT).unflatten(2, grid).transpose(2, 3)  # (B, h, W, H, P)
-    a, k, v = (x.unflatten(2, grid) for x in (q, k, v))
-    q = a.transpose(2, 3).contiguous()  # (B, h, W, H, d)
+    # with rows in front, products over rows and over columns read views, without a copy; b = B h
+    a, k, v = (x.unflatten(2, grid).permute(2, 0, 1, 3, 4).flatten(1, 2).contiguous() for x in (q, k, v))
+    q = a.permute(1, 2, 0, 3)  # (b, W, H, d)
+    to_prefix = product(q, prefix.flatten(0, 1).mT[:, None]) if prefix.shape[2] else None  # (b, W, H, P)
     for step in range(steps):
-        logits = product(a, k.mT)  # (B, h, H, W, W)
-        r = logits.softmax(-1).to(k.dtype)
-        mean_keys = r @ k
-        at_a = logits.logsumexp(-1) - (upcast(a) * mean_keys).sum(-1)
-        to_rows = product(q, mean_keys.transpose(2, 3).mT) + at_a.mT[..., None, :]
-        rows = torch.cat([to_rows, to_prefix], -1).softmax(-1)  # (B, h, W, H, H + P)
+        log_r = widened(product(a, k.mT)).log_softmax(-1)[..., : grid[1]]  # (H, b, W, W)
+        r = log_r.exp()
+        information = (r * log_r).sum(-1)  # minus the entropy, (H, b, W)
+        r = r.to(k.dtype)
+        to_rows = product(q, (r @ k).permute(1, 2, 3, 0)) - information.permute(1, 2, 0)[:, :, None]
+        rows = to_rows if to_prefix is None else torch.cat([to_rows, to_prefix], -1)  # (b, W, H, H + P)
+        rows = widened(rows).softmax(-1)
+        L = rows[..., : grid[0]]
         if step < steps - 1:  # where no query has weight, any a will do: linearised there, the sum is a lower bound
-            of_queries = rows[..., : grid[0]] / rows[..., : grid[0]].sum(-2, keepdim=True).clamp(min=1e-12)
-            a = (of_queries.mT.to(q.dtype) @ q).transpose(2, 3)
-    values = torch.cat([(r @ v).transpose(2, 3), v_prefix[:, :, None].expand(-1, -1, grid[1], -1, -1)], -2)
-    return (rows.to(v.dtype) @ values).transpose(2, 3).flatten(2, 3)
+            of_queries = L / L.sum(-2, keepdim=True).clamp(min=1e-12)
+            a = (of_queries.mT.to(q.dtype) @ q).permute(2, 0, 1, 3)
+    y = L.to(v.dtype) @ (r @ v).permute(1, 2, 0, 3)
+    if to_prefix is not None:
+        y = y + rows[..., grid[0] : grid[0] + prefix.shape[2]].to(v.dtype) @ v_prefix.flatten(0, 1)[:, None]
+    return y.unflatten(0, prefix.shape[:2]).transpose(2, 3).flatten(2, 3)
 
 
 def monarch_reference(q, k, v, *, grid, steps):

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, Literal, TypeVar, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .transforms import exporting
@@ -42,6 +43,14 @@ def product(x: Tensor, y: Tensor) -> Tensor:
         return upcast(x @ y)
     with autocast_off(x):
         return upcast(x) @ upcast(y)
+
+
+def widened(logits: Tensor) -> Tensor:
+    """Logits (..., n) with columns up to 16 whose weight is 0, on a CPU: PyTorch's softmax of shorter rows is not
+    vectorised, and takes ten times as long.
+    """
+    missing = 16 - logits.shape[-1]
+    return F.pad(logits, (0, missing), value=-1e30) if missing > 0 and logits.device.type == "cpu" else logits
 
 
 def autocast_off(x: Tensor) -> contextlib.AbstractContextManager:

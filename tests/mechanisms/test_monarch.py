@@ -16,6 +16,7 @@ from tests.support.inputs import B, draw, h, shuffled, tokens
 case = partial(Case, "monarch", (5, 7))
 
 CASES = [case(), case({"steps": 1}), case({"steps": 3, "local": True}, mixes_values=False), case(PREFIX)]
+CASES += [Case("monarch", (2, 17)), Case("monarch", (17, 2))]  # rows of 16 and more are not widened
 EFFECTS = {"steps": ({}, 3), "local": ({}, True)}
 SYMMETRIES = [(set(), {}), (set(), {"local": True})]
 GROWTH = [Growth(1.5, 1.5)]
