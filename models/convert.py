@@ -104,8 +104,9 @@ def resample_bias_tables(
             reasons[key] = f"of another window, and {' '.join(kind)} cannot be resampled"
         elif table.shape[::2] != bias.table.shape[::2] or math.prod(before) != rows:
             reasons[key] = f"{tuple(table.shape)} there is no such table"
-        elif before != bias.offsets:
-            tables[key] = _resize_table(table, before, bias.offsets)
+        elif before != bias.offsets:  # as timm does
+            images = table.float().mT.unflatten(2, before)  # (1, h, y, x)
+            tables[key] = F.interpolate(images, bias.offsets, mode="bicubic", align_corners=False).flatten(2).mT
     return tables, reasons
 
 
@@ -126,20 +127,15 @@ def resample_position_tables(state_dict: StateDict, model: nn.Module, source: nn
         table = state_dict.get(key := f"{name}.table")
         if table is None or not hasattr(here, "resampled") or table.shape[:-1] != here.table.shape[:-1]:
             continue
-        grid = here.grid if table.shape == here.table.shape else _likely_grid(table.shape[1], here.grid)
+        grid, count = here.grid, table.shape[1]
+        if table.shape != here.table.shape:
+            grid = (1, count) if grid[0] == 1 else (count, 1) if grid[1] == 1 else (math.isqrt(count),) * 2
         if source is not None:
             there: Any = source.get_submodule(name)
             grid = there.grid
         if grid != here.grid:
             tables[key] = here.resampled(table, grid, here.grid)
     return tables
-
-
-def _likely_grid(count: int, here: Grid) -> Grid:
-    """The likely grid of `count` columns: a row or a column if `here` is one, otherwise a square."""
-    if 1 in here:
-        return (1, count) if here[0] == 1 else (count, 1)
-    return math.isqrt(count), math.isqrt(count)
 
 
 def _bias_options(layer: nn.Module) -> tuple[tuple[str, ...], tuple[Grid, Grid]]:
@@ -150,12 +146,6 @@ def _bias_options(layer: nn.Module) -> tuple[tuple[str, ...], tuple[Grid, Grid]]
     here: Any = layer
     kind, size, overlap, causal = here.position_bias.index_arguments
     return (kind, here.config.layout, *["causal"] * causal), (size, overlap)
-
-
-def _resize_table(table: Tensor, before: Grid, after: Grid) -> Tensor:
-    """Resizes a bias table (1, rows, h) with a row per offset along y and x, as timm does."""
-    images = table.float().mT.unflatten(2, before)  # (1, h, y, x)
-    return F.interpolate(images, after, mode="bicubic", align_corners=False).flatten(2).mT
 
 
 def from_timm_pvt(state_dict: Mapping[str, Tensor]) -> StateDict:
