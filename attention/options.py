@@ -212,7 +212,9 @@ def _check(kind: Any, value: Any, key: str, others: tuple[str, ...] = ()) -> Any
         items = enumerate(zip(of_items, value, strict=True))
         return tuple(_check(kind, item, f"{key}[{i}]") for i, (kind, item) in items)
     if origin is dict and isinstance(value, Mapping):
-        return {name: _check(arguments[1], item, f"{key}.{name}") for name, item in value.items()}
+        for name, item in value.items():
+            _check(arguments[1], item, f"{key}.{name}")
+        return value  # itself, which layers may share
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         return parse_options(kind, value, key)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
