@@ -90,7 +90,7 @@ class Draft:
                 absent = options - given.keys() if isinstance(given, Mapping) else options
                 names = {x for x in absent if f"_{x}".endswith(word)}
                 if section in meant:
-                    names |= set(difflib.get_close_matches(name, options, n=1)) or absent
+                    names |= set(difflib.get_close_matches(name, options, n=1))
                 self.hidden |= {f"{section}.{x}" for x in names}
 
 

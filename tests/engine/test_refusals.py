@@ -21,7 +21,7 @@ WRONG = (
 )
 FOLDER = "data.dataset=folder", "data.root=/nowhere"
 CONSEQUENCES = {  # overrides -> the only ones that are named
-    ("optim.learning_rate=1", "schedule.min_lr=0.9"): "optim.learning_rate=1",
+    ("optim.lrr=1", "schedule.min_lr=0.9"): "optim.lrr=1",
     ("optim.opt=3", "optim.betas=[0.9,0.9,0.9]"): "optim.opt=3",
     ("train.total_batch_size=1", "train.grad_accum_steps=2"): "train.total_batch_size=1",
     ("model.num_classes=20", *FOLDER): "data.root=/nowhere",
