@@ -14,32 +14,26 @@ from torch import Tensor, nn
 from ..base import Attention, Cost, LayerContext
 from ..options import Options, attn_drop_option, option
 from ..parts.geometry import Grid, split_prefix
-from ..parts.linear import is_plain
 from .softmax import softmax
 from .sra import project_reduced, reducing_convolution
 
 
-def linear_sra(x: Tensor, weight: Tensor, bias: Tensor | None, *, grid: Grid, pool_size: int) -> Tensor:
-    """Averages tokens (B, N, C) over bins, then convolves by `weight` (C, C, 1, 1): (B, pool_size^2, C).
+def linear_sra(x: Tensor, convolution: nn.Module, *, grid: Grid, pool_size: int) -> Tensor:
+    """Averages tokens (B, N, C) over bins, then applies a 1 x 1 convolution: (B, pool_size^2, C).
 
     Bins have the edges floor(i*H/pool_size), ceil((i+1)*H/pool_size); if pool_size does not divide H, bins overlap.
     """
-    return F.conv2d(pooled_image(x, grid, pool_size), weight, bias).flatten(2).mT
+    return convolution(F.adaptive_avg_pool2d(x.mT.unflatten(2, grid), pool_size)).flatten(2).mT
 
 
-def pooled_image(x: Tensor, grid: Grid, pool_size: int) -> Tensor:
-    """Averages of tokens (B, N, C) over bins, as an image (B, C, pool_size, pool_size)."""
-    return F.adaptive_avg_pool2d(x.mT.unflatten(2, grid), pool_size)
-
-
-def linear_sra_reference(x, weight, bias, *, grid, pool_size):
+def linear_sra_reference(x, convolution, *, grid, pool_size):
     """`linear_sra`, bin by bin."""
     (H, W), P, pooled = grid, pool_size, []
     for i in range(P):
         for j in range(P):
             rows, columns = range(i * H // P, -(-(i + 1) * H // P)), range(j * W // P, -(-(j + 1) * W // P))
             mean = torch.stack([x[:, y * W + z] for y in rows for z in columns]).mean(0)
-            pooled.append(mean @ weight[:, :, 0, 0].mT + bias)
+            pooled.append(mean @ convolution.weight[:, :, 0, 0].mT + convolution.bias)
     return torch.stack(pooled, 1)
 
 
@@ -60,11 +54,7 @@ class LinearSra(Attention):
     def project(self, x: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
         """(B, P + N, C) -> queries (B, h, P + N, d); keys and values (B, h, P + pool_size^2, d)."""
         prefix, tokens = split_prefix(x, grid[0] * grid[1])
-        pool_size = self.config.pool_size
-        if is_plain(self.sr, nn.Conv2d):
-            reduced = linear_sra(tokens, self.sr.weight, self.sr.bias, grid=grid, pool_size=pool_size)
-        else:
-            reduced = self.sr(pooled_image(tokens, grid, pool_size)).flatten(2).mT
+        reduced = linear_sra(tokens, self.sr, grid=grid, pool_size=self.config.pool_size)
         return project_reduced(self.qkv, x, torch.cat([prefix, F.gelu(self.norm(reduced))], 1), self.num_heads)
 
     @classmethod

@@ -18,26 +18,24 @@ from torch import Tensor, nn
 from ..base import Attention, Cost, LayerContext, total, up_to_side
 from ..options import Options, attn_drop_option, fit_option, option
 from ..parts.geometry import Grid, split_heads, split_prefix
-from ..parts.linear import is_plain, linear_part
+from ..parts.linear import linear_part
 from .softmax import softmax
 
 DEFAULT_KEYS = 49
 
 
-def sra(x: Tensor, weight: Tensor, bias: Tensor | None, *, grid: Grid) -> Tensor:
-    """Shrinks tokens (B, N, C) by the strided convolution `weight` (C, C, R, R): (B, ceil(H/R) * ceil(W/R), C)."""
-    return F.conv2d(padded_image(x, grid, weight.shape[-1]), weight, bias, stride=weight.shape[-1]).flatten(2).mT
+def sra(x: Tensor, convolution: nn.Module, *, grid: Grid, reduction: int) -> Tensor:
+    """Shrinks tokens (B, N, C) by a convolution of side and stride R: (B, ceil(H/R) * ceil(W/R), C).
+
+    Zeros fill the grid up to multiples of R.
+    """
+    image = F.pad(x.mT.unflatten(2, grid), (0, -grid[1] % reduction, 0, -grid[0] % reduction))
+    return convolution(image).flatten(2).mT
 
 
-def padded_image(x: Tensor, grid: Grid, R: int) -> Tensor:
-    """Tokens (B, N, C) as an image (B, C, H', W'), with zeros to the next multiples of R."""
-    (H, W) = grid
-    return F.pad(x.mT.unflatten(2, grid), (0, -W % R, 0, -H % R))
-
-
-def sra_reference(x, weight, bias, *, grid):
+def sra_reference(x, convolution, *, grid, reduction):
     """`sra`, token by token."""
-    (H, W), R = grid, weight.shape[-1]
+    (H, W), R, weight, bias = grid, reduction, convolution.weight, convolution.bias
     reduced = []
     for top in range(0, H, R):
         for left in range(0, W, R):
@@ -82,10 +80,7 @@ def project_shrunk(attn: Any, x: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Te
     shrunk by the modules of `add_reduction`, which the layer has.
     """
     prefix, tokens = split_prefix(x, grid[0] * grid[1])
-    if is_plain(attn.sr, nn.Conv2d):
-        reduced = sra(tokens, attn.sr.weight, attn.sr.bias, grid=grid)
-    else:
-        reduced = attn.sr(padded_image(tokens, grid, attn.reduction)).flatten(2).mT
+    reduced = sra(tokens, attn.sr, grid=grid, reduction=attn.reduction)
     return project_reduced(attn.qkv, x, torch.cat([prefix, attn.norm(reduced)], 1), attn.num_heads)
 
 

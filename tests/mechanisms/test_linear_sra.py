@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from attention.mechanisms.linear_sra import linear_sra
 from attention.mechanisms.sra import sra
@@ -26,14 +27,15 @@ LEARNED = {"norm", "sr"}
 def test_linear_sra_pools_to_one_size_and_agrees_with_a_convolution_that_averages():
     x, C = draw(B, 14 * 28, 6), 6
     weight, bias = draw(C, C, 1, 1, seed=1), draw(C, seed=2)
-    y = linear_sra(x, weight, bias, grid=(14, 28), pool_size=7)
+    convolution, average = partial(F.conv2d, weight=weight, bias=bias), weight.expand(C, C, 2, 2) / 4
+    y = linear_sra(x, convolution, grid=(14, 28), pool_size=7)
     assert y.shape == (B, 49, C)
     bins_ = bins((14, 28), (7, 7), CPU)
     mean = group_mean(x[:, None], bins_)[:, 0, 0]
     assert_equal(y, mean @ weight[:, :, 0, 0].mT + bias)
     square = draw(B, 14 * 14, C)
-    averaged = sra(square, weight.expand(C, C, 2, 2) / 4, bias, grid=(14, 14))
-    assert_equal(linear_sra(square, weight, bias, grid=(14, 14), pool_size=7), averaged)
+    averaged = sra(square, partial(F.conv2d, weight=average, bias=bias, stride=2), grid=(14, 14), reduction=2)
+    assert_equal(linear_sra(square, convolution, grid=(14, 14), pool_size=7), averaged)
 
 
 @pytest.mark.complete
