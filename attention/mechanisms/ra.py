@@ -23,7 +23,7 @@ from ..options import Options, local_option, option, released_option
 from ..parts.features import full_precision, scale
 from ..parts.geometry import Grid
 from ..parts.masking import mask_logits, masked_mean
-from ..parts.sampling import Noise, attended_keys, mixture_noise, noise_option, noise_std, random_seed
+from ..parts.sampling import Noise, attended_keys, mixture_noise, noise_option, random_seed, scale_noise
 
 Proposal = Literal["unbiased", "biased", "mean_key"]
 Features = Literal["positive", "hyperbolic", "cosine"]
@@ -150,7 +150,6 @@ class Ra(Attention):
             self.refuse("num_eval_samples", config.num_eval_samples, "evaluation draws nothing; set eval_noise: true")
         if config.features == "cosine":
             self.refuse_unused({"proposal": "unbiased"}, "features cosine have no proposals")
-        self.noise_std = noise_std(config.noise, self.head_dim)
         self.register_buffer("eval_seed", random_seed() if unbiased or config.eval_noise else None)
 
     def sample_noise(self, q: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -160,7 +159,7 @@ class Ra(Attention):
             return q.new_zeros(1, q.shape[-1]), None
         samples = config.num_samples if self.training else config.num_eval_samples
         noise, uniform = mixture_noise((*q.shape[1:3], samples), q, seed)
-        noise = noise * self.noise_std if self.training or config.eval_noise else torch.zeros_like(noise)
+        noise = scale_noise(noise, config.noise) if self.training or config.eval_noise else torch.zeros_like(noise)
         return noise, uniform if config.proposal == "unbiased" else None
 
     @classmethod

@@ -26,14 +26,9 @@ def noise_option() -> Any:
     return option(None, meaning, chosen=lambda c: "released" if c.released else "unit")
 
 
-def noise_std(noise: Noise, head_dim: int) -> float:
-    """The standard deviation that the option `noise` names."""
-    return 1.0 if noise == "unit" else head_dim**-0.25
-
-
 def scale_noise(normal: Tensor, noise: Noise) -> Tensor:
     """Scales standard normals (..., d) to the standard deviation that the option `noise` names."""
-    return normal if noise == "unit" else normal * noise_std(noise, normal.shape[-1])
+    return normal if noise == "unit" else normal * normal.shape[-1] ** -0.25
 
 
 def gaussian(sampling: OmegaSampling, shape: tuple[int, ...], like: Tensor) -> Tensor:
