@@ -19,7 +19,7 @@ from ..base import Attention, Cost, LayerContext, up_to_tokens
 from ..options import Options, attn_drop_option, fit_option, local_option, option
 from ..parts.features import full_precision
 from ..parts.geometry import Grid
-from ..parts.hashing import cluster_mask, from_clusters, hash_clusters, to_clusters
+from ..parts.hashing import at_ranks, cluster_mask, hash_clusters, ranks, to_clusters
 from ..parts.sampling import gaussian, redrawn
 
 
@@ -35,7 +35,7 @@ def smyrf(q: Tensor, k: Tensor, v: Tensor, directions: Tensor, *, cluster_size: 
     if N % cluster_size:
         logits = logits.masked_fill(~cluster_mask(N, cluster_size, q.device)[:, None], -torch.inf)
     y = F.dropout(logits.softmax(-1), attn_drop) @ to_clusters(v, of_k)
-    y, log_mass = from_clusters(torch.cat([y, logits.logsumexp(-1, keepdim=True)], -1), of_q, N).split([d, 1], -1)
+    y, log_mass = at_ranks(torch.cat([y, logits.logsumexp(-1, keepdim=True)], -1), ranks(of_q, N)).split([d, 1], -1)
     return (log_mass.softmax(2) * y).sum(2)
 
 

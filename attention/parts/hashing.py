@@ -60,11 +60,6 @@ def to_clusters(x: Tensor, clusters: Tensor) -> Tensor:
     return x.gather(2, index).unflatten(2, clusters.shape[2:])
 
 
-def from_clusters(y: Tensor, clusters: Tensor, tokens: int) -> Tensor:
-    """Members of clusters (B, h, r, g, c, d) -> tokens, round by round (B, h, r, N, d)."""
-    return at_ranks(y, ranks(clusters, tokens))
-
-
 def at_ranks(y: Tensor, ranks: Tensor) -> Tensor:
-    """`from_clusters`, with the `ranks` of the tokens (B, h, r, N)."""
+    """Members of clusters (B, h, r, g, c, d) -> tokens (B, h, r, N, d), which have these `ranks` (B, h, r, N)."""
     return y.flatten(3, 4).gather(3, ranks[..., None].expand(*ranks.shape, y.shape[-1]))

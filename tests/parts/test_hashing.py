@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from attention.parts.hashing import asymmetric_transform, cluster_mask, equal_clusters, from_clusters, to_clusters
+from attention.parts.hashing import asymmetric_transform, at_ranks, cluster_mask, equal_clusters, ranks, to_clusters
 from tests.support.comparisons import assert_equal
 from tests.support.inputs import CPU, B, d, draw, every_grid, h, tokens
 
@@ -27,4 +27,5 @@ def test_clusters_hold_every_token_once_in_order_of_its_hash(size):
     assert valid.sum() == 24
     for index, of in zip(clusters.flatten(0, 2), order.flatten(0, 2), strict=True):
         assert torch.equal(index[valid], of.argsort())
-    assert torch.equal(from_clusters(to_clusters(x, clusters), clusters, 24), x[:, :, None].expand(-1, -1, 2, -1, -1))
+    again = at_ranks(to_clusters(x, clusters), ranks(clusters, 24))
+    assert torch.equal(again, x[:, :, None].expand(-1, -1, 2, -1, -1))
