@@ -87,7 +87,7 @@ class ClusterValues(torch.autograd.Function):
         return dk, of_token[..., :-1], cluster_sum(dk, cluster, y.shape[2]).div_(-scale), None
 
 
-@with_fast_path(ClusterValues.apply, lambda *args: True)
+@with_fast_path(ClusterValues.apply)
 def cluster_values(k: Tensor, v: Tensor, omega: Tensor, cluster: Tensor) -> Tensor:
     """Random-feature averages of the values (B, h, N, d) of each cluster and of ones, (B, h, c, d + 1); zero for an
     empty cluster. See `eva_clustered`.

@@ -58,7 +58,7 @@ def pseudo_inverse(a: Tensor, iterations: int) -> Tensor:
     return approach_inverse(a, z, iterations)
 
 
-@with_fast_path(fused.approach_inverse, fused.covers)
+@with_fast_path(fused.approach_inverse)
 def approach_inverse(a: Tensor, z: Tensor, iterations: int) -> Tensor:
     """Iterates z <- z (13 - az (15 - az (7 - az))) / 4, in which az = a z, for square matrices a and z (..., c, c)."""
     identity = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)

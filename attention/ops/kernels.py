@@ -232,7 +232,9 @@ def _is_batched(gradient: torch.Tensor | None) -> bool:
     return gradient is not None and torch._C._functorch.is_legacy_batchedtensor(gradient)
 
 
-def with_fast_path(fast: Callable, covers: Callable[..., bool], triton: str | None = None) -> Callable[[Op], Op]:
+def with_fast_path(
+    fast: Callable, covers: Callable[..., bool] = lambda *_, **__: True, triton: str | None = None
+) -> Callable[[Op], Op]:
     """Decorates an op, whose first argument is a tensor: calls `fast` in its place if `covers` is true of the arguments
     and the path is not "plain". The path "triton" prefers the kernel of the module `triton` if that covers them, and so
     does "auto" where `prefer` does. Exported and traced graphs, transforms of torch.func and forward

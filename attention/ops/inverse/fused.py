@@ -10,11 +10,6 @@ from ...parts.features import autocast_off
 from ..kernels import first_order
 
 
-def covers(a: Tensor, z: Tensor, iterations: int) -> bool:
-    """True: the iterations are the same for all matrices."""
-    return True
-
-
 def approach_inverse(a: Tensor, z: Tensor, iterations: int) -> Tensor:
     """`attention.mechanisms.nystrom.approach_inverse`."""
     return Inverse.apply(a.flatten(0, -3), z.flatten(0, -3), iterations).view_as(a)
