@@ -38,18 +38,16 @@ def eva_clustered(
     bias: Tensor | None = None,
     *,
     windows: Windows,
-    log_count: bool = False,
 ) -> Tensor:
     """One softmax over the window and the clusters (eq. 16).
 
     cluster: cluster of every key of the grid, (B, h, N) int64 below c. k_tilde, omega: landmark and sample of each
-    cluster, (B, h, c, d). log_count: see `eva`.
+    cluster, (B, h, c, d).
     """
     k_grid, v_grid = (split_prefix(x, q.shape[2])[1] for x in (k, v))
     y = cluster_values(k_grid, v_grid, omega, cluster)
     beta, filled = y[..., :-1], y[..., -1:].detach()  # 0 for an empty cluster, otherwise 1
-    count = cluster_sum(torch.ones_like(q[..., :1]), cluster, omega.shape[2]) if log_count else filled
-    logits = count.log().mT[:, :, None]
+    logits = filled.log().mT[:, :, None]
     return joint_softmax(q, k, v, bias, k_tilde[:, :, None], beta[:, :, None], logits, windows=windows)
 
 
@@ -95,7 +93,7 @@ def cluster_values(k: Tensor, v: Tensor, omega: Tensor, cluster: Tensor) -> Tens
     return averages(k, v, omega, cluster)[0]
 
 
-def eva_clustered_reference(q, k, v, cluster, k_tilde, omega, bias=None, *, windows, log_count=False):
+def eva_clustered_reference(q, k, v, cluster, k_tilde, omega, bias=None, *, windows):
     """`eva_clustered`, cluster by cluster and query by query."""
     (N, d), y = q.shape[2:], torch.zeros_like(q)
     logits, values = [], []
@@ -104,8 +102,8 @@ def eva_clustered_reference(q, k, v, cluster, k_tilde, omega, bias=None, *, wind
         features = xi(scale(k[:, :, -N:]), omega[:, :, c, None]) * members
         mass = torch.where(members.any(-1), features.sum(-1), 1)
         values.append((features[:, :, None] @ v[:, :, -N:])[:, :, 0] / mass[..., None])
-        weight = members.sum(-1, keepdim=True) if log_count else members.any(-1, keepdim=True)
-        logits.append((q * k_tilde[:, :, c, None]).sum(-1) * d**-0.5 + weight.to(q.dtype).log())
+        filled = members.any(-1, keepdim=True).to(q.dtype)
+        logits.append((q * k_tilde[:, :, c, None]).sum(-1) * d**-0.5 + filled.log())
     logits, values = torch.stack(logits, -1), torch.stack(values, 2)  # (B, h, N, c), (B, h, c, d)
     for n in range(N):
         y[:, :, n] = mix_reference(attended_in_window(n, q, k, v, bias, windows=windows), (logits[:, :, n], values))
@@ -141,7 +139,6 @@ class EvaClustered(Attention):
         landmark_transform: Transform = landmark_option("landmark_transform")
         mu: Mean = landmark_option("mu")
         mu_scale: float | None = landmark_option("mu_scale")
-        log_count: bool = option(False, "add log |P_c| to a cluster's logit")
         noise: Noise | None = noise_option()
         local: bool = local_option()
         fit: bool = fit_option(num_landmarks=up_to_tokens, window_size=up_to_side, overlap=up_to_side)
@@ -165,6 +162,5 @@ class EvaClustered(Attention):
         cluster = hamming_clusters(hash_bits(k_grid, planes), config.num_landmarks, config.num_iterations)
         q_bar, k_bar = one_set_of_means(torch.cat([q, k_grid], -1), cluster, config.num_landmarks).chunk(2, -1)
         k_tilde, _, omega = (x.squeeze(2) for x in self.landmarks(q_bar, k_bar, None))
-        options: dict[str, Any] = {"windows": windows_on(config, grid), "log_count": config.log_count}
-        y = eva_clustered(q, k, v, cluster, k_tilde, omega.squeeze(3), self.position_bias(), **options)
-        return y.to(v.dtype)
+        bias, windows = self.position_bias(), windows_on(config, grid)
+        return eva_clustered(q, k, v, cluster, k_tilde, omega.squeeze(3), bias, windows=windows).to(v.dtype)

@@ -39,7 +39,6 @@ def eva_lsh(
     *,
     groups: Groups,
     windows: Windows,
-    log_count: bool = False,
 ) -> Tensor:
     """`eva` along the order of a hash, in full precision, because a rounded key may fall in another cluster.
 
@@ -47,18 +46,18 @@ def eva_lsh(
     of that order, seen as a grid of one row.
     """
     k, v = (in_order(x, order_k) for x in (k, v))
-    y = eva(in_order(q, order_q), k, v, k_tilde, mu, omega, groups=groups, windows=windows, log_count=log_count)
+    y = eva(in_order(q, order_q), k, v, k_tilde, mu, omega, groups=groups, windows=windows)
     return in_order(y, order_q.argsort(-1))
 
 
-def eva_lsh_reference(q, k, v, order_q, order_k, k_tilde, mu, omega, *, groups, windows, log_count=False):
+def eva_lsh_reference(q, k, v, order_q, order_k, k_tilde, mu, omega, *, groups, windows):
     """`eva_lsh`, image by image and head by head."""
     y, P = torch.zeros_like(q), k.shape[2] - q.shape[2]
     for b, head in itertools.product(*map(range, q.shape[:2])):
         of_q, of_k = order_q[b, head].tolist(), [*range(P), *(P + m for m in order_k[b, head].tolist())]
         tokens = (x[b, head, order][None, None] for x, order in ((q, of_q), (k, of_k), (v, of_k)))
         landmarks = (x.expand(*q.shape[:2], *x.shape[2:])[b, head][None, None] for x in (k_tilde, mu, omega))
-        y[b, head, of_q] = eva_reference(*tokens, *landmarks, groups=groups, windows=windows, log_count=log_count)[0, 0]
+        y[b, head, of_q] = eva_reference(*tokens, *landmarks, groups=groups, windows=windows)[0, 0]
     return y
 
 
@@ -87,7 +86,6 @@ class EvaLsh(Attention):
         num_samples: int = landmark_option("num_samples")
         mu: Mean = landmark_option("mu")
         mu_scale: float | None = landmark_option("mu_scale")
-        log_count: bool = option(False, "add log |P_c| to a group's logit")
         noise: Noise | None = noise_option()
         local: bool = local_option()
         fit: bool = fit_option(
@@ -121,5 +119,4 @@ class EvaLsh(Attention):
         )
         windows, groups = self.clusters_and_groups(config, grid, q.device)
         k_tilde, mu, omega = self.landmarks(in_order(q, order_q), in_order(k_grid, order_k), groups)
-        options = {"groups": groups, "windows": windows, "log_count": config.log_count}
-        return eva_lsh(q, k, v, order_q, order_k, k_tilde, mu, omega, **options).to(v.dtype)
+        return eva_lsh(q, k, v, order_q, order_k, k_tilde, mu, omega, groups=groups, windows=windows).to(v.dtype)

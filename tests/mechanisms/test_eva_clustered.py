@@ -19,7 +19,7 @@ from tests.support.inputs import CPU, B, d, draw, every_grid, h, layer, shuffled
 case = partial(Case, "eva_clustered", (3, 5), stochastic=True, well_conditioned=False)
 SMALL = {"window_size": 2, "num_landmarks": 4, "num_iterations": 2}
 
-CASES = [case({**SMALL, "overlap": 1}), case({**SMALL, **PREFIX, "log_count": True, "position_bias": "none"})]
+CASES = [case({**SMALL, "overlap": 1}), case({**SMALL, **PREFIX, "position_bias": "none"})]
 EFFECTS = {
     "window_size": (SMALL, 3),
     "num_landmarks": (SMALL, 3),
@@ -32,7 +32,6 @@ EFFECTS = {
     "landmark_transform": (SMALL, "linear"),
     "mu": (SMALL, "q"),
     "mu_scale": (SMALL, 0.5),
-    "log_count": (SMALL, True),
     "noise": (SMALL, "released"),
     "local": (SMALL, True),
 }
@@ -49,17 +48,15 @@ LEARNED = {"landmarks", "position_bias"}
 
 
 @every_grid
-@pytest.mark.parametrize("log_count", [False, True])
-def test_clusters_that_are_bins_are_groups_of_eva_and_empty_ones_are_not_attended_to(grid, log_count):
+def test_clusters_that_are_bins_are_groups_of_eva_and_empty_ones_are_not_attended_to(grid):
     (q, k, v), windows, groups = tokens(grid), Windows(grid, (2, 2)), bins(grid, (2, 2), CPU)
     cluster = torch.empty(q.shape[2], dtype=torch.long)
     for c in range(4):
         cluster[groups.members[0, c][groups.valid[0, c]]] = c
     k_tilde, omega = draw(B, h, 6, d, seed=7), draw(B, h, 6, d, seed=8)  # the last two have no keys
-    options = {"windows": windows, "log_count": log_count}
-    y = eva_clustered(q, k, v, cluster.expand(B, h, -1), k_tilde, omega, **options)
+    y = eva_clustered(q, k, v, cluster.expand(B, h, -1), k_tilde, omega, windows=windows)
     of_groups = k_tilde[:, :, None, :4], omega[:, :, None, :4], omega[:, :, None, :4, None]
-    assert_equal(y, eva(q, k, v, *of_groups, groups=groups, **options))
+    assert_equal(y, eva(q, k, v, *of_groups, groups=groups, windows=windows))
     assert_equal(cluster_mean(q, cluster.expand(B, h, -1), 4), group_mean(q, groups)[:, :, 0])
 
 

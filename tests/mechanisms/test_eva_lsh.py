@@ -20,7 +20,7 @@ SMALL = {"cluster_size": 4, "num_landmarks": 3}
 
 CASES = [
     case(SMALL),
-    case({**SMALL, **PREFIX, "partition": "mask", "num_samples": 2, "log_count": True, "pool": "max"}),
+    case({**SMALL, **PREFIX, "partition": "mask", "num_samples": 2, "pool": "max"}),
 ]
 EFFECTS = {
     "cluster_size": (SMALL, 5),
@@ -32,7 +32,6 @@ EFFECTS = {
     "num_samples": (SMALL, 2),
     "mu": (SMALL, "q"),
     "mu_scale": (SMALL, 0.5),
-    "log_count": (SMALL, True),
     "noise": (SMALL, "released"),
     "local": (SMALL, True),
 }
