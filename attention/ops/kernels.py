@@ -122,18 +122,14 @@ def prefer(op: str, kernel: Callable[..., Any], other: Callable[..., Any], *args
     x = args[0]
     if _clock and (key := signature(op, x.shape[1:], x.dtype)) not in _speedups:
         _speedups[key] = speedup(_clock, kernel, other, args, kwargs)
-    return (kernel if _prefers_kernel(op, x) else other)(*args, **kwargs)
+    in_half, shape = x.element_size() == 2, tuple(x.shape[1:])
+    is_preferred = _path == "triton" or (_is_faster(op, shape, x.dtype) if _speedups else in_half)
+    return (kernel if is_preferred else other)(*args, **kwargs)
 
 
 def signature(op: str, shape: tuple[int, ...], dtype: torch.dtype) -> str:
     """Key of a call in a table of speed-ups: the name of the op, and shape and type of an image's first tensor."""
     return f"{op} {'x'.join(map(str, shape))} {str(dtype).removeprefix('torch.')}"
-
-
-def _prefers_kernel(op: str, x: torch.Tensor) -> bool:
-    if _path == "triton" or not _speedups:
-        return _path == "triton" or x.element_size() == 2
-    return _is_faster(op, tuple(x.shape[1:]), x.dtype)
 
 
 @torch.compiler.assume_constant_result
