@@ -51,7 +51,7 @@ def gather_predictions(
     """Gathers the predictions for all ranks' images on every rank.
 
     Args:
-        rows: `prediction_rows` of every batch of this rank. indices: positions of this rank's images in the data.
+        rows: those of `rate_classes` for this rank's batches. indices: positions of this rank's images in the data.
         images, names: see `PredictionTable`.
     """
     k = min(TOP, len(names))

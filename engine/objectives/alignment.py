@@ -67,15 +67,6 @@ def relative_error(y: Tensor, expected: Tensor, dim: int | None = None) -> Tenso
     return (y - expected).square().mean(dim) / expected.square().mean(dim)
 
 
-def mean_relative_error(y: Tensor, expected: Tensor) -> Tensor:
-    """Mean over the images of a batch of their `relative_error`, a scalar, for outputs (B, ...).
-
-    The mean over micro-batches equals that of the whole batch. A ratio of means over all images would not have this
-    property.
-    """
-    return relative_error(y.flatten(1), expected.flatten(1), dim=1).mean()
-
-
 class FittedLayers(nn.Module):
     """A model whose training step calls some attention layers directly.
 
@@ -98,7 +89,8 @@ class FittedLayers(nn.Module):
 class Alignment(Objective):
     """The objective of a run whose attention layers are fitted to a teacher's, `distill.type: attention`.
 
-    The loss is alpha x the mean over layers of `mean_relative_error` + (1 - alpha) x the cross-entropy with the labels.
+    The loss is alpha x the mean over layers and images of `relative_error` + (1 - alpha) x the cross-entropy with the
+    labels. A ratio of means over all images would depend on their division into micro-batches.
     Layers that are the teacher's own, with the same mechanism and options, are not fitted. With alpha = 1, the fitted
     layers alone are trained; frozen weights stay frozen. The teacher makes one forward pass for each batch.
 
@@ -157,7 +149,8 @@ class Alignment(Objective):
         self.teacher(images)
         calls = [last_call(layer) for layer in self.taught]
         found, outputs = network(images, calls)
-        errors = [mean_relative_error(y, call.output) for y, call in zip(found, calls, strict=True)]
+        pairs = [(y.flatten(1), call.output.flatten(1)) for y, call in zip(found, calls, strict=True)]
+        errors = [relative_error(*pair, dim=1).mean() for pair in pairs]
         numbered = zip(self.fitted.layers, errors, strict=True)
         self.values = {f"error_{number}": error.detach() for number, error in numbered}
         error, alpha = torch.stack(errors).mean(), self.distill.weight

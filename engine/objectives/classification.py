@@ -29,17 +29,11 @@ def probabilities_of(logits: Tensor, classes: Tensor) -> Tensor:
     return F.softmax(logits.float(), 1).gather(1, classes.clamp(min=0)).masked_fill(classes < 0, math.nan)
 
 
-def prediction_rows(logits: Tensor, label: Tensor, loss: Tensor, classes: Tensor) -> Tensor:
-    """Returns a row for each image of a batch: (b, 2 + 2 k) in float64, which represents every value exactly.
-
-    Args:
-        logits: (b, classes). label, loss: (b,). classes: (b, k), see `rank_classes`.
-    """
-    return torch.cat([label[:, None], loss[:, None].double(), classes, probabilities_of(logits, classes)], 1)
-
-
 def rate_classes(model: nn.Module, images: Tensor, targets: Tensor, rows: list[Tensor] | None) -> list[Tensor]:
-    """Computes the metrics `CLASSES` of every image of a batch, and adds its `prediction_rows` to `rows`."""
+    """Computes the metrics `CLASSES` of every image of a batch, and adds a row for each image to `rows`.
+
+    Rows are label, loss, `rank_classes` and probabilities, (b, 2 + 2 k) in float64, which represents them exactly.
+    """
     logits = model(images)
     classes = rank_classes(logits)
     hits = classes == targets[:, None]
@@ -47,7 +41,7 @@ def rate_classes(model: nn.Module, images: Tensor, targets: Tensor, rows: list[T
         F.cross_entropy(logits.float(), targets, reduction="none").double().masked_fill(classes[:, 0] < 0, math.nan)
     )
     if rows is not None:
-        rows.append(prediction_rows(logits, targets, losses, classes))
+        rows.append(torch.cat([targets[:, None], losses[:, None], classes, probabilities_of(logits, classes)], 1))
     return [100.0 * hits[:, 0].double(), 100.0 * hits.sum(1).double(), losses]
 
 

@@ -54,14 +54,9 @@ def masked_l1(pixels: Tensor, images: Tensor, masks: Tensor) -> Tensor:
     Args:
         pixels, images: (B, C, height, width). masks: (B, H, W) of patches, true where they are masked.
     """
-    hidden = to_pixels(masks, images)
+    hidden = F.interpolate(masks[:, None].to(torch.uint8), images.shape[2:]).bool()  # of pixels
     error = (pixels - images).abs().mean(1, keepdim=True)
     return (error * hidden).sum((1, 2, 3)) / hidden.sum((1, 2, 3))
-
-
-def to_pixels(masks: Tensor, images: Tensor) -> Tensor:
-    """Masks of patches (B, H, W) -> of pixels, (B, 1, height, width) as the images."""
-    return F.interpolate(masks[:, None].to(torch.uint8), images.shape[2:]).bool()
 
 
 class MaskedImages(Objective):

@@ -194,7 +194,7 @@ def test_every_class_by_hand():
 
 
 def test_nothing_is_kept_of_single_images_where_no_one_asks(monkeypatch):
-    monkeypatch.setattr("engine.objectives.classification.prediction_rows", None)
+    monkeypatch.setattr("engine.objectives.classification.probabilities_of", None)
     assert evaluate(nn.Identity(), [(torch.eye(3), torch.arange(3))], CPU, None)["top1"] == 100
 
 
