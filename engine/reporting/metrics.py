@@ -165,10 +165,6 @@ class EpochTable:
 
 def epochs_csv(rows: Sequence[Mapping[str, Any]]) -> bytes:
     """Returns the content of `epochs.csv`: these rows, with empty fields for values that an epoch lacks."""
-    columns = sorted(dict.fromkeys(name for row in rows for name in row), key=_section)
+    names = dict.fromkeys(name for row in rows for name in row)  # evaluations last, even if the first epoch has none
+    columns = sorted(names, key=lambda name: name.startswith("train_") + 2 * name.startswith("eval_"))
     return to_csv(columns, ([row.get(name) for name in columns] for row in rows))
-
-
-def _section(column: str) -> int:
-    """Returns a sort key that puts evaluations last, even if the first epoch has none."""
-    return column.startswith("train_") + 2 * column.startswith("eval_")

@@ -107,10 +107,8 @@ def make_output(directory: Path, files: Collection[str]) -> None:
 
 def claim_results(directory: Path, files: Iterable[str]) -> None:
     """Claims files of results. UserError: they cannot be claimed, see `claim`, or the marker cannot be written."""
-    try:
+    with explain_unwritten(directory):
         claim(directory, files)
-    except OSError as error:
-        raise UserError(f"{directory}: cannot be written: {error.strerror}") from None
 
 
 def check_file(path: Path, option: str, suffixes: Collection[str]) -> None:

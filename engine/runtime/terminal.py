@@ -32,12 +32,6 @@ INDENT = " " * 7
 """Beginning of every line but the first of a line that a terminal has no room for."""
 
 
-def append_line(directory: Path, line: str) -> None:
-    """Adds a line to the console log of `directory`, unless it cannot be written: the console shows it anyway."""
-    with suppress(OSError):
-        append_whole(directory / CONSOLE, f"{line}\n".encode(errors="backslashreplace"))
-
-
 @functools.cache
 def warn_once(text: str) -> None:
     """Prints a warning in one printable line on stderr, once for every text."""
@@ -75,7 +69,8 @@ class ConsoleLog:
         if self.directory is None:
             self.waiting.append(line)
         else:
-            append_line(self.directory, line)
+            with suppress(OSError):  # the console shows it anyway
+                append_whole(self.directory / CONSOLE, f"{line}\n".encode(errors="backslashreplace"))
 
 
 class Copied:

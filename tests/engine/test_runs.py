@@ -19,7 +19,7 @@ from engine.reporting.runs import COLUMNS, main, summarise
 from engine.runtime.distributed import World
 from engine.runtime.errors import UserError
 from engine.runtime.locks import lock_directory
-from engine.runtime.terminal import append_line
+from engine.runtime.terminal import ConsoleLog
 from tests.engine.test_recorder import CPU, RUN, WORLD
 from tests.support.refusals import refusal
 
@@ -148,7 +148,9 @@ def test_a_pipe_in_a_run_directory_blocks_nothing(tmp_path: Path, capsys: pytest
     make_run(tmp_path / "other", START, EVAL, TRAIN)
     main([str(tmp_path)])
     assert f"{tmp_path}/other" in capsys.readouterr().out
-    append_line(run, "line")
+    with ConsoleLog() as log:
+        log.keep(run)
+        log.add("line")
     case = Case(RUN, run, [])
     assert case.result() is None
     if name == "ablate.lock":
