@@ -38,28 +38,42 @@ OPEN = ("error_", RECALL, f"ema_{RECALL}")
 
 
 class Charts:
-    """Writes TensorBoard files into the directory of a run.
+    """Writes a TensorBoard file into the directory of a run.
+
+    Every event is in the file when a method returns, which raises an OSError that names the file if it cannot be
+    written. TensorBoard's own writer has a thread, whose failures are tracebacks.
 
     Args:
         step: update of the run, after which earlier points are dropped.
     """
 
     def __init__(self, directory: Path, step: int):
-        self.events = EventFile(directory)
-        self.events.add(step=step + 1, session_log=SessionLog(status=SessionLog.START))
+        name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"  # sorted by their times
+        self.path = directory / name
+        self.records = RecordWriter(self)  # with lengths and checksums
+        self._add(file_version="brain.Event:2")
+        self._add(step=step + 1, session_log=SessionLog(status=SessionLog.START))
+
+    def _add(self, **values: Any) -> None:
+        """Adds the event with these fields."""
+        self.records.write(Event(wall_time=time.time(), **values).SerializeToString())
+
+    def write(self, content: bytes) -> None:
+        """Adds what `RecordWriter` makes of an event."""
+        append_whole(self.path, content)
 
     def add(self, kind: str, values: Mapping[str, Any], step: int) -> None:
         """Charts a record; recalls are a group of their own."""
         others = [name for name in values if name.startswith(OPEN)]
         for name in (*CHARTED.get(kind, ()), *(others if kind in CHARTED else ())):
             if name in values and (values[name] or name != "broken"):
-                self.events.add(summary=scalar(name if "/" in name else f"{kind}/{name}", values[name]), step=step)
+                self._add(summary=scalar(name if "/" in name else f"{kind}/{name}", values[name]), step=step)
 
     def show_images(self, images: torch.Tensor, data: Data, step: int) -> None:
         """Shows up to 64 training images (B, C, H, W), eight in a row, with the normalisation by `data` undone."""
         mean, std = (torch.tensor(per_channel(x, images.shape[1]))[:, None, None] for x in (data.mean, data.std))
         images = images[:64].float().cpu() * std + mean
-        self.events.add(summary=image("train/images", make_grid(images.clamp(0, 1)), dataformats="CHW"), step=step)
+        self._add(summary=image("train/images", make_grid(images.clamp(0, 1)), dataformats="CHW"), step=step)
 
     def show_result(self, run: Run, values: Mapping[str, float], step: int) -> None:
         """Shows `chosen_options`, and costs and best scores among `values`, as hyper-parameters."""
@@ -67,7 +81,7 @@ class Charts:
         results = [name for name in values if name in ("parameters", "macs") or name.startswith("best_")]
         options |= {f"final.{name}": values[name] for name in results}
         for summary in hparams(options, {})[1:]:  # the first would limit TensorBoard to the options of one run
-            self.events.add(summary=summary, step=step)
+            self._add(summary=summary, step=step)
 
 
 def chosen_options(run: Run) -> dict[str, Any]:
@@ -87,27 +101,3 @@ def chosen_options(run: Run) -> dict[str, Any]:
     )
     known = flatten(dump_run(usual))
     return {key: value for key, value in flatten(dump_run(run)).items() if key not in known or value != known[key]}
-
-
-class EventFile:
-    """A file of TensorBoard's events in `directory`.
-
-    Every event is in the file when `add` returns. TensorBoard's own writer has a thread, whose failures are tracebacks.
-    """
-
-    def __init__(self, directory: Path):
-        name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"  # sorted by their times
-        self.path = directory / name
-        self.records = RecordWriter(self)  # with lengths and checksums
-        self.add(file_version="brain.Event:2")
-
-    def add(self, **values: Any) -> None:
-        """Adds the event with these fields.
-
-        Raises:
-            OSError: it could not be written; names the file.
-        """
-        self.records.write(Event(wall_time=time.time(), **values).SerializeToString())
-
-    def write(self, content: bytes) -> None:
-        append_whole(self.path, content)
