@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from analysis.command_line import BUDGETS
 from analysis.hybrids import OWN, Choices, Hybrids
 from attention.ops import kernels
-from bench.timing import Quartiles, Times, cpu_clock, time_rounds
+from bench.timing import Quartiles, cpu_clock, time_rounds
 from bench.workload import WARM_UP
 from engine.config.schema import Train
 from engine.runtime.distributed import autocast
@@ -78,13 +77,12 @@ class Cost(ABC):
     Args:
         batch_size: images of the pass; the sample is repeated if it has fewer.
     Attributes:
-        name: key of `COSTS`. meaning: what a budget limits, and its unit. columns: columns of tables for the measured
-            and the predicted cost, in units of a budget; none if tables have them already. unit: cost of a budget of 1.
-            combine: see `Prices`. noisy: hybrids whose measurement is too uncertain.
+        name: key of `COSTS`. columns: columns of tables for the measured and the predicted cost, in units of a budget;
+            none if tables have them already. unit: cost of a budget of 1. combine: see `Prices`. noisy: hybrids whose
+            measurement is too uncertain.
     """
 
     name: str
-    meaning: str
     columns: tuple[str, ...] = ()
     unit: float
     combine: Callable[[float, float], float] = operator.add
@@ -145,7 +143,6 @@ class Macs(Cost):
     """Multiply-accumulates for one image; a budget is a share of the trained model's."""
 
     name = "macs"
-    meaning = BUDGETS["macs"]
 
     @property
     def unit(self) -> float:
@@ -163,28 +160,20 @@ class Time(Cost):
     thread is timed by processor time, which other programs do not lengthen.
     """
 
-    meaning = BUDGETS["ms"]
     name, columns, unit = "ms", ("ms", "predicted_ms"), 1e-3
 
     def measure(self, choices: Choices) -> float:
         own = self.hybrids.own
         if choices == own:
-            return self.once(own, self._seconds)
-        return self.measure(own) * self.once(choices, partial(self._ratio, choices))
+            return self.once(own, partial(self._time, own))
+        return self.measure(own) * self.once(choices, partial(self._time, own, choices))
 
-    def _seconds(self) -> Found:
-        times = self._times({OWN: self.hybrids.own})
-        found = Quartiles.of(times.seconds[OWN])
+    def _time(self, *hybrids: Choices) -> Found:
+        """Times a hybrid in seconds, or as a ratio to another one."""
+        calls = {name: self.call(self.build(x)) for name, x in zip((OWN, "hybrid"), hybrids, strict=False)}
+        times = time_rounds(calls, ROUNDS, self.device, clock=cpu_clock())
+        found = times.speedup(*calls) if len(calls) > 1 else Quartiles.of(times.seconds[OWN])
         return Found(found.median, times.noisy(found))
-
-    def _ratio(self, choices: Choices) -> Found:
-        times = self._times({OWN: self.hybrids.own, "hybrid": choices})
-        found = times.speedup(OWN, "hybrid")
-        return Found(found.median, times.noisy(found))
-
-    def _times(self, hybrids: Mapping[str, Choices]) -> Times:
-        calls = {name: self.call(self.build(choices)) for name, choices in hybrids.items()}
-        return time_rounds(calls, ROUNDS, self.device, clock=cpu_clock())
 
 
 class Memory(Cost):
@@ -195,7 +184,6 @@ class Memory(Cost):
     """
 
     name = "memory"
-    meaning = BUDGETS["memory"]
     columns, unit = ("peak_mib", "predicted_peak_mib"), 2**20
     combine = max
 

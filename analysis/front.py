@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 
 from analysis.assignments import Point, choose
 from analysis.certificate import NOTE, Certificate, columns
+from analysis.command_line import BUDGETS
 from analysis.costs import Cost, Time
 from analysis.draws import Score
 from analysis.hybrids import OWN, Hybrids
@@ -179,7 +180,7 @@ def draw(front: Front, title: str) -> Figure:
     best = [(point.cost / unit, point.score.loss) for point in front.names]
     axes.plot(*zip(*others, strict=True), "o", color=GREY, label="measured")
     axes.plot(*zip(*best, strict=True), "o-", color=BLUE, label="front")
-    axes.set(xlabel=f"{front.cost.name}: {front.cost.meaning}", ylabel="loss")
+    axes.set(xlabel=f"{front.cost.name}: {BUDGETS[front.cost.name]}", ylabel="loss")
     axes.margins(0.15)
     axes.grid()
     axes.legend()
