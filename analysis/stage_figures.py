@@ -7,14 +7,8 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from analysis.draws import Row
-from engine.reporting.plots import BLUE, COLORS, GREY, ORANGE, in_style, new_figure
+from engine.reporting.plots import COLORS, GREY, ORANGE, in_style, new_figure
 from engine.reporting.tables import Spread
-
-REPLACED = {
-    False: ("replaced, all parameters trained", {"marker": "o", "color": BLUE}),
-    True: ("replaced, with untrained parameters", {"marker": "s", "color": ORANGE, "mfc": "white"}),
-}
-"""Whether parameters are untrained -> label and style, where no mechanism is aligned."""
 
 STAGES = {
     "replaced": ("replaced", {"marker": "s", "color": ORANGE, "mfc": "white"}),
@@ -66,14 +60,12 @@ def _last(row: Row, stages: Sequence[str]) -> float:
 
 def _draw_stages(axes: Any, rows: Sequence[Row], stages: Sequence[str], name: str) -> None:
     """Draws a measurement of every stage, joined by a line for each row."""
-    kinds = [(stage, None, *STAGES[stage]) for stage in stages]
-    if "aligned" not in stages:
-        kinds[:1] = [("replaced", is_untrained, *style) for is_untrained, style in REPLACED.items()]
     for i, row in enumerate(rows):
         means = [x.mean for stage in stages if (x := row.spread(stage, name))]
         axes.plot(means, [i] * len(means), color=GREY, linewidth=0.8, zorder=1)
-    for stage, untrained, label, style in kinds:
-        chosen = [(i, row.spread(stage, name)) for i, row in enumerate(rows) if untrained in (None, row.untrained > 0)]
-        if points := [(i, x.mean, x.std or 0) for i, x in chosen if x]:
-            y, means, deviations = zip(*points, strict=True)
-            axes.errorbar(means, y, xerr=deviations, label=label, linestyle="none", **style)
+    for stage in stages:
+        label, style = STAGES[stage]
+        y, means, deviations = zip(
+            *((i, x.mean, x.std or 0) for i, row in enumerate(rows) if (x := row.spread(stage, name))), strict=True
+        )
+        axes.errorbar(means, y, xerr=deviations, label=label, linestyle="none", **style)
