@@ -63,8 +63,9 @@ def plan(args: argparse.Namespace, device: torch.device) -> list[Comparison]:
     if args.models:
         kinds.append(("model", [whole_model(name) for name in dict.fromkeys(args.models)], args.image_sizes, 64))
     for _, subjects, _, _ in kinds:
-        for subject, _execution in itertools.product(subjects, args.execution):
-            subject.check_path(device)
+        for subject in subjects:
+            if subject.path == "triton" and device.type == "cpu":
+                raise ConfigError(f"{subject.name!r}, path triton: Triton's kernels need a GPU; use the path auto")
 
     comparisons = []
     for kind, subjects, sizes, patch in kinds:

@@ -27,7 +27,7 @@ ENDS = ("", "_q1", "_q3", "_noisy")
 MEASURED = [name + end for name in ("seconds", "speedup") for end in ENDS]
 COUNTED = (
     *("macs_ratio", "efficiency", "images_per_second", "waited", "peak_bytes", "peak_ratio", "saved_bytes"),
-    *("operators", "moved_bytes", "launches", "macs", "parameters"),
+    *("operators", "moved_bytes", "macs", "parameters"),
 )
 FILES = ("table.md", "results.csv")
 """Files that `write_tables` writes."""
@@ -87,7 +87,6 @@ def readable(row: Mapping[str, Any]) -> dict[str, str]:
         "saved (MiB)": text(row["saved_bytes"], 2**20, ".1f"),
         "operators": text(row["operators"], 1, ".0f"),
         "moved (MiB)": text(row["moved_bytes"], 2**20, ".1f"),
-        "launches": text(row["launches"], 1, ".0f"),
         "MACs (G)": text(row["macs"], 1e9, ".3f"),
         "parameters (M)": text(row["parameters"], 1e6, ".3f"),
     }

@@ -1,4 +1,4 @@
-"""Times of calls in interleaved rounds, and numbers of kernels that they launch."""
+"""Times of calls in interleaved rounds, and their capture in CUDA graphs."""
 
 import functools
 import gc
@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 Call = Callable[[], object]
 
@@ -120,17 +119,6 @@ def elapsed(call: Call, repeats: int, device: torch.device, clock: Callable[[], 
         call()
     ran = time.thread_time() - ran
     return clock() - start, ran
-
-
-def count_launches(call: Call, device: torch.device) -> int | None:
-    """Returns the number of CUDA kernels that the call launches; None on a CPU."""
-    if device.type != "cuda":
-        return None
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as profiler:
-        call()
-        torch.cuda.synchronize(device)
-    launches = ("cudaLaunchKernel", "cuLaunchKernel")  # of the runtime and of the driver (Triton), in all variants
-    return sum(event.count for event in profiler.key_averages() if event.key.startswith(launches))
 
 
 def _replay(graph: torch.cuda.CUDAGraph, call: Call) -> None:

@@ -15,7 +15,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from attention import AttentionFactory, Grid, kernels
 from attention.options import OptionError, nearest
 from bench.operators import count_operators
-from bench.timing import count_launches
 from engine.config.yaml_files import parse_yaml
 from engine.run.load import load_run
 from engine.runtime.distributed import autocast
@@ -55,11 +54,6 @@ class Subject:
         """Context of calls on its path. On the path "plain" torch's softmax attention, too, computes its matrix."""
         with kernels.use(self.path), sdpa_kernel(SDPBackend.MATH) if self.path == "plain" else nullcontext():
             yield
-
-    def check_path(self, device: torch.device) -> None:
-        """Raises a ConfigError if calls would take another path than its name says."""
-        if self.path == "triton" and device.type == "cpu":
-            raise ConfigError(f"{self.name!r}, path triton: Triton's kernels need a GPU; use the path auto")
 
     def costs(self, size: Grid) -> Costs:
         """Counts the costs for one image in evaluation, on the meta device.
@@ -233,12 +227,11 @@ class Workload:
             leaf.grad = None
 
     def counts(self) -> dict[str, int | None]:
-        """Returns `operators`, `moved_bytes`, `peak_bytes`, `saved_bytes`, `launches` of a call; None: do not apply."""
+        """Returns `operators`, `moved_bytes`, `peak_bytes`, `saved_bytes` of a call; None: do not apply."""
         counter = None if self.is_compiled else count_operators(self.call)
         return {
             "operators": counter and len(counter.found),
             "moved_bytes": counter and counter.nbytes,
             "peak_bytes": peak_bytes(self.call, self.device),
             "saved_bytes": saved_bytes(self.forward, self.parameters) if self.network.training else None,
-            "launches": count_launches(self.call, self.device),
         }

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from bench.timing import Quartiles, Times, capturing, count_launches, time_rounds
+from bench.timing import Quartiles, Times, capturing, time_rounds
 
 CPU = torch.device("cpu")
 
@@ -85,17 +85,11 @@ def test_nothing_to_time():
     assert (times.seconds, times.waited) == ({}, 0)
 
 
-def test_no_launches_on_a_cpu():
-    assert count_launches(lambda: torch.ones(2), CPU) is None
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_launches_and_times_on_a_gpu():
+def test_times_on_a_gpu():
     device = torch.device("cuda")
     x = torch.randn(2**20, device=device)
-    torch.relu(x)
-    assert count_launches(lambda: torch.relu(torch.relu(x)), device) == 2
     times = time_rounds({"call": x.sin}, 2, device)
     assert min(times.seconds["call"]) > 0
     assert times.waited == 0
@@ -120,4 +114,3 @@ def test_a_captured_call_on_a_gpu():
     for _ in range(3):
         replay()
     torch.testing.assert_close(total, torch.full_like(total, 8))
-    assert count_launches(replay, device) == 0
