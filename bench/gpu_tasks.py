@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from bench.results import MEASURED, quartile_columns
-from bench.timing import Call, Quartiles, time_rounds
+from bench.timing import Call, Quartiles, capturing, time_rounds
 from engine.checkpoints.progress import Progress
 from engine.config.schema import Run
 from engine.objectives.classification import Classification, label_loss
@@ -95,16 +95,11 @@ def captured(call: Call) -> Call:
     """Captures a call in a CUDA graph after a warm-up; returns the call itself on a CPU."""
     if not torch.cuda.is_available():
         return call
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
+    torch.cuda.synchronize()
+    with capturing() as capture:
         for _ in range(3):
             call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph.replay
+        return capture(call)
 
 
 class Update:
