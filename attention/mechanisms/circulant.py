@@ -14,6 +14,8 @@ Fourier transforms. By head there are four, and two of one channel per head.
 The released code divides sums over tokens by sqrt(N), not by N.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
@@ -31,22 +33,13 @@ def circulant(q: Tensor, k: Tensor, v: Tensor, *, grid: Grid, by_channel: bool, 
     """Attention whose weights are shared by all queries. power: of N, by which the logits' sums are divided."""
     if not in_graph() and not q.shape[0]:  # MKL refuses to transform no images
         return q + k + v
+    transform, inverse = partial(torch.fft.rfft2, dim=(2, 3)), partial(torch.fft.irfft2, s=grid, dim=(2, 3))
     of_q, of_k, of_v = (transform(x.unflatten(2, grid)) for x in (q, k, v))  # (B, h, H, W // 2 + 1, d)
     products = of_q.conj() * of_k
     if not by_channel:
         products = products.sum(-1, keepdim=True) * q.shape[-1] ** -0.5
-    weights = (inverse(products, grid).flatten(2, 3) * q.shape[2] ** -power).softmax(2)
-    return inverse(transform(weights.unflatten(2, grid)).conj() * of_v, grid).flatten(2, 3)
-
-
-def transform(x: Tensor) -> Tensor:
-    """Fourier transform of real images (B, h, H, W, d) over rows and columns."""
-    return torch.fft.rfft2(x, dim=(2, 3))
-
-
-def inverse(x: Tensor, grid: Grid) -> Tensor:
-    """The inverse of `transform`."""
-    return torch.fft.irfft2(x, s=grid, dim=(2, 3))
+    weights = (inverse(products).flatten(2, 3) * q.shape[2] ** -power).softmax(2)
+    return inverse(transform(weights.unflatten(2, grid)).conj() * of_v).flatten(2, 3)
 
 
 def circulant_reference(q, k, v, *, grid, by_channel, power):
