@@ -43,7 +43,11 @@ class WdsReader(LayoutReader):
                 if "cls" not in members:
                     problem = "has no .cls, the number of its class; labels elsewhere are not read"
                     raise LayoutError(f"sample {key!r} of {stem!r} {problem}")
-                labels.append(_read_label(shard, *members["cls"], f"sample {key!r} of {stem!r}"))
+                begin, size = members["cls"]
+                text = _read_member(shard, begin, min(size, LABEL_BYTES)).read()
+                if size > LABEL_BYTES or not text.strip().isdigit():
+                    raise LayoutError(f"sample {key!r} of {stem!r}: its .cls holds {text!r}, no number of a class")
+                labels.append(int(text))
                 names.append(f"{stem}/{key}.{images[0]}")
                 places.append((number, *members[images[0]]))
         if not names:
@@ -95,10 +99,3 @@ def _find_samples(shard: str) -> Iterator[tuple[str, dict[str, tuple[int, int]]]
     except (tarfile.TarError, OSError) as error:
         raise tarfile.ReadError(f"{Path(shard).name}: {getattr(error, 'strerror', error)}") from error
     yield from samples.items()
-
-
-def _read_label(shard: str, begin: int, size: int, sample: str) -> int:
-    text = _read_member(shard, begin, min(size, LABEL_BYTES)).read()
-    if size > LABEL_BYTES or not text.strip().isdigit():
-        raise LayoutError(f"{sample}: its .cls holds {text!r}, no number of a class")
-    return int(text)

@@ -28,12 +28,10 @@ def memory_permitting() -> Iterator[None]:
 @contextmanager
 def refuse_too_large(remedy: str) -> Iterator[None]:
     """Context that raises a UserError with `remedy` if memory runs out."""
-    try:
+    with memory_permitting():
         yield
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        raise UserError(f"out of memory; {remedy}") from None
+        return
+    raise UserError(f"out of memory; {remedy}")
 
 
 @contextmanager
