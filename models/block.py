@@ -105,11 +105,6 @@ class Block(nn.Module):
         """True if there are compiled layers for the batch of x."""
         return x.shape[0] in self.compiled_sizes and key_mask is None
 
-    def is_compiled_with_others(self, x: Tensor, key_mask: Tensor | None) -> bool:
-        """True if compiled layers may begin with the last addition of the block before, which no hook then sees."""
-        in_parts = not self.training or self.grad_checkpointing or has_hooks(self)
-        return self.is_compiled(x, key_mask) and not in_parts
-
     def layers(self, x: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         x, branch = self.shifted_layers(x, grid, key_mask)
         return x + self.drop_path2(branch)
@@ -135,7 +130,8 @@ def run_blocks(blocks: nn.ModuleList, x: Tensor, grid: Grid, key_mask: Tensor | 
     LayerNorm, and their backward passes are one; but not where a block has hooks.
     """
     layers: list[Any] = [*blocks]
-    if not all(block.is_compiled_with_others(x, key_mask) for block in layers):
+    in_parts = (not block.training or block.grad_checkpointing or has_hooks(block) for block in layers)
+    if not all(block.is_compiled(x, key_mask) for block in layers) or any(in_parts):
         for block in layers:
             x = block(x, grid, key_mask)
         return x
