@@ -89,7 +89,7 @@ class Hybrids:
 
     def single(self, layer: int, name: str) -> Choices:
         """Returns the hybrid with a mechanism in one layer alone."""
-        return (*self.own[:layer], name, *self.own[layer + 1 :])
+        return self.uniform(name, [layer])
 
     def attention(self, choices: Choices) -> Any:
         """Returns the option `attention` of a hybrid, as in the configuration of a run."""
@@ -141,12 +141,8 @@ class Hybrids:
 
     def score(self, choices: Choices) -> Score:
         """Scores a hybrid of aligned layers; kept in the directory."""
-
-        def compute() -> dict[str, Any]:
-            model = self.build(choices, is_aligned=True)
-            return self.laboratory.score(model)._asdict()
-
-        return Score(**self.once(choices, compute, of="score"))
+        score = self.laboratory.score
+        return Score(**self.once(choices, lambda: score(self.build(choices, is_aligned=True))._asdict(), of="score"))
 
     def certify(self, score: Score) -> Certificate:
         """Returns the certificate of a hybrid that the same images may have chosen among all hybrids."""

@@ -26,7 +26,8 @@ def draw(title: str, rows: Sequence[Row], own: float, differences: Mapping[Row, 
         differences: row -> its tuned top-1 less the tuned top-1 of the trained model's own attention, in points.
     """
     stages = [stage for stage in STAGES if any(row.spread(stage, "top1") for row in rows)]
-    rows = sorted((row for row in rows if row.draws), key=lambda row: -_last(row, stages))
+    rows = [row for row in rows if row.draws]
+    rows.sort(key=lambda row: -next(x.mean for stage in reversed(stages) if (x := row.spread(stage, "top1"))))
     question = "How much of a trained model's accuracy is left with another attention?"
     figure = new_figure(f"{question}\n{title}", 1.7 + 0.16 * len(rows))
     accuracy, error, *rest = figure.subplots(1, 3 if differences else 2, sharey=True)
@@ -51,11 +52,6 @@ def draw(title: str, rows: Sequence[Row], own: float, differences: Mapping[Row, 
     accuracy.set_ylim(max(1, len(rows)) - 0.5, -0.5)
     figure.legend(*accuracy.get_legend_handles_labels(), loc="outside lower center", ncols=2)
     return figure
-
-
-def _last(row: Row, stages: Sequence[str]) -> float:
-    """Returns top-1 after the last stage that a row has."""
-    return next(found.mean for stage in reversed(stages) if (found := row.spread(stage, "top1")))
 
 
 def _draw_stages(axes: Any, rows: Sequence[Row], stages: Sequence[str], name: str) -> None:
