@@ -35,10 +35,6 @@ class Tokens(NamedTuple):
     keys: Tensor
     values: Tensor
 
-    def chunk(self, chunk: Chunk) -> "Tokens":
-        """Views of one chunk of all tensors."""
-        return Tokens(*(x if x is None else x[chunk] for x in self))
-
 
 def covers(q, k, v, bias=None, keys=None, values=None, logits=None, *, windows, attn_drop=0.0):
     """True unless weights are dropped, windows overlap or are empty, or masks or logits with gradients differ among
@@ -111,7 +107,7 @@ class JointSoftmax(torch.autograd.Function):
         kept = [q.new_empty(*ctx.shape[:3], n, q.shape[3]) if keep else None for n in (w, e, e)]
         for chunk in _chunks(q, ctx.shape):
             outputs = take(chunk, y, weights, *kept)
-            _attend(tokens.chunk(chunk), outputs, _of_chunk(offset, of_images, chunk), windows, e)
+            _attend(Tokens(*take(chunk, *tokens)), outputs, _of_chunk(offset, of_images, chunk), windows, e)
         ctx.save_for_backward(*(kept if keep else tokens), weights, offset)
         ctx.windows, ctx.summaries = windows, [(x.shape, x.dtype) for x in (keys, values)]
         return y
@@ -133,7 +129,7 @@ class JointSoftmax(torch.autograd.Function):
             for chunk in _chunks(dy, ctx.shape):
                 buffer = _buffer(dy[chunk], ctx.shape[4], ctx.windows)
                 partitioned = _partitioned(take(chunk, *saved), buffer, ctx.windows)
-                given = dy[chunk], weights[chunk], gradients.chunk(chunk)
+                given = dy[chunk], weights[chunk], take(chunk, *gradients)
                 dlogits = _attend_backward(partitioned, buffer, *given, ctx.windows)
                 if needs[5]:
                     over = (0, 2) if offset.shape[1] == 1 else 0
