@@ -29,15 +29,15 @@ def read(file: str, **where: str) -> list[dict[str, str]]:
     return [row for row in read_csv(DATA / file) if all(row[key] == value for key, value in where.items())]
 
 
-def table(columns: Mapping[str, Column], names: Iterable[str] | None = None, first: str = "mechanism") -> str:
+def table(columns: Mapping[str, Column], names: Iterable[str] | None = None) -> str:
     """Formats columns, title -> cells, as a table in Markdown; cells that a column lacks are empty.
 
     Args:
-        names: rows in their order; those of the first column by default. first: title of the column of names.
+        names: rows in their order; those of the first column by default.
     """
     rows = [*(names or next(iter(columns.values())))]
     lines = [[f"`{name}`", *(column.get(name, "") for column in columns.values())] for name in rows]
-    return markdown_table([first, *columns], lines)
+    return markdown_table(["mechanism", *columns], lines)
 
 
 def series(
@@ -51,14 +51,14 @@ def series(
     return found
 
 
-def texts(file: str, value: str, form: str = "", name: str = "attention", **where: str) -> Column:
+def texts(file: str, value: str, form: str = "", **where: str) -> Column:
     """Returns the cells of a column of the file as they are, or formatted as numbers."""
-    return {row[name]: f"{float(row[value]):{form}}" if form else row[value] for row in read(file, **where)}
+    return {row["attention"]: f"{float(row[value]):{form}}" if form else row[value] for row in read(file, **where)}
 
 
-def means(found: Mapping[str, Series], form: str = ".2f") -> Column:
+def means(found: Mapping[str, Series]) -> Column:
     """Returns the means and standard deviations over seeds."""
-    return {name: plus_minus(spread(values.values()), form) for name, values in found.items()}
+    return {name: plus_minus(spread(values.values()), ".2f") for name, values in found.items()}
 
 
 def averages(found: Mapping[str, Series], form: str) -> Column:
