@@ -42,24 +42,13 @@ NUMBERS = {token: number for number, token in enumerate(TOKENS)}
 @end_at_interrupt()
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = ArgumentParser(description="Draw ListOps and write it in IDX files.")
-    parser.add_argument("output", type=Path, help="directory of the splits train and t10k")
-    parser.add_argument(
-        "--sequences",
-        type=Count(),
-        nargs=2,
-        default=(96_000, 2_000),
-        help="number of sequences of train and of t10k (96000 2000)",
-        metavar=("N", "M"),
-    )
-    parser.add_argument(
-        "--length",
-        type=Count(1, 4096),
-        nargs=2,
-        default=(500, 2000),
-        help="least and largest length of a sequence, tokens (500 2000)",
-        metavar=("A", "B"),
-    )
-    parser.add_argument("--seed", type=SEED, default=0, help="seed of the random numbers (0)")
+    add = parser.add_argument
+    add("output", type=Path, help="directory of the splits train and t10k")
+    number = "number of sequences of train and of t10k (96000 2000)"
+    add("--sequences", type=Count(), nargs=2, default=(96_000, 2_000), metavar=("N", "M"), help=number)
+    length = "least and largest length of a sequence, tokens (500 2000)"
+    add("--length", type=Count(1, 4096), nargs=2, default=(500, 2000), metavar=("A", "B"), help=length)
+    add("--seed", type=SEED, default=0, help="seed of the random numbers (0)")
     args = parser.parse_args(arguments)
     least, largest = args.length
     if least > largest or largest < 4:
