@@ -76,10 +76,7 @@ def _of_others(dlog, dmean, log_mass, mean, log_left, left):
     return (dmean * mean).sum(-1) + dlog[..., 0], dmean
 
 
-@with_gradients(_of_others, keep=lambda results, *inputs: (*inputs, *results))
-def merge_others(log_mass: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
-    """`attention.parts.leave_one_out.merge_all_but_one`."""
-    return merge_all_but_one(log_mass, mean)
+merge_others = with_gradients(_of_others, keep=lambda results, *inputs: (*inputs, *results))(merge_all_but_one)
 
 
 def scatterbrain_reference(q, k, v, omega, bias=None, *, windows, leave_one_out="merge"):

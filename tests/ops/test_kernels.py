@@ -269,7 +269,7 @@ def test_paths_are_named_and_restored():
     assert len([*ATTENTION.values()]) > 30, "imports all ops"
     assert kernels.resolved() == (
         "auto: fast approach_inverse, cluster_values, densities, elu_plus_one, focused, group_mean, group_values,"
-        " joint_softmax, lara, linear_attention, log_features, merge_others, performer, powers_by_sign, ra, waves,"
+        " joint_softmax, lara, linear_attention, log_features, merge_all_but_one, performer, powers_by_sign, ra, waves,"
         " within"
     )
     with kernels.use("plain"):

@@ -21,10 +21,7 @@ def _of_exponentials(dy: Tensor, y: Tensor) -> tuple[Tensor]:
     return (dy * y.clamp(max=1),)
 
 
-@with_gradients(_of_exponentials, keep=lambda y, x: (y,))
-def elu_plus_one(x: Tensor) -> Tensor:
-    """`attention.parts.features.elu_plus_one`."""
-    return features.elu_plus_one(x)
+elu_plus_one = with_gradients(_of_exponentials, keep=lambda y, x: (y,))(features.elu_plus_one)
 
 
 def _of_powers(dy: Tensor, y: Tensor, x: Tensor, scale: Tensor, power: Tensor) -> tuple[Tensor, ...]:
@@ -87,10 +84,8 @@ def _of_log_features(dy: Tensor, x: Tensor, omega: Tensor) -> tuple[Tensor, Tens
     return torch.addcmul(dy @ omega, x, dy.sum(-1, keepdim=True), value=-1), domega
 
 
-@with_gradients(_of_log_features, keep=lambda y, *inputs: inputs)
-def log_features(x: Tensor, omega: Tensor) -> Tensor:
-    """`attention.parts.features.log_features`, omega (h, s, d)."""
-    return features.log_features(x, omega)
+log_features = with_gradients(_of_log_features, keep=lambda y, *inputs: inputs)(features.log_features)
+"""Of samples omega (h, s, d)."""
 
 
 def log_kernel(x: Tensor, omega: Tensor | None) -> Tensor:
