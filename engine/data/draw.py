@@ -1,9 +1,5 @@
 """Draws Pathfinder-like images, in IDX files. The class says whether one path joins the two marked ends.
 
-    python -m engine.data.draw pathfinder runs/data/pathfinder
-    python -m engine.data.draw pathfinder runs/data/pathfinder32 --tokens 32 --length 24 --distractors 4
-    python -m engine.data.draw pathfinder runs/data/graded --scenes 1 2 --length 9
-
 After Linsley et al., 2018, "Learning long-range spatial dependencies with horizontal gated recurrent units". An image
 has two dashed paths of equal length, distractors of a third of that length, and marks at two of the four ends of the
 paths; curves do not touch or cross. In class 1 one path joins the marks. No part of an image tells the classes apart

@@ -1,8 +1,5 @@
 """Draws Long Range Arena's ListOps, in IDX files: expressions of operators on lists of digits, and their values.
 
-    python -m engine.data.listops runs/data/listops
-    python -m engine.data.listops runs/data/listops_128 --sequences 20000 2000 --length 32 128
-
 After Nangia and Bowman, 2018 (arXiv:1804.06028), with the numbers of Long Range Arena (Tay et al., 2021,
 arXiv:2011.04006): an expression is a digit, or with probability 1/4 an operator on 2 to 10 expressions, to a depth of
 10. The operators are the largest, the least, the median, rounded down, and the sum modulo 10. An expression such as

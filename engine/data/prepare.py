@@ -1,8 +1,5 @@
 """Decodes a data set once, into files from which a core reads more images per second (`data.dataset=cache`).
 
-    python -m engine.data.prepare /data/imagenet /data/prepared                   # short side 256
-    python -m engine.data.prepare /data/imagenet /data/prepared --short-side 0    # full size: the same training
-
 Images become 8-bit RGB with a short side of 256 pixels, the size to which validation at 224 pixels resizes them before
 its centre crop. Validation stays bit-identical where it resizes to just this size: `model.img_size` is square and,
 divided by `data.crop_pct` and rounded down, the short side (224 / 0.875 = 256), `data.interpolation` is bicubic, and

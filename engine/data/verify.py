@@ -1,8 +1,5 @@
 """Reads every image of a data set as training would, lists the broken ones, and counts copies in two splits.
 
-    python -m engine.data.verify /data/imagenet
-    python -m engine.data.verify /data/prepared --dataset cache
-
 Exit status: 0 if no image is broken, 1 if some are, 2 if the data set cannot be read at all.
 """
 
