@@ -70,27 +70,22 @@ def add_arguments(question: str, parser: argparse.ArgumentParser) -> None:
         add("--draws", type=Count(), default=3, help="number of samples of Scatterbrain's random features (3)")
         add("--seed", type=SEED, default=0, help="seed of these (0)")
     else:
-        _add_search(parser)
+        _add_mechanisms(parser, f"{' '.join(SEARCHED)}, where a layer can have them")
+        text = f"steps of {BATCH_SIZE} training images in which mechanisms are aligned (150)"
+        add("--align", type=Count(), default=150, metavar="STEPS", help=text)
+        meanings = "; ".join(f"{kind}: {meaning}" for kind, meaning in BUDGETS.items())
+        text = f"largest costs of the model, all of one kind. {meanings}"
+        add("--budget", nargs="+", required=True, metavar="KIND=LIMIT", help=text)
+        text = "images of the forward pass that is timed, and that ms= and memory= limit (32)"
+        add("--batch-size", type=Count(), default=32, metavar="N", help=text)
+        text = "assignments to measure, those with at most one replaced layer included"
+        text += f" (default: these, and {PER_BUDGET} for each budget)"
+        add("--evaluations", type=Count(), metavar="N", help=text)
+        add("--seed", type=SEED, default=0, help="seed of alignment (0)")
+        _add_images(parser, 1000)
         if question == "convert":
             text = "epochs of training with labels after the search (a tenth of the model's); 0: none"
             add("--finetune", type=Count(0), metavar="EPOCHS", help=text)
-
-
-def _add_search(parser: argparse.ArgumentParser) -> None:
-    _add_mechanisms(parser, f"{' '.join(SEARCHED)}, where a layer can have them")
-    add = parser.add_argument
-    text = f"steps of {BATCH_SIZE} training images in which mechanisms are aligned (150)"
-    add("--align", type=Count(), default=150, metavar="STEPS", help=text)
-    meanings = "; ".join(f"{kind}: {meaning}" for kind, meaning in BUDGETS.items())
-    text = f"largest costs of the model, all of one kind. {meanings}"
-    add("--budget", nargs="+", required=True, metavar="KIND=LIMIT", help=text)
-    text = "images of the forward pass that is timed, and that ms= and memory= limit (32)"
-    add("--batch-size", type=Count(), default=32, metavar="N", help=text)
-    text = "assignments to measure, those with at most one replaced layer included"
-    text += f" (default: these, and {PER_BUDGET} for each budget)"
-    add("--evaluations", type=Count(), metavar="N", help=text)
-    add("--seed", type=SEED, default=0, help="seed of alignment (0)")
-    _add_images(parser, 1000)
 
 
 def _add_mechanisms(parser: argparse.ArgumentParser, otherwise: str) -> None:

@@ -84,11 +84,14 @@ def compare(comparison: Comparison, rounds: int, device: torch.device) -> list[d
     """Measures all subjects. Returns a row of results.csv for each; None for subjects that exceed the memory."""
     calls, counts = set_up(comparison, device)
     times = time_rounds(calls, rounds, device)
+    height, width = comparison.size
+    square = height if comparison.kind == "model" else height * width  # pixels along a side, or tokens
+    size = str(square) if height == width else f"{height}x{width}"
     rows, macs = [], {each.name: costs.macs for each, costs in zip(comparison.subjects, comparison.costs, strict=True)}
     for subject, costs in zip(comparison.subjects, comparison.costs, strict=True):
         row = {name: getattr(comparison, name, None) for name in COLUMNS}
         row |= costs._asdict() | counts.get(subject.name, {})
-        row |= {"name": subject.name, "size": size_text(comparison.kind, comparison.size)}
+        row |= {"name": subject.name, "size": size}
         if subject.name in calls:
             row |= quartile_columns("seconds", Quartiles.of(times.seconds[subject.name]), times)
             row |= {"waited": times.waited, "images_per_second": comparison.batch / row["seconds"]}
@@ -117,10 +120,3 @@ def set_up(comparison: Comparison, device: torch.device) -> tuple[dict[str, Call
                 counts[name] = workload.counts()
                 calls[name] = to_time(workload.call)
     return calls, counts
-
-
-def size_text(kind: str, size: Grid) -> str:
-    """Formats a square grid as ``"784"`` tokens, a square image as ``"224"`` pixels, other sizes as ``"14x28"``."""
-    height, width = size
-    square = height if kind == "model" else height * width
-    return str(square) if height == width else f"{height}x{width}"

@@ -21,8 +21,6 @@ from ..parts.geometry import Grid, split_heads, split_prefix
 from ..parts.linear import linear_part
 from .softmax import softmax
 
-DEFAULT_KEYS = 49
-
 
 def sra(x: Tensor, convolution: nn.Module, *, grid: Grid, reduction: int) -> Tensor:
     """Shrinks tokens (B, N, C) by a convolution of side and stride R: (B, ceil(H/R) * ceil(W/R), C).
@@ -54,7 +52,7 @@ def project_reduced(qkv: nn.Module, x: Tensor, reduced: Tensor, num_heads: int) 
 
 def side_ratio(context: LayerContext, config: Any) -> int:
     """Reduction R: the option `reduction`, else the pyramid's reduction, else the one that leaves 49 keys."""
-    return config.reduction or context.reduction or max(1, round((context.num_tokens / DEFAULT_KEYS) ** 0.5))
+    return config.reduction or context.reduction or max(1, round((context.num_tokens / 49) ** 0.5))
 
 
 def shrunk(grid: Grid, reduction: int) -> Grid:
