@@ -135,19 +135,12 @@ def values(row: Row, tokens: Sequence[int], images: int, draws: int) -> Iterator
         yield line | {"macs": row.macs or None, "problem": row.problem}
 
 
-def points_on(against: str, rows: Sequence[Row], middle: int) -> list[tuple[float, float, float | None]]:
-    """Returns the points of a mechanism: place on one of `AXES`, mean and standard deviation of the error.
-
-    Points of costs have temperature 1, those of entropies the `middle` budget, or none.
-    """
-    if against == "entropy":
-        return [(row.entropy, *row.spread()[:2]) for row in rows if row.budget in (None, middle)]
-    return sorted((row.macs / 1e6, *row.spread()[:2]) for row in rows if row.temperature == 1)
-
-
 @in_style
 def draw(title: str, rows: Sequence[Row], against: str, budgets: Sequence[int], softmax_macs: int) -> Figure:
-    """Draws the error against one of `AXES`: a line for each mechanism and mode, hollow markers for sampled mode."""
+    """Draws the error against one of `AXES`: a line for each mechanism and mode, hollow markers for sampled mode.
+
+    Costs are those at temperature 1, and entropies those at the middle budget, or without one.
+    """
     middle = budgets[len(budgets) // 2]
     temperatures = ", ".join(f"{row:g}" for row in dict.fromkeys(row.temperature for row in rows))
     label = AXES[against].format(temperatures=f"temperatures {temperatures}", middle=middle)
@@ -163,7 +156,11 @@ def draw(title: str, rows: Sequence[Row], against: str, budgets: Sequence[int], 
         if mode == "any" and name in apart:
             continue
         here = [row for row in measured if row.label == name and row.mode in (mode, "any")]
-        if points := points_on(against, here, middle):
+        if against == "entropy":
+            points = [(row.entropy, *row.spread()[:2]) for row in here if row.budget in (None, middle)]
+        else:
+            points = sorted((row.macs / 1e6, *row.spread()[:2]) for row in here if row.temperature == 1)
+        if points:
             x, means, deviations = zip(*points, strict=True)
             y = [min(value, LARGEST) for value in means]
             bars = [0 if value > LARGEST else d or 0 for value, d in zip(means, deviations, strict=True)]
