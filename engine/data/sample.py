@@ -1,7 +1,5 @@
 """Writes a small, balanced sample of a split in IDX files: the first images of every class, as a split of its own.
 
-    python -m engine.data.sample /usr/share/datasets/fashion-mnist reference --split t10k --per-class 200
-
 The images keep their order, and the split keeps its name.
 """
 

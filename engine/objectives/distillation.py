@@ -3,7 +3,7 @@
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -17,9 +17,6 @@ from engine.objectives.objective import Objective
 
 MeanStd = tuple[Sequence[float], Sequence[float]]
 """Mean and standard deviation, each with one value for every channel."""
-
-Prediction = Literal["hard", "soft", "soft_released"]
-"""Types of distillation that compare predictions."""
 
 
 class Teacher(nn.Module):
@@ -70,7 +67,7 @@ class Distillation(Objective):
 
     def __init__(self, loss: nn.Module, distill: Distill, teacher: nn.Module):
         assert distill.type != "attention", "it has an objective of its own"
-        self.loss, self.distill, self.teacher, self.kind = loss, distill, teacher, distill.type
+        self.loss, self.distill, self.teacher = loss, distill, teacher
         self.identity = {"teacher_weights": digest_weights(teacher.get_submodule("model").state_dict())}
 
     @staticmethod
@@ -98,7 +95,7 @@ class Distillation(Objective):
     def __call__(self, network: Callable[..., Any], images: Tensor, targets: Tensor, /) -> Tensor:
         outputs = network(images)
         logits, distilled = split_heads(outputs)
-        divergence = distillation_loss(distilled, self.teacher(images), self.kind, self.distill.tau)
+        divergence = distillation_loss(distilled, self.teacher(images), self.distill.type, self.distill.tau)
         alpha = self.distill.weight
         return (1 - alpha) * self.loss(logits, targets) + alpha * divergence
 
@@ -108,7 +105,7 @@ def split_heads(outputs: Any) -> tuple[Tensor, Tensor]:
     return outputs if isinstance(outputs, tuple) else (outputs, outputs)
 
 
-def distillation_loss(logits: Tensor, teacher: Tensor, kind: Prediction, tau: float) -> Tensor:
+def distillation_loss(logits: Tensor, teacher: Tensor, kind: str, tau: float) -> Tensor:
     """Computes the divergence of logits (B, classes) from those of a teacher, a scalar; half precision becomes fp32.
 
     hard: cross-entropy with the teacher's most probable class; NaN if the teacher's logits are not finite. soft: the
