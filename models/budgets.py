@@ -108,10 +108,11 @@ def _attributes(own: nn.Module, other: nn.Module) -> dict[str, Any]:
     return {**found, "_buffers": own._buffers if other is own else cut_weights(own._buffers, other)}
 
 
-def cut_weights(state: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
+def cut_weights(state: Mapping[str, Any], module: nn.Module, with_tables: bool = True) -> dict[str, Any]:
     """`state` with what a smaller `module` takes: the first random features (h, s, d), and tables' `middle`."""
     cut = {name: x for name, x in state.items() if x is not None and x.ndim == 3}
     buffers = {name: x for name, x in module.named_buffers() if name.endswith("omega") and name in cut}
     cut |= {name: cut[name][:, : x.shape[1]] for name, x in buffers.items()}
     tables: dict[str, Any] = {f"{name}.table": bias for name, bias in module.named_modules() if hasattr(bias, "middle")}
-    return {**state, **cut, **{name: tables[name].middle(cut[name]) for name in cut.keys() & tables}}
+    middles = {name: tables[name].middle(cut[name]) for name in cut.keys() & tables if with_tables}
+    return {**state, **cut, **middles}

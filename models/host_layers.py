@@ -77,7 +77,10 @@ class Replaced(nn.Module):
         return output
 
     def project(self, x: Tensor, grid: Grid, **others: Any) -> tuple[Any, ...]:
-        """The arguments of `core.attend_all` for tokens x (B, P + N, C): queries, keys and values, or fewer."""
+        """The arguments of `core.attend_all` for tokens x (B, P + N, C): queries, keys and values, or fewer.
+
+        What the host computes after its attention is ignored.
+        """
         found = []
 
         def keep(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -218,6 +218,8 @@ def _build(config: HostConfig) -> nn.Module:
     try:
         with bounded(MAX_PARAMETERS, MAX_NUMBERS, ValueError(sizes)):
             model = _build_of_timm(config) if is_of_timm else _build_of_transformers(config)
+    except OptionError:
+        raise
     except Exception as error:  # the host's own
         problem = f"{config.name} cannot be built with these options ({first_line(error)})"
         raise OptionError("model", problem) from None

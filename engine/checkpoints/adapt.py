@@ -24,7 +24,7 @@ from engine.runtime.errors import UserError
 from engine.runtime.text import describe_error, numbers_of, one_line
 from models import convert, create_model, parse_model, split_name
 from models.assignment import factories_of, text_of
-from models.budgets import with_budget
+from models.budgets import Budget, with_budget
 from models.hosted import Hosted
 
 OF_ANOTHER = "choose the model (model.name, model.depth, ...) that the weights were made for"
@@ -55,18 +55,17 @@ def restore_model(run: Run, checkpoint: Mapping, weights: Weights) -> tuple[nn.M
     stated = {key: x for key, x in checkpoint["config"]["model"].items() if key in run.model}  # without removed options
     there = parse_model(*split_name({key: run.model[key] if x == MISSING else x for key, x in stated.items()}))
     place, state = WEIGHTS[weights], checkpoint[WEIGHTS[weights]]
-    note = _describe_size(run, checkpoint["config"].get("attention"))
+    is_part, budget, note = _compare_sizes(run, checkpoint["config"].get("attention"))
     if to_2tuple(there.img_size) == to_2tuple(run.model["img_size"]):
-        model = build_model(run, state, place)
+        model = build_model(run, state, place, is_part)
         check_heads(there.num_heads, parse_model(*split_name(run.model)).num_heads, "the checkpoint")
         return model, note
     trained = parse_described(checkpoint["config"], "the checkpoint's configuration")
-    for budget in run.train.budgets or ():  # its weights are a part of those of the largest
-        if run.attention == with_budget(run.attention, budget):
-            trained = replace(trained, attention=with_budget(trained.attention, budget))
+    if budget is not None:  # its weights are a part of those of the largest
+        trained = replace(trained, attention=with_budget(trained.attention, budget))
     former = one_line(str(trained_config(checkpoint)["model"].get("img_size", trained.model["img_size"])), 20)
     title = f"model.img_size = {run.model['img_size']}, trained at {former}"
-    state = check_state(trained, state, place)
+    state = check_state(trained, state, place, is_part)
     model = create_model(attention=run.attention, **run.model)
     taken, outcome = fit_weights(model, source_of(trained, state), place)
     if rest := summarize(outcome | {"adapted": {}}):
@@ -76,21 +75,32 @@ def restore_model(run: Run, checkpoint: Mapping, weights: Weights) -> tuple[nn.M
     return model, "\n".join(filter(None, [note, resampled]))
 
 
-def _describe_size(run: Run, trained: Any) -> str:
-    """Names sizes in the option `attention` of `run` that a model, with the option `trained`, was not trained for."""
+def _compare_sizes(run: Run, trained: Any) -> tuple[bool, Budget | None, str]:
+    """Compares the option `attention` of `run` with that of a model, `trained`, which nobody has checked.
+
+    Returns:
+        Whether sizes alone differ; the item of `train.budgets` with the sizes of `run`; a line that names those for
+        which the model was not trained.
+    """
     options = {"window_size", "overlap", *(factory.size_option for factory in factories_of(run.attention))}
 
-    def sizes_in(attention: Any) -> dict[str, Any]:
-        return {path: x for path, x in flatten(attention, "attention").items() if path.split(".")[-1] in options}
+    def split(attention: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        flat = flatten(attention, "attention")
+        sizes = {path: x for path, x in flat.items() if path.split(".")[-1] in options}
+        return sizes, {path: x for path, x in flat.items() if path not in sizes}
 
-    here, there, budgets = sizes_in(run.attention), sizes_in(trained), run.train.budgets or ()
-    is_comparable = here.keys() == there.keys() and MISSING not in there.values()
-    if not is_comparable or here == there or here in [sizes_in(with_budget(trained, x)) for x in budgets]:
-        return ""
-    changed = [path for path, size in here.items() if size != there[path]]
-    sizes = ", ".join(f"{path} = {here[path]}" for path in changed)
-    known = ", ".join(map(to_yaml, budgets or [there[path] for path in changed]))
-    return f"{sizes}: the model was not trained for it, but for {known}"
+    (here, others), (there, their_others) = split(run.attention), split(trained)
+    names = [{path: x for path, x in rest.items() if path.endswith(".name")} for rest in (others, their_others)]
+    if here.keys() != there.keys() or names[0] != names[1] or MISSING in there.values():
+        return False, None, ""
+    budgets = () if here == there else run.train.budgets or ()
+    budget = next((x for x in budgets if split(with_budget(trained, x))[0] == here), None)
+    changed, note = [path for path, size in here.items() if size != there[path]], ""
+    if changed and budget is None:
+        known = ", ".join(map(to_yaml, budgets or [there[path] for path in changed]))
+        sizes = ", ".join(f"{path} = {here[path]}" for path in changed)
+        note = f"{sizes}: the model was not trained for it, but for {known}"
+    return others == their_others, budget, note
 
 
 def fit_weights(

@@ -14,12 +14,12 @@ from models import create_model
 from models.budgets import cut_weights
 
 
-def build_model(run: Run, state: Mapping[str, Any], source: str) -> nn.Module:
-    """Builds the model that `run` describes, with the weights `state`.
+def build_model(run: Run, state: Mapping[str, Any], source: str, is_part: bool = False) -> nn.Module:
+    """Builds the model that `run` describes, with the weights `state`; is_part: see `check_fit`.
 
     `run` may come from an untrusted file: nothing is allocated before `state` is known to fit, see `load_weights`.
     """
-    check_state(run, state, source)
+    state = check_state(run, state, source, is_part)
     model = create_model(attention=run.attention, **run.model)
     load_weights(model, state, source)
     return model
@@ -31,11 +31,11 @@ def check_predicts_classes(run: Run, source: str, of_metrics: bool = False) -> N
         raise UserError(f"{source}: {problem}")
 
 
-def check_state(run: Run, state: Mapping[str, Any], source: str) -> dict[str, torch.Tensor]:
+def check_state(run: Run, state: Mapping[str, Any], source: str, is_part: bool = False) -> dict[str, torch.Tensor]:
     """Returns what `check_fit` does, for the model that `run` describes, without allocating that."""
     with torch.device("meta"):
         model = create_model(attention=run.attention, **run.model)
-    return check_fit(model, state, source)
+    return check_fit(model, state, source, is_part)
 
 
 def load_weights(model: nn.Module, state: Mapping[str, Any], source: str) -> None:
@@ -48,10 +48,13 @@ def load_weights(model: nn.Module, state: Mapping[str, Any], source: str) -> Non
     model.load_state_dict(check_fit(model, state, source))
 
 
-def check_fit(model: nn.Module, state: Mapping[str, Any], source: str) -> dict[str, torch.Tensor]:
-    """Returns `state` without the prefixes of torch's wrappers, checked to fit `model`, perhaps on the meta device."""
+def check_fit(model: nn.Module, state: Mapping[str, Any], source: str, is_part: bool = False) -> dict[str, Any]:
+    """Returns `state` without the prefixes of torch's wrappers, checked to fit `model`, perhaps on the meta device.
+
+    is_part: the weights are of the same attention, perhaps with larger windows, of whose tables the model takes a part.
+    """
     state = {re.sub(r"^(module\.|_orig_mod\.)+", "", name): value for name, value in state.items()}
-    state = cut_weights(state, model)
+    state = cut_weights(state, model, is_part)
     problems = describe_misfits(state, model.state_dict())
     if not problems:
         _check_memory(model, state, source)

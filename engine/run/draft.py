@@ -82,6 +82,7 @@ class Draft:
         elif title == "model":
             self.hidden.add("model" if is_unknown or name in ("", "name") else f"model.{name}")
         elif not is_unknown:
+            name = name.partition(".")[0]
             self.hidden |= {f"{title}.{name}"} if name in OPTIONS.get(title, ()) else {title} & SECTIONS.keys()
         else:
             meant, word = difflib.get_close_matches(title, SECTIONS, n=1), f"_{name or title}"

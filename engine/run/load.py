@@ -104,6 +104,8 @@ REMOVED: dict[str, list[Any] | None] = {
     "data.cache_gb": None,
     "attention(efficient).key_dim": [None],
     "attention(reformer).same_bucket": [False],
+    "attention(eva_lsh).log_count": [False],
+    "attention(eva_clustered).log_count": [False],
     "augment.batched": [False],
     "train.async_checkpoint": [False, True],
     "train.balanced_sampling": [False],

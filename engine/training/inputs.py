@@ -1,6 +1,7 @@
 """What a run needs beside its configuration: a device, data, and files of weights."""
 
 import os
+import time
 from pathlib import Path
 
 import torch
@@ -16,6 +17,9 @@ from engine.training.device import check_device
 from models.hosted import TIMM
 from models.of_transformers import HF
 
+OPENING = 30.0
+"""Time (s) in which the first rank of a refused launch opens its inputs before others print what they refuse."""
+
 
 def check_launch(draft: Draft, output: Path) -> Run:
     """Returns the run of `draft`, to be trained in `output`.
@@ -30,6 +34,8 @@ def check_launch(draft: Draft, output: Path) -> Run:
         device = torch.device(choose_device(draft.run.train.device))
     if draft.problems and os.environ.get("RANK", "0") == "0":
         _open(draft, device, output)
+    elif draft.problems:
+        time.sleep(OPENING)  # the launcher ends this rank when the first has ended
     return draft.finish()
 
 

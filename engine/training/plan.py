@@ -121,6 +121,7 @@ def describe_hours(run: Run, world: World, steps: int) -> str:
     is_compiled, device = describe_compilation(run, world) == "on", device_name(world.device)
     execution = "compiled" * is_compiled + "-cuda-graph" * (not why_eager(run, world.on_cuda))
     is_plain = choose_objective(run) is Classification and not run.train.freeze and isinstance(run.attention, dict)
+    is_plain = is_plain and run.train.kernels == "auto" and not run.train.deterministic
     if not steps or not is_plain or precision(run.train.amp, world.device) != "bf16":
         return ""
     for row in read_csv(MEASURED):

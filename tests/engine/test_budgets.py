@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -15,12 +16,14 @@ import predict
 import train
 import validate
 from attention import ATTENTION, OptionError, options_of
+from engine.checkpoints.adapt import restore_model
 from engine.checkpoints.export import main as export
 from engine.checkpoints.files import newest_checkpoint
-from engine.checkpoints.weights import build_model, load_weights
+from engine.checkpoints.weights import build_model, check_fit, load_weights
 from engine.data.splits import open_split
-from engine.run.load import load_run, parse_run
+from engine.run.load import dump_run, load_run, parse_run
 from engine.runtime.distributed import World
+from engine.runtime.errors import UserError
 from engine.training.objective import create_objective
 from models import create_model
 from models.budgets import Budgets, with_budget
@@ -102,7 +105,7 @@ def test_a_size_in_turn_is_that_of_a_model_built_with_it(name):
     budgets, expected = Budgets(model, run.model, run.attention, [small, own]), model(images)
     budgets.use(0)
     found = model(images)
-    assert torch.equal(found, build_model(there, state, "x").eval()(images))
+    assert torch.equal(found, build_model(there, state, "x", True).eval()(images))
     assert torch.equal(found, expected) == (name == "ra")  # its option is of training
     budgets.use(-1)
     assert torch.equal(model(images), expected)
@@ -146,8 +149,31 @@ def test_a_smaller_window_has_the_middle_of_the_table(name, options, side):
             assert found.count_nonzero() == found[:, rows].count_nonzero() > -(side == 1)  # one token has weight 1
             found = found[:, rows]
         torch.testing.assert_close(found, weight.grad, rtol=1e-12, atol=1e-12, msg=key)
-    load_weights(small, large.state_dict(), "x")
+    small.load_state_dict(check_fit(small, large.state_dict(), "x", is_part=True))
     assert torch.equal(small(images), outputs[0])
+    with pytest.raises(UserError, match="of another shape"):
+        load_weights(small, large.state_dict(), "x")
+
+
+def test_another_attention_takes_no_part_of_a_table():
+    """A checkpoint whose attention has no name, or has another one, is compared with no size."""
+    shape = {"img_size": 24, "patch_size": 4, "embed_dim": 12, "depth": 1, "num_heads": 2}
+    tree = {"model": {"name": "deit", **shape, "num_classes": 5}, "train": {"budgets": [2, 25]}}
+    attention = {"name": "local", "window_size": 25, "layout": "1d"}
+    run = parse_run({**tree, "attention": attention}, "x")
+    checkpoint = {"config": dump_run(run), "model": create_model(attention=run.attention, **run.model).state_dict()}
+    for options in ({"causal": True}, {"layout": "2d", "window_size": 3}):
+        other = parse_run({**tree, "attention": attention | options}, "x")
+        with pytest.raises(UserError, match=r"1 of another shape: blocks\.0\.attn\.position_bias\.table"):
+            restore_model(other, checkpoint, "plain")
+    del checkpoint["config"]["attention"]["name"]
+    table = checkpoint["model"].pop("blocks.0.attn.position_bias.table")
+    other = parse_run({**tree, "attention": {"name": "softmax"}}, "x")
+    assert restore_model(other, checkpoint, "plain")[1] == ""
+    checkpoint["config"]["attention"], checkpoint["model"]["blocks.0.attn.position_bias.table"] = run.attention, table
+    larger = replace(other, model=other.model | {"img_size": 32})
+    with pytest.raises(UserError, match="1 dropped"):
+        restore_model(larger, checkpoint, "plain")
 
 
 def test_the_gradient_is_that_of_the_sum_written_out():

@@ -100,10 +100,11 @@ def test_a_mechanism_is_parsed_once(monkeypatch):
 
 
 def test_options_of_earlier_versions_without_an_effect_are_passed_over():
-    attention = [{"blocks": "0-5", "name": "efficient"}, {"blocks": "6-11", "name": "reformer"}]
+    names = ["efficient", "reformer", "eva_lsh", "eva_clustered"]
+    attention = [{"blocks": f"{3 * i}-{3 * i + 2}", "name": name} for i, name in enumerate(names)]
     options = {"model": {"name": "deit_tiny_p16"}, "attention": attention}
     former = flatten_back({key: (values or ["any"])[-1] for key, values in REMOVED.items()})
-    mechanisms = [former.pop("attention(efficient)"), former.pop("attention(reformer)")]
+    mechanisms = [former.pop(f"attention({name})") for name in names]
     former["attention"] = [here | gone for here, gone in zip(attention, mechanisms, strict=True)]
     former |= {"model": former["model"] | options["model"], "report": {"wandb": "project"}}
     former["train"]["kernels"], former["data"]["dataset"] = "lean", "tar"

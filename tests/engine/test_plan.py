@@ -150,6 +150,7 @@ def test_hours_are_those_of_the_table_on_its_gpu(monkeypatch: pytest.MonkeyPatch
     assert plan_on(monkeypatch, "Fast 9", eva).startswith(said)
     assert plan_on(monkeypatch, "Fast 9", eva, "train.cuda_graph=false") == ""
     others = "attention.num_landmarks=16", "model.img_size=192", "train.amp=fp16", "model.depth=6", "attention=softmax"
+    others += "train.kernels=torch", "train.deterministic=true"
     for other in (*others, "distill={teacher: absent.pt, type: soft}", "train.freeze=backbone"):
         assert plan_on(monkeypatch, "Fast 9", eva, other) == "", other
     assert plan_on(monkeypatch, "Fast 8", eva) == plan_on(monkeypatch, "Fast 9", "deit_small_p8/lara.yaml") == ""
