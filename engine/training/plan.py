@@ -128,7 +128,8 @@ def describe_hours(run: Run, world: World, steps: int) -> str:
         model = re.sub(r"^(\D+)(\d+)$", r"deit_\1_p\2", row["model"])
         name, _, options = row["name"].partition(":")
         asked = run.model["name"], run.attention["name"], device, execution
-        if asked == (model, name, row["device"], row["execution"]) and row["images_per_second"]:
+        is_asked = asked == (model, name, row["device"], row["execution"]) and row["images_per_second"]
+        if is_asked and micro_batch_size(run, world.size) >= int(row["batch"]):
             attention = yaml.safe_load(f"{{name: {name}, {options.replace('=', ': ')}}}")
             there = count_costs({"name": model, "img_size": 224}, attention)
             if abs(count_costs(run.model, run.attention).macs / there.macs - 1) < 1e-3:

@@ -141,16 +141,16 @@ def plan_on(monkeypatch: pytest.MonkeyPatch, gpu: str, config: str, *options: st
 
 
 def test_hours_are_those_of_the_table_on_its_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    header = "device,model,name,execution,images_per_second"
+    header = "device,batch,model,name,execution,images_per_second"
     rows = ["tiny8,eva,eager,1", "tiny8,eva,compiled-cuda-graph,1000", "tiny8,performer:num_samples=64,eager,"]
-    (tmp_path / "table.csv").write_text("\n".join([header, *(f"Fast 9,{row}" for row in rows)]))
+    (tmp_path / "table.csv").write_text("\n".join([header, *(f"Fast 9,128,{row}" for row in rows)]))
     monkeypatch.setattr("engine.training.plan.MEASURED", tmp_path / "table.csv")
     eva = "deit_tiny_p8/eva.yaml"
     said = "about 0.1 hours, 0.3 GPU-hours; derived from 1,000 images/s, measured on one Fast 9 without loading and"
     assert plan_on(monkeypatch, "Fast 9", eva).startswith(said)
     assert plan_on(monkeypatch, "Fast 9", eva, "train.cuda_graph=false") == ""
     others = "attention.num_landmarks=16", "model.img_size=192", "train.amp=fp16", "model.depth=6", "attention=softmax"
-    others += "train.kernels=torch", "train.deterministic=true"
+    others += "train.kernels=torch", "train.deterministic=true", "train.total_batch_size=128"
     for other in (*others, "distill={teacher: absent.pt, type: soft}", "train.freeze=backbone"):
         assert plan_on(monkeypatch, "Fast 9", eva, other) == "", other
     assert plan_on(monkeypatch, "Fast 8", eva) == plan_on(monkeypatch, "Fast 9", "deit_small_p8/lara.yaml") == ""
