@@ -56,15 +56,13 @@ def short_names(settings: Sequence[Setting]) -> list[str]:
 
 
 def check_labels(settings: Sequence[Setting], left_out: Sequence[str]) -> None:
-    """Raises an OptionError for a label: no text, of no word in names of rows and `left_out`, or another's name."""
+    """Raises an OptionError for a label of no word in names of rows and `left_out`, or that is another's name."""
     names = short_names([replace(setting, labels={}) for setting in settings])
     words = {word for name in [*names, *left_out] for word in WORD.findall(name)}
     shown = {word: word for word in words} | settings[0].labels
     for word, text in settings[0].labels.items():
         if word not in words:
             raise OptionError(f"labels.{word}", f"no word of a row's name{nearest(word, words)}")
-        if not isinstance(text, str):
-            raise OptionError(f"labels.{word}", f"expected a text, got {text!r}")
         if same := [other for other in shown if other != word and shown[other] == text]:
             raise OptionError(f"labels.{word}", f"{text!r} is also the name of {same[0]}; give another")
 
