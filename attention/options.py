@@ -160,9 +160,10 @@ def parse_options(cls: type, options: Mapping[str, Any], path: str = "") -> Any:
                 raise UnknownOptionError(key, f"unknown option{nearest(name, fields)}")
             values[name] = _check(types_of[name], value, key)
             _check_range(values[name], fields[name].metadata, key)
-    for name, field in fields.items():
-        if name not in options and field.default is dataclasses.MISSING is field.default_factory:
-            problems.append(OptionError(f"{path}.{name}" if path else name, "required, but not given"))
+    if not any(isinstance(x, UnknownOptionError) and x.key.rpartition(".")[0] == path for x in problems):
+        for name, field in fields.items():  # of which an unknown one may be a wrong spelling
+            if name not in options and field.default is dataclasses.MISSING is field.default_factory:
+                problems.append(OptionError(f"{path}.{name}" if path else name, "required, but not given"))
     refuse(problems)
     parsed = cls(**values)
     rules = {name: rule for name, field in fields.items() if (rule := field.metadata.get("chosen"))}
@@ -211,7 +212,7 @@ def _check(kind: Any, value: Any, key: str, others: tuple[str, ...] = ()) -> Any
         of_items = [arguments[0]] * len(value) if variadic else arguments
         items = enumerate(zip(of_items, value, strict=True))
         return tuple(_check(kind, item, f"{key}[{i}]") for i, (kind, item) in items)
-    if origin is dict and isinstance(value, Mapping):
+    if origin is dict and isinstance(value, Mapping) and arguments[1] in (int, str):  # measured numbers may be anything
         for name, item in value.items():
             _check(arguments[1], item, f"{key}.{name}")
         return value  # itself, which layers may share
