@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import cast
 
 import torch
-import yaml
 from timm.layers import to_2tuple
 from torch import Tensor, nn
 from torch._subclasses import fake_tensor
@@ -18,7 +17,7 @@ from engine.checkpoints.initial_weights import create_initial_model
 from engine.checkpoints.progress import describe_place
 from engine.config.micro_batches import micro_batch_size
 from engine.config.schema import Run
-from engine.config.yaml_files import dump_yaml
+from engine.config.yaml_files import dump_yaml, parse_yaml
 from engine.data.identity import identify_data
 from engine.data.loaders import create_loaders, images_of
 from engine.data.sampler import EpochSampler
@@ -130,7 +129,7 @@ def describe_hours(run: Run, world: World, steps: int) -> str:
         asked = run.model["name"], run.attention["name"], device, execution
         is_asked = asked == (model, name, row["device"], row["execution"]) and row["images_per_second"]
         if is_asked and micro_batch_size(run, world.size) >= int(row["batch"]):
-            attention = yaml.safe_load(f"{{name: {name}, {options.replace('=', ': ')}}}")
+            attention = parse_yaml(f"{{name: {name}, {options.replace('=', ': ')}}}", str).values
             there = count_costs({"name": model, "img_size": 224}, attention)
             if abs(count_costs(run.model, run.attention).macs / there.macs - 1) < 1e-3:
                 hours = steps * run.train.total_batch_size / (speed := float(row["images_per_second"])) / 3600
