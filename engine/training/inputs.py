@@ -35,7 +35,10 @@ def check_launch(draft: Draft, output: Path) -> Run:
     if draft.problems and os.environ.get("RANK", "0") == "0":
         _open(draft, device, output)
     elif draft.problems:
-        time.sleep(OPENING)  # the launcher ends this rank when the first has ended
+        try:
+            time.sleep(OPENING)
+        except KeyboardInterrupt:  # by the launcher, when the first rank has ended
+            raise SystemExit(2) from None
     return draft.finish()
 
 

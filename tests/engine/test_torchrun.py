@@ -80,6 +80,14 @@ def test_a_refusal_of_all_ranks_is_said_once(tmp_path: Path):
 
 
 @pytest.mark.complete
+def test_a_refused_launch_is_said_once(tmp_path: Path):
+    config = str(ROOT / "configs/quickstart.yaml")
+    done = torchrun(str(ROOT / "train.py"), config, "optim.lr=abc", "--output", str(tmp_path / "run"))
+    said = [line for line in (done.stdout + done.stderr).splitlines() if line.startswith(("error", "interrupted"))]
+    assert said == ["error: override 'optim.lr=abc': optim.lr: expected float, got 'abc'"]
+
+
+@pytest.mark.complete
 @pytest.mark.parametrize(
     ("other", "problem"),
     [
