@@ -91,7 +91,8 @@ class Trainer:
         self.costs = count_costs(run.model, run.attention)._asdict()
         seed_everything(self.options.seed)  # without the rank: every rank makes the same initial weights
         self.layout = torch.channels_last if self.options.channels_last else torch.contiguous_format
-        loaders = create_loaders(run, world, splits, **{key: run.model[key] for key in ("img_size", "num_classes")})
+        img_size, num_classes = run.model["img_size"], run.model["num_classes"]
+        loaders = create_loaders(run, world, splits, img_size=img_size, num_classes=num_classes)
         self.train_loader, self.val_loader, self.augment = loaders
         if (workers := workers_of_rank(run.data.workers)) < run.data.workers:
             world.tell(f"data.workers = {run.data.workers}: {workers} loader processes, as many as a rank has cores")

@@ -56,6 +56,7 @@ class Draft:
         return _hiding(dataclasses.replace(self.whole, **changed), {path for path in self.hidden if "." not in path})
 
     def set(self, **sections: Any) -> None:
+        """Replaces sections of the run."""
         self.whole = dataclasses.replace(self.whole, **sections)
 
     def readable(self, title: str, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a run needs beside its configuration: a device, data, and files of weights."""
+"""Checks of what a run needs beside its configuration: its device, its data, and files of weights."""
 
 import os
 import time
@@ -55,6 +55,7 @@ def open_inputs(draft: Draft, world: World, output: Path) -> Splits:
 
 
 def _open(draft: Draft, device: torch.device | None, output: Path) -> list[Splits]:
+    """Checks the device, opens both splits and looks for files; returns the splits, none if they are refused."""
     splits = list[Splits]()
     with draft.step():
         if device is not None:

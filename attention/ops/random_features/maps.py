@@ -85,7 +85,7 @@ def _of_log_features(dy: Tensor, x: Tensor, omega: Tensor) -> tuple[Tensor, Tens
 
 
 log_features = with_gradients(_of_log_features, keep=lambda y, *inputs: inputs)(features.log_features)
-"""Of samples omega (h, s, d)."""
+"""`attention.parts.features.log_features`, with its gradients by hand."""
 
 
 def log_kernel(x: Tensor, omega: Tensor | None) -> Tensor:
