@@ -121,6 +121,8 @@ def attention_calls(model: nn.Module, img_size: int | Grid | None = None) -> lis
             problem = "has a forward pass that was set by hand, as by accelerate; replace the attention before"
         if P < 0 or trained.num_tokens < call.num_tokens or hasattr(getattr(model, "config", None), "mask_ratio"):
             call = call._replace(grid=(1, call.num_tokens), has_order=False)
+        elif not call.image:
+            problem = problem or "has tokens that no convolution makes of an image, so that they have no grid (NaFlex)"
         elif own != P and (own is not None or P >= H * W):
             problem = problem or f"has {call.num_tokens} tokens, which are no {H}x{W} grid and its prefix tokens"
         else:

@@ -40,6 +40,8 @@ def class_of(options: Mapping[str, Any]) -> tuple[Any, Any]:
 def fetched_configuration(name: str) -> tuple[dict[str, Any], dict[int, str]]:
     """The configuration of a model of the hub or of a folder, without what no model here has; and its class names.
 
+    A masked autoencoder (vit_mae) is its encoder, a vit.
+
     Raises:
         OptionError: it cannot be had, or is of another type than `TYPES`.
     """
@@ -50,7 +52,8 @@ def fetched_configuration(name: str) -> tuple[dict[str, Any], dict[int, str]]:
             remedy = "name a model of the hub that can be fetched, or a folder with its config.json"
             problem = f" = {name}: has no configuration ({first_line(error)}); {remedy}"
             raise OptionError("model.name", problem) from None
-    options = {**found.to_diff_dict(), "model_type": found.model_type}
+    kind = "vit" if found.model_type == "vit_mae" else found.model_type  # the encoder, with its weights' names
+    options = {**found.to_diff_dict(), "model_type": kind}
     return configuration(options, None), dict(found.id2label or {})
 
 

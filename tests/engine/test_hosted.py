@@ -256,6 +256,21 @@ def test_a_folder_of_transformers_gives_configuration_and_weights(tmp_path):
     assert torch.equal(tokens, there(images()).last_hidden_state)
 
 
+def test_a_masked_autoencoder_is_its_encoder(tmp_path):
+    torch.manual_seed(1)
+    decoder = {"decoder_hidden_size": 24, "decoder_num_attention_heads": 3, "decoder_num_hidden_layers": 1}
+    config = transformers.ViTMAEConfig(**SMALL, **decoder, mask_ratio=0.0)
+    there = transformers.ViTMAEForPreTraining(config).eval()
+    there.save_pretrained(tmp_path / "mae")
+    name = f"hf:{tmp_path / 'mae'}"
+    model = create_model(name, num_classes=3, attention="softmax").eval()
+    taken, outcome = fit_weights(model, read_weights(name), "x")
+    assert {*outcome["fresh"]} == {"classifier.weight", "classifier.bias"}
+    model.load_state_dict(taken, strict=False)
+    tokens = there.vit(images(), noise=torch.arange(16).expand(2, 16)).last_hidden_state  # patches in their order
+    torch.testing.assert_close(model.vit(images()).last_hidden_state, tokens)
+
+
 def test_weights_of_timm_are_resampled_and_those_of_another_architecture_refused(tmp_path):
     """Position embeddings and channels as by timm; projections are the host's, the mechanism's weights fresh."""
     torch.manual_seed(1)

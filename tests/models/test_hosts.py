@@ -364,6 +364,7 @@ def test_a_model_is_refused_before_any_change(problem, message):
         ("pvt_v2_b0", "stages.0.blocks.0.attn has keys of another length, 49 for 3136 queries"),
         ("hiera_tiny_224", "windows in a dimension of their own"),
         ("mobilevit_xxs", "folds windows into the batch"),
+        ("naflexvit_base_patch16_gap", r"blocks.0.attn has tokens that no convolution makes.* no grid \(NaFlex\)"),
     ],
 )
 def test_an_architecture_is_refused_by_name(name, message):
