@@ -56,7 +56,7 @@ BELOW = {  # folder or file -> what of this project it may import
     },
 }
 MODELS_MAY_TAKE = {"Attention", "AttentionFactory", "Grid", "OptionError", "LayerContext", "Options"} | {
-    *("collecting", "kernels", "option", "nearest", "parse_options", "refuse", "take_plugins", "to_yaml"),
+    *("collecting", "kernels", "option", "nearest", "parse_options", "refuse", "take_plugins", "to_yaml")
 }
 EVERY_FILE = [path for package in LIBRARIES for path in sorted((ROOT / package).rglob("*.py"))]
 

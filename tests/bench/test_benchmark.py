@@ -101,11 +101,7 @@ def test_models_of_ours_of_timm_and_of_files():
     assert costs(str(CONFIGS / "deit_tiny_p8/eva.yaml")) == costs("deit_tiny_p8:eva:released=true")
     hybrid, *whole = (
         whole_model(text).costs((224, 224))
-        for text in (
-            str(CONFIGS / "deit_tiny_p8/hybrid_eva_softmax.yaml"),
-            "deit_tiny_p8:eva",
-            "deit_tiny_p8",
-        )
+        for text in (str(CONFIGS / "deit_tiny_p8/hybrid_eva_softmax.yaml"), "deit_tiny_p8:eva", "deit_tiny_p8")
     )
     assert [12 * cost for cost in hybrid] == [9 * eva + 3 * softmax for eva, softmax in zip(*whole, strict=True)]
 

@@ -20,12 +20,7 @@ from engine.data.loaders import create_val_loader, indices_read
 from engine.data.splits import classes_of
 from engine.evaluation.evaluate import evaluate
 from engine.evaluation.predictions import PredictionTable, gather_predictions
-from engine.reporting.outputs import (
-    classes_csv,
-    confusion_matrix,
-    confusion_picture,
-    predictions_csv,
-)
+from engine.reporting.outputs import classes_csv, confusion_matrix, confusion_picture, predictions_csv
 from engine.runtime.distributed import World, init_distributed, precision
 
 CPU = World(torch.device("cpu"))

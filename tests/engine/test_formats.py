@@ -96,12 +96,7 @@ def write_mnist(root) -> None:
             path.write_bytes(gzip.decompress(path.read_bytes()))
 
 
-WRITERS = {
-    "folder": write_folder,
-    "csv": write_csv,
-    "wds": write_wds,
-    "torch/cifar10": write_cifar10,
-}
+WRITERS = {"folder": write_folder, "csv": write_csv, "wds": write_wds, "torch/cifar10": write_cifar10}
 
 
 @pytest.fixture(scope="module", params=["csv", "wds", "torch/cifar10"])

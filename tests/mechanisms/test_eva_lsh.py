@@ -18,10 +18,7 @@ from tests.support.symmetry import ALL
 case = partial(Case, "eva_lsh", (3, 5), stochastic=True, well_conditioned=False)
 SMALL = {"cluster_size": 4, "num_landmarks": 3}
 
-CASES = [
-    case(SMALL),
-    case({**SMALL, **PREFIX, "partition": "mask", "num_samples": 2, "pool": "max"}),
-]
+CASES = [case(SMALL), case({**SMALL, **PREFIX, "partition": "mask", "num_samples": 2, "pool": "max"})]
 EFFECTS = {
     "cluster_size": (SMALL, 5),
     "num_landmarks": (SMALL, 4),

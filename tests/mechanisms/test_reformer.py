@@ -17,11 +17,7 @@ from tests.support.inputs import B, d, draw, every_grid, h, tokens
 case = partial(Case, "reformer", (5, 7), stochastic=True, well_conditioned=False, stock_keys=False)
 SMALL = {"chunk_size": 8}
 
-CASES = [
-    case(SMALL),
-    case({"chunk_size": 4, "num_rounds": 2}),
-    case({**SMALL, **PREFIX}),
-]
+CASES = [case(SMALL), case({"chunk_size": 4, "num_rounds": 2}), case({**SMALL, **PREFIX})]
 EFFECTS = {"chunk_size": (SMALL, 6), "num_rounds": (SMALL, 1), "local": (SMALL, True)}
 SYMMETRIES = [(set(), {"chunk_size": 4})]
 GROWTH = [Growth(1, 1)]  # as SMYRF; of the hash, N^2 C / c up to N = c^2, little is left beside 4 l N c C

@@ -100,8 +100,7 @@ def test_softmax_in_timm_is_the_host_to_the_bit(name):
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name in ("dinov2", "dinov3_vit") else complete) for name in ALL_FAMILIES],
+    "name", [pytest.param(name, marks=() if name in ("dinov2", "dinov3_vit") else complete) for name in ALL_FAMILIES]
 )
 def test_softmax_in_transformers_is_the_host_to_the_bit(name):
     host, replaced, x = of_family(name), replace_attention(of_family(name), "softmax"), images((64, 64))

@@ -121,8 +121,7 @@ PARAMETERS_M = [  # millions, of papers or timm's stock models; tests/uniform/te
 
 
 @pytest.mark.parametrize(
-    ("name", "attention", "millions"),
-    chosen(PARAMETERS_M, lambda name, *_: name in ("deit_tiny_p8", "pvtv2_b0")),
+    ("name", "attention", "millions"), chosen(PARAMETERS_M, lambda name, *_: name in ("deit_tiny_p8", "pvtv2_b0"))
 )
 def test_parameters(name, attention, millions):
     with torch.device("meta"):

@@ -71,12 +71,7 @@ def test_chunks_that_fit_the_cache_make_no_difference(room, count, monkeypatch):
 
 @pytest.mark.parametrize(
     ("grid", "window", "num_summaries", "kept"),
-    [
-        ((4, 6), (2, 2), 0, True),
-        ((14, 14), (7, 7), 4, True),
-        ((4, 6), (2, 2), 4, False),
-        ((5, 7), (3, 3), 0, False),
-    ],
+    [((4, 6), (2, 2), 0, True), ((14, 14), (7, 7), 4, True), ((4, 6), (2, 2), 4, False), ((5, 7), (3, 3), 0, False)],
 )
 def test_windows_are_kept_where_they_take_no_more_memory_than_tokens(grid, window, num_summaries, kept):
     tokens = [torch.randn(2, 3, grid[0] * grid[1], 4, requires_grad=True) for _ in "qkv"]

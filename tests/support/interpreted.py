@@ -15,15 +15,7 @@ from attention import create_attention, kernels
 from attention.ops import memory
 from attention.ops.packed import triton_packed
 from attention.ops.random_features import triton_features
-from tests.support.kernel_cases import (
-    CASES,
-    Case,
-    FeatureCase,
-    PackedCase,
-    checked_by,
-    errors,
-    outputs_and_gradients,
-)
+from tests.support.kernel_cases import CASES, Case, FeatureCase, PackedCase, checked_by, errors, outputs_and_gradients
 
 torch.use_deterministic_algorithms(True)  # fills memory with NaN before a kernel writes it
 triton_features.PROGRAMS = 2  # sums of several blocks in one program
