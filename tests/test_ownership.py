@@ -114,15 +114,8 @@ def plan_sweep(directory: Path) -> None:
     run_sweep(directory, "--dry-run")
 
 
-HARMLESS = (
-    "thesis.tmp",
-    "config.yaml.tmp",
-    "x.tmp/folder.txt",
-    "step_one.pt",
-    "last.pt",
-    "a.part",
-    ".eav-0.0123456789abcdef",
-)
+HARMLESS = ("thesis.tmp", "config.yaml.tmp", "x.tmp/folder.txt", "step_one.pt", "last.pt", "a.part")
+HARMLESS += (".eav-0.0123456789abcdef",)
 TABLE: dict[str, tuple[tuple[str, ...], Callable[[Path], object], str | None]] = {
     "a run": (HARMLESS, run_training, None),
     "a refused run": (HARMLESS, run_refused_training, "nowhere"),

@@ -1,7 +1,6 @@
 """Checkpoints of small models with random weights, as train.py writes them."""
 
 import argparse
-import csv
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from engine.checkpoints.progress import Progress
 from engine.run.load import dump_run, load_run
 from models import create_model
 from tests.support import refusals
+from tests.support.sweeps import read_table as read_rows
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["model.depth=2", "model.embed_dim=24", "model.img_size=16", "model.stem=linear"]
@@ -48,11 +48,6 @@ def ask(checkpoint: Path, output: Path, question: str, *arguments: str) -> list[
     """The rows of the table that analyze.py writes."""
     analyze.main([question, str(checkpoint), "--output", str(output), *arguments])
     return read_rows(output / f"{question}.csv")
-
-
-def read_rows(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def refusal(capsys: pytest.CaptureFixture, *arguments: str) -> str:

@@ -601,16 +601,13 @@ def test_a_sweep_that_is_stopped_shows_what_it_has(config, pictures, capfd):
         assert (config.parent / f"out/{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_dry_run_of_twelve_rows_fits_a_screen(config, capsys):
+def test_a_dry_run_of_twelve_rows_fits_a_screen_and_names_the_seeds_of_all(config, capsys):
     """40 lines of 80 columns."""
     config.write_text("base: base.yaml\nseeds: 3\ngrid: {attention.window_size: [1, 2, 4], optim.lr: [1, 2, 3, 4]}\n")
     ablate.main([str(config), "--output", str(config.parent / "out"), "--dry-run"])
     out = capsys.readouterr().out
     assert "\n12 rows, train.seed 0, 1, 2; 0 of 36 runs finished\n" in out
     assert sum(max(1, -(-len(line) // 80)) for line in out.splitlines()) <= 40
-
-
-def test_a_dry_run_names_the_seeds_of_all_rows(config, capsys):
     config.write_text("base: base.yaml\ngrid: {train.seed: [3, 1]}\n")
     ablate.main([str(config), "--output", str(config.parent / "out"), "--dry-run"])
     assert "\n2 rows, train.seed 1, 3; 0 of 2 runs finished\n" in capsys.readouterr().out

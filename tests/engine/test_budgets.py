@@ -30,10 +30,8 @@ from models.budgets import Budgets, with_budget
 from tests.support.launcher import ROOT
 from tests.support.refusals import refusal
 
-EVA, PERFORMER = (
-    "attention={name: eva, window_size: 3, num_landmarks: 9}",
-    "attention={name: performer, num_samples: 9}",
-)
+EVA = "attention={name: eva, window_size: 3, num_landmarks: 9}"
+PERFORMER = "attention={name: performer, num_samples: 9}"
 NYSTROM = "attention={name: nystrom, num_landmarks: 9, conv: none}"
 RELEASED = "attention={name: local, window_size: 3, position_bias: table_released}"
 SHIFTED = "attention={name: shifted_window, window_size: 3}"

@@ -237,13 +237,14 @@ def test_an_epoch_whose_score_is_not_finite_has_no_rank(place: int, bad: float):
     assert rank_epoch([[bad, 0], [0.5, 1]], 2, 0.7, keep=3) == [[0.7, 2], [0.5, 1]]
 
 
+@pytest.mark.parametrize(("best_by", "other"), [("loss", {"top1": 50.0, "ema_top1": 50.0}), (None, {})])
 @pytest.mark.parametrize("bad", NOT_FINITE)
-def test_the_best_epoch_is_kept_beside_one_whose_loss_is_not_finite(bad: float, checkpoints, tmp_path: Path):
-    """By the loss, of plain and of averaged weights."""
+def test_the_best_epoch_is_kept_beside_one_whose_loss_is_not_finite(bad, best_by, other, checkpoints, tmp_path: Path):
+    """By the loss, of plain and of averaged weights; where no accuracy is known, by itself."""
     progress = Progress()
     for epoch, loss in enumerate([bad, 0.2, 0.4, bad, 0.6], 1):
-        progress.metrics = {"top1": 50.0, "loss": loss, "ema_top1": 50.0, "ema_loss": loss}
-        progress.rank(epoch, keep=1, best_by="loss")
+        progress.metrics = {"loss": loss, "ema_loss": loss} | other
+        progress.rank(epoch, keep=1, best_by=best_by)
         assert progress.unranked() == ({} if epoch in (2, 3, 5) else {"loss": loss, "ema_loss": loss})
         assert progress.best() == ({} if epoch == 1 else {"best_loss": 0.2, "best_ema_loss": 0.2})
         progress.epoch = progress.step = epoch
@@ -424,15 +425,6 @@ def test_what_cannot_be_read_is_neither_written_nor_a_reason_to_remove(checkpoin
     assert {path.name: path.read_bytes() for path in tmp_path.glob("step_*")} == before
 
 
-def test_dtypes_are_read(whole, tmp_path: Path):
-    """Optimisers may hold dtypes among their options."""
-    state = {"dtype": torch.bfloat16, "average": torch.ones(3, dtype=torch.bfloat16)}
-    save_checkpoint(tmp_path / "x.pt", whole | {"optimizer": state})
-    read = load_checkpoint(tmp_path / "x.pt")["optimizer"]
-    assert read["dtype"] is torch.bfloat16
-    assert torch.equal(read["average"], state["average"])
-
-
 def test_fewer_epochs_than_are_done_are_refused(run, tmp_path: Path):
     def resume(done: int, epochs: int, former: int = 4) -> Progress:
         allowed = ["schedule.epochs"]
@@ -461,11 +453,6 @@ def test_weights_and_buffers_that_are_not_finite_are_neither_saved_nor_loaded(ch
         assert not list(tmp_path.iterdir())
     with pytest.raises(UserError, match="x: the checkpoint's weights do not fit: 1 not finite: running_var"):
         load_weights(nn.BatchNorm1d(3), model.state_dict(), "x")
-
-
-def test_a_directory_without_checkpoints(checkpoints: Checkpoints, tmp_path: Path):
-    assert newest_checkpoint(tmp_path) is None
-    assert Resumed(checkpoints).restore({}) == Progress()
 
 
 def test_a_checkpoint_is_due_by_steps_and_overdue_by_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -83,11 +83,8 @@ def test_fewer_and_more_ranks_go_on_by_themselves(fork_server: ForkServer, tmp_p
     epochs, ranks = images_of_epochs(log, 3)
     assert [ranks[step] for step in range(1, 9)] == [2, 2, 2, 2, 1, 1, 3, 3]
     assert [sorted(counts.values()) for counts in epochs.values()] == [[1] * 48] * 2
-    changed = [
-        (line["option"], line["before"], line["now"], line["step"])
-        for line in records(output)[:99]
-        if line["kind"] == "change"
-    ]
+    changes = [line for line in records(output)[:99] if line["kind"] == "change"]
+    changed = [(line["option"], line["before"], line["now"], line["step"]) for line in changes]
     assert changed == [("processes", 2, 1, 4), ("processes", 1, 3, 6)]
     statuses, job = fork_server.run([*command, "optim.lr=1.0"], tmp_path / "refused")  # alone, after three
     assert statuses == [2]

@@ -438,16 +438,8 @@ def test_analyses(run_directory, tmp_path, capsys, question):
         "search": ["data.dataset=digits", "--images", "20", "--align", "2", "--budget", "macs=0.97"],
     }
     names = ["linear"] if question == "search" else ["softmax", "linear"]
-    command = [
-        question,
-        str(run_directory),
-        *arguments[question],
-        "--attention",
-        *names,
-        "--output",
-        str(tmp_path / "out"),
-    ]
-    analyze.main(command)
+    output = ["--output", str(tmp_path / "out")]
+    analyze.main([question, str(run_directory), *arguments[question], "--attention", *names, *output])
     out = capsys.readouterr().out
     assert "linear" in out
     if question == "replace":

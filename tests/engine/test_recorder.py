@@ -456,13 +456,7 @@ def test_a_heartbeat_has_the_last_values(tmp_path: Path):
     begin = time.time()
     record_run(directory)
     found = gauges(directory)
-    assert {name: found[name] for name in ("running", "failed", "epoch", "step", "total_steps")} == {
-        "running": 0,
-        "failed": 0,
-        "epoch": 1,
-        "step": 1,
-        "total_steps": 1,
-    }
+    assert {"running": 0, "failed": 0, "epoch": 1, "step": 1, "total_steps": 1}.items() <= found.items()
     assert (found["loss"], found["top1"]) == (2.5, 50)
     assert begin <= found["checkpoint_time_seconds"] <= found["record_time_seconds"] <= time.time()
     with suppress(OSError), Recorder(directory, RUN, Progress(), 1, WORLD) as recorder:

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from attention import ATTENTION
 from engine.checkpoints.adapt import fit_weights
-from engine.checkpoints.progress import Progress
 from engine.checkpoints.weight_sources import read_weights
 from engine.config.schema import Run
 from engine.data.loaders import create_loaders
@@ -61,13 +60,6 @@ def test_the_loss_and_its_gradient_are_those_of_the_twin():
     losses = [f(pixels, images, masks) for f in (masked_l1, masked_l1_reference)]
     torch.testing.assert_close(*losses, rtol=1e-9, atol=0)
     torch.testing.assert_close(*(torch.autograd.grad(x.sum(), pixels)[0] for x in losses), rtol=1e-8, atol=1e-12)
-
-
-def test_the_loss_of_an_image_on_paper():
-    """Two masked pixels have errors of 1 and 3; visible pixels do not count."""
-    image = torch.zeros(1, 1, 2, 2)
-    pixels = torch.tensor([[[[1.0, 100.0], [-3.0, 100.0]]]])
-    assert masked_l1(pixels, image, torch.tensor([[[True, False], [True, False]]])).tolist() == [2.0]
 
 
 @pytest.mark.parametrize("tokens", [(), ("model.class_token=true", "model.reg_tokens=2")], ids=str)
@@ -163,15 +155,6 @@ def test_an_evaluation_is_the_mean_over_images():
     found = evaluate(model, batches, WORLD, None, measure=criterion.measure)
     pixels = model(images, masks).detach()
     assert found == {"loss": pytest.approx(masked_l1_reference(pixels, images, masks).mean().item()), "images": 13}
-
-
-def test_the_best_epoch_has_the_lowest_loss():
-    progress = Progress()
-    for epoch, loss in enumerate((0.5, 0.3, 0.4), 1):
-        progress.metrics = {"loss": loss, "ema_loss": 1 - loss}
-        progress.rank(epoch, 2)
-    assert (progress.ranking, progress.ema_ranking) == ([[-0.3, 2], [-0.4, 3]], [[-0.5, 1], [-0.6, 3]])
-    assert progress.best() == {"best_loss": 0.3, "best_ema_loss": 0.5}
 
 
 @pytest.mark.parametrize("token", ["false", "true"])

@@ -115,18 +115,6 @@ def layer(grid=(4, 6), **options):
 # Limits
 
 
-def test_by_hand():
-    """One landmark at the origin with noise 1, so that omega = 1: xi(x) = exp(x - x^2 / 2), 1 for x = 0 and x = 2.
-
-    One sample weighs every query's keys alike: 1, 1 and sqrt(e).
-    """
-    q, k, v, zero = one_head(5, -1, 0), one_head(0, 2, 1), one_head(1, 3, 4), one_head(0)
-    root = math.e**0.5
-    expected = (1 * 1 + 1 * 3 + root * 4) / (1 + 1 + root)
-    y = lara(q, k, v, zero, zero, torch.ones(1, 1, 1, 1, 1).double(), proposal="pool")
-    assert_equal(y, one_head(expected, expected, expected))
-
-
 @every_weighting
 @pytest.mark.parametrize("features", ["positive", "hyperbolic"])
 def test_proposals_at_the_origin_are_random_feature_attention(weighting, features):

@@ -110,15 +110,6 @@ def test_by_hand():
     assert_equal(performer(q, k, v, omega), one_head(expected, expected, expected))
 
 
-def test_by_hand_with_hyperbolic_features():
-    """A sample 1 is also -1. A query x weighs key y by exp(-y^2 / 2) cosh(x + y): at x = 0, cosh(y) exp(-y^2 / 2)."""
-    q, k, v, omega = one_head(0), one_head(0, 1), one_head(0, 1), torch.ones(1, 1, 1).double()
-    # key 0: 1; key 1: (e + 1/e) / 2 / sqrt(e) = (sqrt(e) + e^-1.5) / 2
-    weight = (math.e**0.5 + math.e**-1.5) / 2
-    y = performer(q, k, v, omega, features="hyperbolic")
-    assert_equal(y, one_head(weight / (1 + weight)))
-
-
 def test_hyperbolic_features_are_positive_ones_at_mirrored_samples():
     q, k, v, omega = draw(2, 2, 9, 4), draw(2, 2, 9, 4, seed=1), draw(2, 2, 9, 4, seed=2), draw(2, 5, 4, seed=3)
     mirrored = random_feature_attention(scale(q), scale(k), v, torch.cat([omega, -omega], 1))

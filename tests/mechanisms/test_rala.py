@@ -47,18 +47,6 @@ def test_by_hand():
     torch.testing.assert_close(y, one_head(*[(10 + 2 * a * 20) / (1 + 2 * a)] * 2), rtol=0, atol=1e-4)
 
 
-def test_without_rotation_weights_are_positive_and_sum_to_one():
-    weights = UNTURNED(Q, K, identity(N))
-    assert (weights > 0).all()
-    torch.testing.assert_close(weights.sum(-1), torch.ones(B, h, N, dtype=torch.float64), rtol=0, atol=1e-4)
-    assert (torch.linalg.matrix_rank(weights) <= d).all()
-
-
-def test_keys_that_are_all_the_same_weigh_the_same():
-    y = UNTURNED(Q, K[:, :, :1].expand_as(K), V)
-    torch.testing.assert_close(y, V.mean(2, keepdim=True).expand_as(V), rtol=0, atol=1e-5)
-
-
 def test_a_key_like_the_mean_query_weighs_more():
     """Its weight is larger than in linear attention with the same features."""
     phi_q, phi_k = elu_plus_one(Q), elu_plus_one(K)

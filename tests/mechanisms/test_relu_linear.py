@@ -74,15 +74,6 @@ def test_a_query_without_positive_channels_gives_zero_and_finite_gradients():
         assert all(x.grad.isfinite().all() for x in (q, k, v))
 
 
-def test_scales_without_a_map_of_their_heads_are_none():
-    attn, x = layer("relu_linear", GRID, scales=(3,)), draw(B, N, h * d)
-    other = layer("relu_linear", GRID)
-    other.load_state_dict({key: y for key, y in attn.state_dict().items() if key in other.state_dict()})
-    with torch.no_grad():
-        attn.proj_scales.weight.zero_()
-    assert_equal(attn(x, GRID), other(x, GRID))
-
-
 def test_a_scale_of_one_token_that_is_a_copy_gives_the_same_heads_again():
     attn, x = layer("relu_linear", GRID, scales=(1,)), draw(B, N, h * d)
     scale = attn.scales[0]

@@ -99,18 +99,6 @@ def test_the_variance_of_the_estimate_is_performers_times_the_probability_that_a
 
 
 @every_grid
-def test_rounds_of_scatterbrain_with_one_direction_are_one_round(grid):
-    """A pair that meets in every round counts once."""
-    q, k, v = tokens(grid)
-    omega, direction = draw(h, S, d, seed=3), draw(h, 1, d + 2, seed=4)
-    once, thrice = (
-        scatterbrain_lsh(q, k, v, omega, directions, cluster_size=5)
-        for directions in (direction, direction.expand(-1, 3, -1))
-    )
-    assert_equal(thrice, once)
-
-
-@every_grid
 def test_without_correction_it_is_smyrf_and_performer_added(grid):
     """With one round, the naive sum weights the two attentions by their masses, the released code by one half each."""
     q, k, v = tokens(grid)

@@ -3,6 +3,7 @@
 import math
 from functools import partial
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -39,22 +40,16 @@ GRID, N = (6, 4), 24
 Q, K, V = tokens(GRID)
 
 
-def test_without_its_terms_it_is_relu_linear():
-    attn, other = layer("slab", GRID, local=False), layer("relu_linear", GRID)
-    with torch.no_grad():
-        attn.key_positions.table.zero_()
-    other.load_state_dict({key: x for key, x in attn.state_dict().items() if key != "key_positions.table"})
-    x = draw(B, N, h * d)
-    torch.testing.assert_close(attn(x, GRID), other(x, GRID), rtol=1e-5, atol=1e-5)  # another epsilon
-
-
-def test_it_is_relu_linear_with_positions_of_keys_and_a_local_term():
-    attn, x = layer("slab", GRID), draw(B, N, h * d)
+@pytest.mark.parametrize("local", [False, True])
+def test_it_is_relu_linear_with_positions_of_keys_and_a_local_term(local):
+    attn, x = layer("slab", GRID, local=local), draw(B, N, h * d)
     q, k, v = attn.project(x, GRID)
     k = k + attn.key_positions.table.unflatten(0, (h, d)).mT
-    filters, biases = (weight.repeat(h, *[1] * (weight.dim() - 1)) for weight in attn.local_term.parameters())
-    local = F.conv2d(v.mT.flatten(1, 2).unflatten(2, GRID), filters, biases, padding=2, groups=h * d)
-    y = relu_linear(q, k, v, eps=1e-6) + local.flatten(2).unflatten(1, (h, d)).mT
+    y = relu_linear(q, k, v, eps=1e-6)
+    if local:
+        filters, biases = (weight.repeat(h, *[1] * (weight.dim() - 1)) for weight in attn.local_term.parameters())
+        term = F.conv2d(v.mT.flatten(1, 2).unflatten(2, GRID), filters, biases, padding=2, groups=h * d)
+        y = y + term.flatten(2).unflatten(1, (h, d)).mT
     assert_equal(attn(x, GRID), attn.proj(y.transpose(1, 2).flatten(2)))
 
 

@@ -34,14 +34,6 @@ def test_smyrf_is_softmax_under_the_masks_of_its_clusters_weighed_by_their_mass(
     assert_equal(smyrf(q, k, v, directions, cluster_size=size), expected)
 
 
-@every_grid
-def test_rounds_of_smyrf_with_one_direction_are_one_round(grid):
-    q, k, v = tokens(grid)
-    direction = draw(h, 1, d + 2, seed=3)
-    once, thrice = (smyrf(q, k, v, x, cluster_size=4) for x in (direction, direction.expand(-1, 3, -1)))
-    assert_equal(thrice, once)
-
-
 def test_smyrf_clusters_near_tokens():
     """Pairs with large products meet more often than by chance (1 in 8)."""
     q = draw(B, h, 64, d)

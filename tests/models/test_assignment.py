@@ -171,7 +171,7 @@ def test_a_list_of_equals_is_the_single_mechanism_bit_for_bit(name, one):
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
 
 
-def test_shifted_windows_alternate_over_their_own_layers():
+def test_layers_that_alternate_or_change_in_the_middle_do_so_over_their_mechanism_or_the_network():
     """Windows that softmax separates still cross each other's borders; in the first of them nothing is shifted."""
     options = TINY["deit"] | {"depth": 6}
     shifted = {"name": "shifted_window", "window_size": 3}
@@ -181,11 +181,7 @@ def test_shifted_windows_alternate_over_their_own_layers():
     others = {**shifted, "window_size": 2}
     model = create_model("deit", [{"blocks": "0-2", **shifted}, {"blocks": "3-5", **others}], **options)
     assert [layer.shifts for layer in attention_layers(model)] == [False, True] * 3
-
-
-def test_transnormer_has_windows_in_the_first_half_of_the_network():
-    one = {"name": "transnormer", "window_size": 3}
-    options = TINY["deit"] | {"depth": 6}
+    one = {"name": "transnormer", "window_size": 3}  # windows in the first half of the network
     model = create_model("deit", [{"blocks": "2-5", **one}, {"blocks": "0-1", **SOFTMAX}], **options)
     assert [layer.in_windows for layer in attention_layers(model)[2:]] == [True, False, False, False]
 

@@ -20,6 +20,7 @@ from models.hosts import attention_calls
 from models.of_transformers import FAMILIES
 from tests.support.comparisons import BF16_RMS, FP32_RMS, FP64, rms_ratio
 from tests.support.facts import CASES, light
+from tests.support.partition import chosen
 
 SIZE = 64, 96
 EVA = {"name": "eva", "window_size": 2, "num_landmarks": 4}
@@ -89,22 +90,13 @@ def assert_same(a, b):
 complete = pytest.mark.complete
 
 
-@pytest.mark.parametrize("name", HOSTS)
-def test_softmax_in_timm_is_the_host_to_the_bit(name):
-    host, replaced, x = of_timm(name), replace_attention(of_timm(name), "softmax", GIVEN.get(name)), images()
-    assert sum(isinstance(module, Replaced) for module in replaced.modules()) == len(
-        attention_calls(host, GIVEN.get(name))
-    )
-    assert host.state_dict().keys() == replaced.state_dict().keys()
-    assert_same(gradients(host, x), gradients(replaced, x))
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in ("dinov2", "dinov3_vit") else complete) for name in ALL_FAMILIES]
-)
-def test_softmax_in_transformers_is_the_host_to_the_bit(name):
-    host, replaced, x = of_family(name), replace_attention(of_family(name), "softmax"), images((64, 64))
-    assert sum(isinstance(module, Replaced) for module in replaced.modules()) == 2
+@pytest.mark.parametrize("name", [*HOSTS, *chosen(ALL_FAMILIES, ("dinov2", "dinov3_vit").__contains__)])
+def test_softmax_is_the_host_to_the_bit(name):
+    """In timm, and in transformers."""
+    make, x = (of_family, images((64, 64))) if name in ALL_FAMILIES else (of_timm, images())
+    host, replaced = make(name), replace_attention(make(name), "softmax", GIVEN.get(name))
+    count = 2 if name in ALL_FAMILIES else len(attention_calls(host, GIVEN.get(name)))
+    assert sum(isinstance(module, Replaced) for module in replaced.modules()) == count
     assert host.state_dict().keys() == replaced.state_dict().keys()
     for model in (host, replaced):
         torch.manual_seed(1)  # vit_mae draws its patches
@@ -355,20 +347,20 @@ def test_a_model_is_refused_before_any_change(problem, message):
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("name", "depth", "message"),
     [
-        ("resnet18", "ResNet has no attention among its tokens that calls torch's scaled_dot_product_attention"),
-        ("beit_base_patch16_224", r"blocks.0.attn adds a mask or a position bias to its logits \(attn_mask\)"),
-        ("swin_tiny_patch4_window7_224", "layers.0.blocks.0.attn has fused_attn = False"),
-        ("pvt_v2_b0", "stages.0.blocks.0.attn has keys of another length, 49 for 3136 queries"),
-        ("hiera_tiny_224", "windows in a dimension of their own"),
-        ("mobilevit_xxs", "folds windows into the batch"),
-        ("naflexvit_base_patch16_gap", r"blocks.0.attn has tokens that no convolution makes.* no grid \(NaFlex\)"),
+        ("resnet18", {}, "ResNet has no attention among its tokens that calls torch's scaled_dot_product_attention"),
+        ("beit_base_patch16_224", {}, r"blocks.0.attn adds a mask or a position bias to its logits \(attn_mask\)"),
+        ("swin_tiny_patch4_window7_224", {"depths": (1,) * 4}, "layers.0.blocks.0.attn has fused_attn = False"),
+        ("pvt_v2_b0", {"depths": (1,) * 4}, "stages.0.blocks.0.attn has keys of another length, 49 for 3136 queries"),
+        ("hiera_tiny_224", {}, "windows in a dimension of their own"),
+        ("mobilevit_xxs", {}, "folds windows into the batch"),
+        ("naflexvit_base_patch16_gap", {}, r"blocks.0.attn has tokens that no convolution makes.* no grid \(NaFlex\)"),
     ],
 )
-def test_an_architecture_is_refused_by_name(name, message):
+def test_an_architecture_is_refused_by_name(name, depth, message):
     with torch.device("meta"):
-        host = timm.create_model(name)
+        host = timm.create_model(name, **depth)
     with pytest.raises(OptionError, match=message):
         replace_attention(host, EVA)
 

@@ -22,25 +22,13 @@ CASES = json.loads((RELEASED / "models" / "cases.json").read_text())
 
 EVA = {"name": "eva", "mu_scale": 0.5, "position_bias": "table_released", "noise": "released"}
 LARA = {"name": "lara", "noise": "released"}
-LARA_PVT = {**LARA, "landmark_transform": "dense"}
+DEIT = {"img_size": 112, "patch_size": 8, "embed_dim": 64, "depth": 2, "num_heads": 2, "num_classes": 10}
+PVT = {"embed_dims": (16, 32, 64, 128), "depths": (1,) * 4, "num_heads": (2, 4, 8, 16), "mlp_ratios": (2, 2, 1, 1)}
+PVT["num_classes"] = 10
 
 MODELS = {
-    "evit_d64_p8_eva.safetensors": (
-        "deit",
-        EVA,
-        {"img_size": 112, "patch_size": 8, "embed_dim": 64, "depth": 2, "num_heads": 2, "num_classes": 10},
-    ),
-    "pvt_16-32-64-128_lara.safetensors": (
-        "pvtv2_b0",
-        LARA_PVT,
-        {
-            "embed_dims": (16, 32, 64, 128),
-            "depths": (1, 1, 1, 1),
-            "num_heads": (2, 4, 8, 16),
-            "mlp_ratios": (2, 2, 1, 1),
-            "num_classes": 10,
-        },
-    ),
+    "evit_d64_p8_eva.safetensors": ("deit", EVA, DEIT),
+    "pvt_16-32-64-128_lara.safetensors": ("pvtv2_b0", {**LARA, "landmark_transform": "dense"}, PVT),
 }
 LAYOUTS = {  # of the models of these configurations
     "evit_tiny_p16_eva.json": "deit_tiny_p16/eva.yaml",

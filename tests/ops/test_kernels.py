@@ -202,43 +202,41 @@ def test_gradients_within_autocast(case):
         assert rms_ratio(result, gradient) < 0.02
 
 
-@every_layer
-def test_second_order_gradients_are_refused_and_plain_ones_exist(case):
-    def slope() -> Tensor:
-        x = case.tokens().requires_grad_()
-        (gradient,) = torch.autograd.grad(case.build().eval()(x, case.grid).square().sum(), x, create_graph=True)
-        return torch.autograd.grad(gradient.sum(), x)[0]
+def slope(case: Case) -> Tensor:
+    """A second derivative of a layer."""
+    x = case.tokens().requires_grad_()
+    (gradient,) = torch.autograd.grad(case.build().eval()(x, case.grid).square().sum(), x, create_graph=True)
+    return torch.autograd.grad(gradient.sum(), x)[0]
 
-    with pytest.raises(RuntimeError, match=r"no second derivatives; .* kernels.use\('plain'\)"):
-        slope()
+
+def jacobian(case: Case) -> Tensor:
+    """Derivatives of a layer in one batch."""
+    attn, x = case.build().eval(), case.tokens()
+
+    def totals(scale: Tensor) -> Tensor:
+        return attn(scale * x, case.grid).sum((0, 2))
+
+    return torch.autograd.functional.jacobian(totals, torch.ones((), dtype=x.dtype), vectorize=True)
+
+
+@pytest.mark.parametrize(
+    ("derivative", "problem"),
+    [(slope, "no second derivatives; .*"), (jacobian, "no batched gradients .* torch.func.jacrev, or .*")],
+)
+@every_layer
+def test_derivatives_that_fast_paths_have_not_are_refused_and_plain_ones_exist(case, derivative, problem):
+    with pytest.raises(RuntimeError, match=rf"{problem} kernels.use\('plain'\)"):
+        derivative(case)
     with kernels.use("plain"):
-        assert slope().isfinite().all()
+        assert derivative(case).isfinite().all()
 
 
 @pytest.mark.parametrize("case", light(CASES), ids=str)
 def test_the_definitions_have_second_order_gradients(case):
     """Softmax attention takes no fused kernel on this path, because the gradient of one has no gradient."""
     with kernels.use("plain"):
-        x = case.tokens().requires_grad_()
-        (gradient,) = torch.autograd.grad(case.build().eval()(x, case.grid).square().sum(), x, create_graph=True)
-        assert torch.autograd.grad(gradient.sum(), x)[0].isfinite().all()
+        assert slope(case).isfinite().all()
     assert not transforms.by_definition
-
-
-@every_layer
-def test_batched_gradients_are_refused_and_plain_ones_exist(case):
-    attn, x = case.build().eval(), case.tokens()
-
-    def jacobian() -> Tensor:
-        def totals(scale: Tensor) -> Tensor:
-            return attn(scale * x, case.grid).sum((0, 2))
-
-        return torch.autograd.functional.jacobian(totals, torch.ones((), dtype=x.dtype), vectorize=True)
-
-    with pytest.raises(RuntimeError, match=r"no batched gradients .* torch.func.jacrev, or .* kernels.use\('plain'\)"):
-        jacobian()
-    with kernels.use("plain"):
-        assert jacobian().isfinite().all()
 
 
 @every_layer
