@@ -37,12 +37,12 @@ from tests.support.facts import stated
 def test_softmax_in_the_place_of_softmax_changes_nothing(checkpoint, tmp_path, capsys):
     """A mechanism that the grid cannot have is a row with the reason."""
     names = ["softmax", "performer", "{name: eva, window_size: 2, num_landmarks: 4}", "lara"]
-    rows = ask(checkpoint, tmp_path, "replace", "--images", "360", "--draws", "2", "--attention", *names)
+    rows = ask(checkpoint, tmp_path, "replace", "--images", "120", "--draws", "2", "--attention", *names)
     softmax, performer, eva, lara = rows
     assert float(softmax["change"]) == float(softmax["error"]) == float(softmax["error_std"]) == 0
     assert float(performer["error"]) > 0
     assert float(performer["error_std"]) > 0
-    assert (performer["untrained_parameters"], performer["images"]) == ("0", "360")
+    assert (performer["untrained_parameters"], performer["images"]) == ("0", "120")
     assert int(eva["untrained_parameters"]) > 0
     assert lara["top1"] == ""
     assert "num_landmarks = 49" in lara["problem"]

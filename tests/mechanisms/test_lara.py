@@ -242,7 +242,7 @@ def kernel_entries(weighting: str, noise_std: float = 1.0, signs: tuple[int, ...
 
 @every_weighting
 @pytest.mark.parametrize(
-    "signs", [pytest.param((1,), id="positive", marks=pytest.mark.complete), pytest.param((1, -1), id="hyperbolic")]
+    "signs", [pytest.param((1,), id="positive"), pytest.param((1, -1), id="hyperbolic", marks=pytest.mark.complete)]
 )
 def test_kernel_entries_are_unbiased(weighting, signs):
     assert_mean(*kernel_entries(weighting, signs=signs))
