@@ -27,7 +27,7 @@ QUESTIONS: dict[str, str] = {
     "convert": "a trained model to a faster one: search, alignment, training, comparison, export",
     "search": "mechanism of every layer of a trained model under a budget: a front of loss against cost",
     "error": "error of mechanisms against softmax attention on a trained model's queries, keys and values",
-    "oracle": "error of low-rank and sparse approximations, and both, of its attention matrices at one budget",
+    "oracle": "error of low-rank, sparse and combined approximations of attention matrices at one budget",
 }
 """Module of `analysis` -> its description."""
 

@@ -44,7 +44,7 @@ class Distill:
 class Simmim:
     """Pre-training on masked images as in SimMIM, of a model with a mask token (model.mask_token)."""
 
-    mask_ratio: float = option(0.6, "share of an image's squares that are masked, counted up", above=0, below=1)
+    mask_ratio: float = option(0.6, "share of squares of an image that are masked, rounded up", above=0, below=1)
     mask_size: int = option(
         32, "side of a square, pixels: a multiple of the patch size that divides the image", low=1, high=4096
     )

@@ -189,8 +189,8 @@ class Train:
     )
     class_weights: Literal["balanced"] | tuple[float, ...] | None = option(
         None,
-        "weights of the classes, in their order: the whole cross-entropy of an image with its label counts by the"
-        " weight of its class, of a mixed image by the mix of their weights, and the loss is the mean over images;"
+        "weights of the classes, in their order: the whole cross-entropy of an image is multiplied by the weight of"
+        " its class, of a mixed image by the mix of their weights, and the loss is the mean over images;"
         " balanced: images / (classes x images of the class), as in scikit-learn, whose mean over the images is 1;"
         " null: 1",
         above=0,
@@ -261,8 +261,8 @@ class Train:
     )
     early_stop: int | None = option(
         None,
-        "epochs, counted from the best by best_by of either kind of weights, after which a run without a better one is"
-        " finished; null: it has all its epochs",
+        "number of epochs without a better one, by best_by and of either kind of weights, after which a run ends; null:"
+        " it has all its epochs",
         low=1,
         high=100_000,
     )

@@ -27,7 +27,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("config", type=find_config, help="YAML file, see configs/")
     add("overrides", nargs="*", metavar="key.path=value", help="options in place of the file's: optim.lr=1e-3")
     add("--output", type=Path, required=True, help="directory of the run; an unfinished run resumes")
-    add("--allow-change", action="append", default=[], metavar="KEY", help="what may differ, by name; repeatable")
+    add("--allow-change", action="append", default=[], metavar="KEY", help="what may change on resuming; repeatable")
     text = "print parameters, MACs, steps, images, memory, what would be resumed, and the options"
     add("--dry-run", action="store_true", help=f"{text}; start and write nothing")
     parser.keys = {x.name: f"{name}.{x.name}" for name, kind in SECTIONS.items() for x in dataclasses.fields(kind)}
