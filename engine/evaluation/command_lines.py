@@ -8,7 +8,7 @@ from engine.checkpoints.progress import WEIGHTS
 from engine.runtime.arguments import ArgumentParser, Count
 
 OUTPUTS = {
-    "per-class": ("precision, recall, F1 and support of every class", ".csv"),
+    "per-class": ("precision, recall, F1, top-5 and support of every class", ".csv"),
     "predictions": ("class and probable classes of every image", ".csv"),
     "confusion": ("the confusion matrix", ".png"),
     "calibration": ("confidence beside accuracy", ".png"),
