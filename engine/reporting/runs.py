@@ -6,6 +6,7 @@ A run is running (and where), finished, stopped (by a signal; the same command g
 interrupted (it ended without a record). `changed` names options that --allow-change has changed within the run.
 """
 
+import re
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -26,8 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="folders of runs")
     args = parser.parse_args(arguments)
     with refuse_bad_input():
-        rows = ([str(run), *summarise(run).values()] for run in find_runs(args.paths))
-        print(align([["run", *COLUMNS], *rows]))
+        rows = [{"run": str(run), **summarise(run)} for run in find_runs(args.paths)]
+        print(align([list(rows[0]), *(list(row.values()) for row in rows)]))
 
 
 def find_runs(paths: Sequence[Path]) -> list[Path]:
@@ -45,11 +46,8 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
     return sorted(found)
 
 
-COLUMNS = ("state", "model", "attention", "epoch", "best", "images/s", "elapsed", "GPU-hours", "ETA", "changed")
-
-
 def summarise(run: Path) -> dict[str, str]:
-    """Returns the `COLUMNS` of the run in the directory `run`; "" for unknown values."""
+    """Returns the columns of the run in the directory `run`; "" for unknown values."""
     records = find_records(run)
     starts = [number for number, record in enumerate(records) if record["kind"] == "start"]
     launch = records[starts[-1] :] if starts else records
@@ -57,19 +55,19 @@ def summarise(run: Path) -> dict[str, str]:
     kinds = {record["kind"]: record for record in records}  # the last of each
     trained, evaluated = kinds.get("train", {}), kinds.get("eval", {})
     is_running, (model, mechanisms, best_by) = is_locked(run), _subject(run)
-    texts = [
-        f"running: {lock_holder(run)}" if is_running else _end(last),
-        model,
-        mechanisms,
-        f"{max(trained.get('epoch', 0), evaluated.get('epoch', 0))}/{start.get('epochs', '?')}",
-        _best([record for record in records if record["kind"] == "eval"], best_by),
-        _text(trained.get("images_per_second"), ".0f"),
-        _duration(last.get("elapsed_seconds")),
-        _text(last.get("gpu_hours"), ".2f"),
-        _duration(_seconds_left(start, last) if is_running else None),
-        "; ".join(list_changes(records)),
-    ]
-    return dict(zip(COLUMNS, texts, strict=True))
+    return {
+        "state": f"running: {lock_holder(run)}" if is_running else _end(last),
+        "configuration": next(iter(re.findall(r"\S+\.yaml", str(start.get("command")))), ""),
+        "model": model,
+        "attention": mechanisms,
+        "epoch": f"{max(trained.get('epoch', 0), evaluated.get('epoch', 0))}/{start.get('epochs', '?')}",
+        "best": _best([record for record in records if record["kind"] == "eval"], best_by),
+        "images/s": _text(trained.get("images_per_second"), ".0f"),
+        "elapsed": _duration(last.get("elapsed_seconds")),
+        "GPU-hours": _text(last.get("gpu_hours"), ".2f"),
+        "ETA": _duration(_seconds_left(start, last) if is_running else None),
+        "changed": "; ".join(list_changes(records)),
+    }
 
 
 def _subject(run: Path) -> tuple[str, str, str]:

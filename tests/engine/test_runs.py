@@ -15,7 +15,7 @@ from engine.checkpoints.progress import Progress
 from engine.reporting import metrics
 from engine.reporting.metrics import EpochTable, epochs_csv, find_records
 from engine.reporting.recorder import Recorder
-from engine.reporting.runs import COLUMNS, main, summarise
+from engine.reporting.runs import main, summarise
 from engine.runtime.distributed import World
 from engine.runtime.errors import UserError
 from engine.runtime.locks import lock_directory
@@ -24,6 +24,7 @@ from tests.engine.test_recorder import CPU, RUN, WORLD
 from tests.support.refusals import refusal
 
 START = {"kind": "start", "epoch": 0, "step": 0, "epochs": 4, "total_steps": 40, "elapsed_seconds": 10.0}
+START |= {"command": "train.py configs/quickstart.yaml --output run"}
 TRAIN = {"kind": "train", "epoch": 2, "step": 20, "elapsed_seconds": 50.0, "loss": 1.0, "images_per_second": 99.6}
 EVAL = {"kind": "eval", "epoch": 1, "step": 10, "elapsed_seconds": 30.0, "top1": 87.5}
 
@@ -48,8 +49,8 @@ def make_run(directory: Path, *records: dict) -> Path:
 )
 def test_states(tmp_path: Path, end: dict, state: str):
     row = summarise(make_run(tmp_path / "run", START, EVAL, TRAIN, {**TRAIN, **end}))
-    values = state, "", "", "2/4", "top1 87.5 (epoch 1)", "100", "0:00:50", "", "", ""
-    assert row == dict(zip(COLUMNS, values, strict=True))
+    values = state, "configs/quickstart.yaml", "", "", "2/4", "top1 87.5 (epoch 1)", "100", "0:00:50", "", "", ""
+    assert (*row.values(),) == values
 
 
 def test_the_best_epoch_is_shown_by_best_by(tmp_path: Path):
@@ -233,8 +234,8 @@ def test_runs_below_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture):
     (tmp_path / "sweep/lock").touch()
     main([str(tmp_path)])
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert lines[0] == ["run", *" ".join(COLUMNS).split()]
-    rows = [[f"{tmp_path}/a", "not", "begun"], [f"{tmp_path}/sweep/b", "interrupted", "1/4"]]
+    assert lines[0] == ["run", *" ".join(summarise(tmp_path / "a")).split()]
+    rows = [[f"{tmp_path}/a", "not", "begun"], [f"{tmp_path}/sweep/b", "interrupted", "configs/quickstart.yaml"]]
     assert [line[:3] for line in lines[1:]] == rows
 
 
