@@ -7,9 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from bench import gpu_run, gpu_tasks
 from bench.gpu_tasks import COLUMNS, FILE, MODELS, OURS, Worker
+from engine.runtime.distributed import precision
 from engine.runtime.files import dicts_to_csv
 
 
@@ -34,7 +36,7 @@ def test_waves_have_every_task_once():
 def test_networks_are_those_of_configurations(worker, model):
     for network in OURS:
         run = worker.run_of(model, network)
-        assert run.train.amp == "bf16"
+        assert precision(run.train.amp, torch.device("cuda")) == "bf16"
         assert run.model["drop_path_rate"] == 0.1
 
 
