@@ -30,7 +30,7 @@ from engine.runtime.distributed import init_distributed
 from engine.runtime.errors import refuse_bad_input
 from engine.runtime.files import to_csv, write_file
 from engine.runtime.ownership import check_file
-from engine.runtime.terminal import progress_bar
+from engine.runtime.terminal import progress
 from engine.runtime.text import one_line
 
 
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         trained = load(args.checkpoint, weights=args.weights, select=args.select, overrides=args.set)
     trained.model.to(device)
     loader, predictions, not_finite = create_loader(trained, files, args.batch_size), [], 0
-    with refuse_bad_input(), progress_bar("prediction", len(files)) as bar:
+    with refuse_bad_input(), progress("prediction", len(files), "images") as bar:
         for prediction in predict(trained, loader, args.top):
             if args.output:
                 predictions.append(prediction)

@@ -35,7 +35,7 @@ from engine.runtime.distributed import World, precision
 from engine.runtime.files import append_whole, naming, write_atomically
 from engine.runtime.provenance import provenance
 from engine.runtime.reading import open_regular
-from engine.runtime.terminal import CONSOLE, print_fields, progress_bar
+from engine.runtime.terminal import CONSOLE, LINE_SECONDS, print_fields, progress_bar
 from engine.runtime.text import one_line
 
 RUN_FILES = (CONFIG, METRICS, EPOCHS, HEARTBEAT, CONSOLE, ORIGIN)
@@ -110,10 +110,9 @@ class Recorder(SilentRecorder):
         super().__init__(directory, run, progress, total_steps, world)
         self.directory, self.run, self.total_steps, self.device = directory, run, total_steps, world.device
         self.progress, self.num_gpus, self.began = progress, 0, time.monotonic()
-        self.images_seen, self.epochs = 0, EpochTable()
+        self.images_seen, self.epochs, self.is_estimated = 0, EpochTable(), False
         self.former: dict[str, Any] = {}  # the last start
         self.spent = {"elapsed_seconds": 0.0, "gpu_hours": 0.0}
-        self.is_estimated = False
         self.metrics = directory / METRICS
         self.charts, self.heartbeat = Charts(directory, self.step), Heartbeat(directory)
         self._go_on()
@@ -187,6 +186,9 @@ class Recorder(SilentRecorder):
         super().end_step()
         self.images_seen += self.run.train.total_batch_size
         self.bar.update(self.run.train.total_batch_size)
+        if self.bar.disable and time.time() - self.heartbeat.values.get("record_time_seconds", math.inf) > LINE_SECONDS:
+            self.heartbeat.beat({"step": self.step})
+            print_fields(f"train  {self._place(self.progress.epoch + 1)}")
 
     def train(self, epoch: int, **values: float) -> None:
         self._record("train", epoch, values := {**values, **self.speed.since_last()})

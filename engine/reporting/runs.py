@@ -104,8 +104,7 @@ def _seconds_left(start: dict[str, Any], last: dict[str, Any]) -> float | None:
     steps = last.get("step", 0) - start.get("step", 0)
     if steps <= 0 or not {"elapsed_seconds", "total_steps"} <= start.keys() or "elapsed_seconds" not in last:
         return None
-    each = (last["elapsed_seconds"] - start["elapsed_seconds"]) / steps
-    return each * (start["total_steps"] - last["step"])
+    return (last["elapsed_seconds"] - start["elapsed_seconds"]) / steps * (start["total_steps"] - last["step"])
 
 
 def _text(value: float | None, form: str) -> str:

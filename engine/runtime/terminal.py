@@ -156,8 +156,7 @@ def progress_bar(title: str, total: int, *, initial: int = 0) -> tqdm:
 
 def progress(title: str, total: int | None, unit: str, hidden: bool = False) -> tqdm:
     """Returns a bar that disappears at the end; for a pipe or a log, lines of progress."""
-    has_lines = not hidden and (_is_pipe(sys.stdout) or not sys.stderr.isatty())
-    kind: type[tqdm] = ProgressLines if has_lines else tqdm
+    kind: type[tqdm] = ProgressLines if not hidden and (_is_pipe(sys.stdout) or not sys.stderr.isatty()) else tqdm
     return kind(desc=title, total=total, unit=f" {unit}", leave=False, disable=hidden, dynamic_ncols=True)
 
 
@@ -175,7 +174,9 @@ class ProgressLines(tqdm):
             print(self, file=sys.stderr, flush=True)
 
     def display(self, *_: Any, **__: Any) -> None:
-        """Shows nothing: the thread does."""
+        """Shows nothing: the thread does. There is nothing to clear either."""
+
+    clear = display
 
     def close(self) -> None:
         self.ended.set()

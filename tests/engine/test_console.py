@@ -103,6 +103,8 @@ def test_a_log_has_lines_of_progress_even_during_one_long_update(monkeypatch, ca
     with progress("search", 4, "assignments") as bar:
         bar.update()
         bar.set_postfix_str("eva")
+        tqdm.write("skipped: one", file=sys.stderr)
+        assert "\r" not in capsys.readouterr().err
         lines = []
         while len(lines) < 2:
             time.sleep(0.01)

@@ -97,6 +97,19 @@ def test_records(tmp_path: Path, capsys: pytest.CaptureFixture):
     assert "memory_mb" not in final  # on a CPU it would be that of the process
 
 
+def test_slow_updates_are_told_to_a_log_and_to_the_heartbeat(tmp_path: Path, capsys: pytest.CaptureFixture):
+    recorder = Recorder(tmp_path, RUN, Progress(), total_steps=9, world=WORLD)
+    recorder.start(0, processes=1)
+    recorder.begin_epoch(1)
+    for _ in range(3):
+        recorder.heartbeat.values["record_time_seconds"] -= 20
+        recorder.end_step()
+    recorder.bar.close()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith("train ")] == ["train  epoch 1/2  step 2/9"]
+    assert " 2.0\n" in (tmp_path / "metrics.prom").read_text()
+
+
 @pytest.mark.parametrize("total_steps", [1000, 9])
 def test_the_hours_that_are_left_are_told_once_after_a_minute(tmp_path: Path, capsys, total_steps: int):
     """A tenth of an hour is left at least."""
@@ -310,7 +323,7 @@ def test_tensorboard(tmp_path: Path):
 def test_hyper_parameters_are_no_defaults():
     """Neither those of the model's size, nor options that follow from others."""
     chosen = chosen_options(load_run(ROOT / "configs/deit_small_p16/eva.yaml", ["optim.lr=0.5"]))
-    names = {"model.name": "deit_small_p16", "attention.name": "eva", "train.amp": "bf16"}
+    names = {"model.name": "deit_small_p16", "attention.name": "eva"}
     assert chosen == names | {"model.drop_path_rate": 0.1, "attention.released": True, "optim.lr": 0.5}
 
 
