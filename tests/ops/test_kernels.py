@@ -267,6 +267,9 @@ def test_paths_are_named_and_restored():
     )
     with kernels.use("plain"):
         assert kernels.resolved() == kernels.path() == "plain"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "_fast", {})  # as in a process that has imported softmax alone
+        assert kernels.resolved() == "auto: fast none"
     assert kernels.path() == "auto"
     path = kernels.use("fast")
     with pytest.raises(ValueError, match=r"kernels.use\('fast'\): unknown path; one of auto, torch, triton, plain"):
