@@ -64,5 +64,6 @@ def refuse_bad_input() -> Iterator[None]:
                 time.sleep(PATIENCE)
         except KeyboardInterrupt:  # by the launcher
             raise SystemExit(2) from None
-        print(f"error: {f'rank {rank}: ' * rank.strip('0').isdecimal()}{error}", file=sys.stderr)
+        is_named = not rank.strip("0").isdecimal() or str(error).startswith("rank ")
+        print(f"error: {'' if is_named else f'rank {rank}: '}{error}", file=sys.stderr)
         raise SystemExit(2) from None

@@ -599,15 +599,20 @@ def test_text_is_written_as_text(tmp_path, text):
 
 
 @pytest.mark.parametrize(
-    ("rank", "said"), [("0", "error: model.name: unknown\n"), ("8", "error: rank 8: model.name: unknown\n")]
+    ("rank", "key", "said"),
+    [
+        ("0", "model.name", "model.name: unknown"),
+        ("8", "model.name", "rank 8: model.name: unknown"),
+        ("8", "rank 1: data.root", "rank 1: data.root: unknown"),
+    ],
 )
-def test_a_refusal_names_its_rank(rank, said, monkeypatch, capsys):
+def test_a_refusal_names_its_rank(rank, key, said, monkeypatch, capsys):
     monkeypatch.setattr("engine.runtime.errors.PATIENCE", 0.0)
     monkeypatch.setenv("RANK", rank)
     with pytest.raises(SystemExit) as ended, refuse_bad_input():
-        raise OptionError("model.name", "unknown")
+        raise OptionError(key, "unknown")
     assert ended.value.code == 2
-    assert capsys.readouterr().err == said
+    assert capsys.readouterr().err == f"error: {said}\n"
 
 
 @pytest.mark.parametrize(
