@@ -183,6 +183,15 @@ def at_equal_macs() -> str:
     return table(columns, best_first(small))
 
 
+def at_budgets() -> str:
+    """Top-1 at some sizes of models that were trained for one, and of models that were trained for all, by epochs."""
+    own, *shared = (series("budgets.csv", seed="seed", training=kind) for kind in ("own", "5", "15"))
+    columns: dict[str, Column] = {"a model for each (%)": means(own)}
+    for epochs, found in zip(("5", "15"), shared, strict=True):
+        columns |= {f"one, {epochs} epochs (%)": means(found), f"difference, {epochs} epochs": less(found, own)}
+    return table(columns)
+
+
 TASKS = {
     "Pathfinder": "pathfinder_ablation.csv",
     "copy task": "copy_task.csv",
@@ -239,6 +248,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/results_scratch.md": {
         "from scratch": partial(over_seeds, "fashion_mnist.csv"),
         "equal MACs": at_equal_macs,
+        "budgets": at_budgets,
         "local term": partial(
             without_and_with, "local_term.csv", "local", ("false", "true"), ("without (%)", "with the local term (%)")
         ),
