@@ -75,7 +75,7 @@ def main(args: argparse.Namespace) -> None:
                 rows += found
                 bar.update()
     count = len({(row.layer, row.image, row.head) for row in rows})
-    title = f"{args.checkpoint}: {count} softmax attention matrices, Scatterbrain untrained; mean ± std over matrices"
+    title = f"{args.checkpoint}: {count} softmax attention matrices (mean ± std); Scatterbrain untrained"
     print(f"{title}\n\nRelative Frobenius error\n\n{compact_table(errors(rows))}")
     write_file(args.output / "oracle.csv", to_csv(Row._fields, rows))
     write_file(args.output / "oracle.png", encode(draw(title, rows)))
