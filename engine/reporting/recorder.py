@@ -186,9 +186,10 @@ class Recorder(SilentRecorder):
         super().end_step()
         self.images_seen += self.run.train.total_batch_size
         self.bar.update(self.run.train.total_batch_size)
-        if self.bar.disable and time.time() - self.heartbeat.values.get("record_time_seconds", math.inf) > LINE_SECONDS:
+        if time.time() - self.heartbeat.values.get("record_time_seconds", math.inf) > LINE_SECONDS:
             self.heartbeat.beat({"step": self.step})
-            print_fields(f"train  {self._place(self.progress.epoch + 1)}")
+            if self.bar.disable:  # a log
+                print_fields(f"train  {self._place(self.progress.epoch + 1)}")
 
     def train(self, epoch: int, **values: float) -> None:
         self._record("train", epoch, values := {**values, **self.speed.since_last()})

@@ -57,7 +57,7 @@ def summarise(run: Path) -> dict[str, str]:
     is_running, (model, mechanisms, best_by) = is_locked(run), _subject(run)
     return {
         "state": f"running: {lock_holder(run)}" if is_running else _end(last),
-        "configuration": next(iter(re.findall(r"\S+\.yaml", str(start.get("command")))), ""),
+        "configuration": next(iter(re.findall(r"\S+\.ya?ml", str(start.get("command")))), ""),
         "model": model,
         "attention": mechanisms,
         "epoch": f"{max(trained.get('epoch', 0), evaluated.get('epoch', 0))}/{start.get('epochs', '?')}",

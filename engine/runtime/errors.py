@@ -64,6 +64,6 @@ def refuse_bad_input() -> Iterator[None]:
                 time.sleep(PATIENCE)
         except KeyboardInterrupt:  # by the launcher
             raise SystemExit(2) from None
-        is_named = not rank.strip("0").isdecimal() or str(error).startswith("rank ")
-        print(f"error: {'' if is_named else f'rank {rank}: '}{error}", file=sys.stderr)
+        names_rank = rank.strip("0").isdecimal() and not str(error).startswith("rank ")
+        print(f"error: {f'rank {rank}: ' * names_rank}{error}", file=sys.stderr)
         raise SystemExit(2) from None

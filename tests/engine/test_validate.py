@@ -149,6 +149,13 @@ def test_other_class_names_are_warned_of(run_directory, tmp_path, capsys):
     assert not capsys.readouterr().err
 
 
+def test_the_checkpoint_is_enough(run_directory, tmp_path, capsys):
+    copy = tmp_path / "any name"
+    copy.write_bytes(newest_checkpoint(run_directory)[0].read_bytes())
+    report = read_report(capsys, copy, "data.val_split=train")
+    assert report["plain"]["images"] == report["ema"]["images"] == 1437
+
+
 def test_two_processes_report_the_same(run_directory, fork_server, tmp_path):
     reports = []
     for ranks in (1, 2):
@@ -376,6 +383,17 @@ def test_bad_input_is_one_line(run_directory, tmp_path, monkeypatch, capsys, arg
     assert error.count("\n") == 1
     assert problem in error
     assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("option", [[], ["data.workers=3"]])
+def test_a_file_does_not_decide_how_many_processes_start(run_directory, tmp_path, monkeypatch, option):
+    runs = []
+    monkeypatch.setattr(validate, "validate", lambda run, *args: runs.append(run) or {})
+    _, checkpoint = newest_checkpoint(run_directory)
+    checkpoint["config"]["data"]["workers"] = 10**6
+    torch.save(checkpoint, tmp_path / "x.pt")
+    validate.main([str(tmp_path / "x.pt"), "--json", *option])
+    assert runs[0].data.workers == (3 if option else 8)
 
 
 @pytest.mark.parametrize(("img_size", "expected"), [(56, 128), ([512, 256], 64), (4096, 1)])
