@@ -5,6 +5,7 @@ The rows C1 to C4 of the stress suite.
 
 import copy
 import errno
+import gc
 import io
 import itertools
 import json
@@ -781,10 +782,21 @@ def test_weights_that_are_objects_are_refused(name: str, tmp_path: Path, capsys:
     assert not (tmp_path / "out.safetensors").exists()
 
 
+def plain_time(whole: dict) -> float:
+    """CPU time in seconds of reading a file of 2 MB that is not hostile."""
+    gc.collect()
+    gc.freeze()  # objects of other tests, which a collection while reading would visit
+    content = saved(whole | {"config": [2**20 + i for i in range(400_000)]})
+    begin = time.process_time()
+    assert len(read_archive(content).values["config"]) == 400_000
+    return time.process_time() - begin
+
+
 @pytest.mark.complete
 def test_hostile_files_do_nothing(whole, tmp_path: Path, figure: Callable):
-    """Each is refused within 2 s and 1 GB of memory beyond the imports."""
+    """Each is refused within 1 GB beyond the imports, and within ten times the time of a plain file of its size."""
     paths, slowest = hostile_files(tmp_path, whole), 0.0
+    allowed = 10 * plain_time(whole)
     with little_memory():
         for path in paths.values():
             begin = time.process_time()
@@ -796,8 +808,8 @@ def test_hostile_files_do_nothing(whole, tmp_path: Path, figure: Callable):
             assert "MemoryError" not in str(caught.value)
     assert load_checkpoint(tmp_path / "good")
     assert not (tmp_path / "canary").exists()
-    assert slowest < 2
-    figure("C2", f"{len(paths)}/{len(paths)} hostile files refused, the slowest after {slowest:.2f} s")
+    assert slowest < allowed
+    figure("C2", f"{len(paths)}/{len(paths)} hostile files refused, the slowest after {slowest:.2f} of {allowed:.2f} s")
 
 
 def test_hostile_checkpoints_are_refused_before_any_evaluation(
