@@ -188,13 +188,13 @@ def run_on_meta(probe: nn.Module, img_size: int | Grid | None) -> Any:
     Raises:
         OptionError: it refuses them.
     """
-    channels = next((m.in_channels for m in probe.modules() if isinstance(m, nn.Conv2d)), 3)
-    size, dtype = img_size or _image_size(probe), next((x.dtype for x in probe.parameters()), None)
+    channels = next((x for m in probe.modules() if (x := getattr(m, "in_chans", getattr(m, "in_channels", 0)))), 3)
+    size, weight = _image_size(probe) if img_size is None else img_size, next(probe.parameters(), None)
     problem, remedy = "does not say which images it takes", "give img_size, or the part for images (vision_model)"
     if size is not None:
         try:
             with torch.device("meta"):
-                return probe(torch.empty(IMAGES, channels, *to_2tuple(size), dtype=dtype))
+                return probe(torch.empty(IMAGES, channels, *to_2tuple(size), dtype=getattr(weight, "dtype", None)))
         except Exception as error:  # the host's own
             problem = f"refuses images of this size with {channels} channels ({first_line(error)})"
     raise OptionError("model.img_size", f" = {size}: {type(probe).__name__} {problem}; {remedy}")

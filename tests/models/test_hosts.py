@@ -43,6 +43,7 @@ OTHERS = {
     "cpubone_nano": {"img_size": None},
     "lowformer_b0": {"img_size": None},
     "iformer_h": {"img_size": None},
+    "csatv2": {"dims": (16,) * 4, "depths": (1,) * 4, "transformer_depths": (0, 0, 1, 1), "img_size": None},
 }
 GIVEN = {"volo_d1_224": SIZE}
 """Image sizes of hosts that do not describe their own."""
@@ -333,6 +334,7 @@ def changed(problem):
             "scale",
             r"layers.1.attention scales its logits by 1 and not by 0.25; a mechanism can take the place of plain",
         ),
+        ("patched", "blocks.1.attn has a forward pass that was set by hand, as by accelerate"),
         ("eager", r"ViTModel .* it has attn_implementation = 'eager': call its set_attn_implementation\('sdpa'\)"),
     ],
 )
@@ -429,6 +431,8 @@ def test_a_model_of_text_and_images_names_its_part():
     host = transformers.CLIPModel(transformers.CLIPConfig(text_config=SMALL, vision_config=SMALL))
     with pytest.raises(OptionError, match=r"CLIPModel does not say .* or the part for images \(vision_model\)"):
         replace_attention(host, EVA)
+    with pytest.raises(OptionError, match="img_size = 0: CLIPVisionModel refuses images of this size"):
+        replace_attention(host.vision_model, EVA, 0)
     replace_attention(host.vision_model, EVA)
 
 
