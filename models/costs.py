@@ -44,13 +44,7 @@ def count_costs(model: Mapping[str, Any], attention: Any) -> Costs:
 
 def costs_of(network: nn.Module, *inputs: Any, **others: Any) -> Costs:
     """Costs of one call of `network` in its present mode."""
-    trained = [weight for weight in network.parameters() if weight.requires_grad]
-    try:
-        for weight in trained:
-            weight.requires_grad_(False)  # the counter watches gradients
-        with torch.no_grad(), FlopCounterMode(display=False, custom_mapping=FOURIER) as counter:
-            network(*inputs, **others)
-    finally:
-        for weight in trained:
-            weight.requires_grad_(True)
+    frozen = {name: weight.detach() for name, weight in network.named_parameters()}  # the counter watches gradients
+    with torch.no_grad(), FlopCounterMode(display=False, custom_mapping=FOURIER) as counter:
+        torch.func.functional_call(network, frozen, inputs, others)
     return Costs(sum(p.numel() for p in network.parameters()), counter.get_total_flops() // 2)

@@ -124,15 +124,15 @@ class Replaced(nn.Module):
 
 
 class Calls(TorchFunctionMode):
-    """Context in which `serve` gets the calls of `scaled_dot_product_attention`, which `number` counts."""
+    """Context in which `serve` gets the calls of a function, by default attention, which `number` counts."""
 
-    def __init__(self, serve: Callable[..., Tensor]):
+    def __init__(self, serve: Callable[..., Tensor], function: Any = F.scaled_dot_product_attention):
         super().__init__()
-        self.serve = serve
+        self.serve, self.function = serve, function
         self.number = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not F.scaled_dot_product_attention:
+        if func is not self.function:
             return func(*args, **(kwargs or {}))
         self.number += 1
         return self.serve(*args, **(kwargs or {}))

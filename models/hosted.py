@@ -9,7 +9,6 @@ of transformers becomes a part of its options. Its weights come by `init.weights
 
 import copy
 import dataclasses
-import difflib
 import inspect
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from attention import Grid, OptionError
-from attention.options import Options, option, parse_options, refuse
+from attention.options import Options, nearest, option, parse_options, refuse
 from models.assignment import Mechanism
 from models.base import NO_DECAY
 from models.block import compiled
@@ -160,9 +159,8 @@ def parse_host(name: str, options: Mapping[str, Any]) -> HostConfig:
             raise OptionError("model.kwargs", f" has no model_type, and a file fetches no configuration of {name}")
         config = dataclasses.replace(config, kwargs=configuration(kwargs))
     elif not timm.is_model(architecture := name.removeprefix(TIMM).partition(".")[0]):
-        near = difflib.get_close_matches(architecture, timm.list_models(), n=1)
-        remedy = f"did you mean {TIMM + near[0]!r}?" if near else "see timm.list_models()"
-        raise OptionError("model.name", f"{name!r} is no architecture of timm; {remedy}")
+        known = [TIMM + known for known in timm.list_models()]
+        raise OptionError("model.name", f"{name!r} is no architecture of timm{nearest(name, known)}")
     elif timm.model_entrypoint(architecture).__module__.partition(".")[0] != "timm":
         raise OptionError("model.name", f" = {name!r}: registered with timm by other code; leave out {TIMM!r}")
     elif twice := {"drop_rate", "drop_path_rate"} & kwargs.keys():

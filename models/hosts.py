@@ -38,7 +38,7 @@ class Call(NamedTuple):
     Attributes:
         problem: the reason why a mechanism cannot serve it; "" if there is none.
         image: name of the convolution whose (H, W) output the tokens were made of; "" without one.
-        has_order: False if the tokens are some of the H*W, or are shuffled; the grid is then (1, N).
+        has_order: False if the tokens are some of the H*W, shuffled, or before others; the grid is then (1, N).
     """
 
     name: str
@@ -119,7 +119,8 @@ def attention_calls(model: nn.Module, img_size: int | Grid | None = None) -> lis
         (H, W), P, problem = call.grid, call.num_tokens - math.prod(call.grid), call.problem or trained.problem
         if "forward" in vars(model.get_submodule(name)):
             problem = "has a forward pass that was set by hand, as by accelerate; replace the attention before"
-        if P < 0 or trained.num_tokens < call.num_tokens or hasattr(getattr(model, "config", None), "mask_ratio"):
+        is_whole = call.has_order and P >= 0 and call.num_tokens <= trained.num_tokens
+        if not is_whole or hasattr(getattr(model, "config", None), "mask_ratio"):
             call = call._replace(grid=(1, call.num_tokens), has_order=False)
         elif not call.image:
             problem = problem or "has tokens that no convolution makes of an image, so that they have no grid (NaFlex)"
@@ -151,6 +152,7 @@ def _calls(model: nn.Module, img_size: int | Grid | None, training: bool) -> dic
     calls, probe = dict[str, Call](), on_meta(model).train(training)
     running: list[list[Any]] = []  # [name, number of calls] of the modules that run, the innermost last
     image: tuple[str, Grid] = "", (0, 0)  # name and output's (H, W) of the latest convolution
+    is_last = True  # no tokens are behind those of the image
 
     def leave(name: str, module: nn.Module, args: Any, output: Any) -> None:
         nonlocal image
@@ -159,6 +161,12 @@ def _calls(model: nn.Module, img_size: int | Grid | None, training: bool) -> dic
             image = name, tuple(output.shape[-2:])
         if isinstance(output, Tensor) and output.ndim == 2:
             calls.pop(name, None)
+
+    def join(tensors: list[Tensor], dim: int = 0, **options: Any) -> Tensor:
+        nonlocal is_last
+        of_image = [x.ndim == 3 and x.shape[1] == math.prod(image[1]) for x in tensors]
+        is_last = is_last and (dim not in (1, -2) or of_image[-1] or not any(of_image))
+        return torch.cat(tensors, dim, **options)
 
     def record(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         running[-1][1] += 1
@@ -169,7 +177,7 @@ def _calls(model: nn.Module, img_size: int | Grid | None, training: bool) -> dic
         elif not problem and query.shape[0] != IMAGES:
             problem = f"folds windows into the batch ({query.shape[0] // IMAGES} for each image)"
         if key.shape[-2] <= N and (problem or name not in calls):
-            calls[name] = Call(name, problem, query.shape[1], query.shape[-1], N, *image)
+            calls[name] = Call(name, problem, query.shape[1], query.shape[-1], N, *image, has_order=is_last)
         return F.scaled_dot_product_attention(query, key, value, *args, **kwargs)
 
     for name, module in probe.named_modules():
@@ -177,7 +185,7 @@ def _calls(model: nn.Module, img_size: int | Grid | None, training: bool) -> dic
         module._forward_pre_hooks.clear()
         module.register_forward_pre_hook(lambda module, args, name=name: running.append([name, 0]))
         module.register_forward_hook(functools.partial(leave, name))
-    with torch.no_grad(), Calls(record):
+    with torch.no_grad(), Calls(record), Calls(join, torch.cat):
         run_on_meta(probe, img_size)
     return calls
 
@@ -243,7 +251,7 @@ def _create_core(factory: Callable[..., Attention], call: Call) -> tuple[Attenti
     """
     core, extra, problem = factory(**call.place()), tuple[None, ...](), ""
     if not call.has_order and not core.ignores_order():
-        problem = "needs a grid of tokens, which some or shuffled patches are not (patch dropout, mask_ratio)"
+        problem = "needs a grid of tokens, but patches are left out (patch dropout), shuffled (mask_ratio) or not last"
         raise OptionError(core.label, f"{problem}; take a mechanism that ignores their order, such as softmax")
     if core.gate is not None:
         problem = "gates its output by the layer's input"

@@ -61,7 +61,7 @@ def of_timm(name, **options):
 
 def of_family(name, **options):
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(name, **SMALL, **options)
+    config = transformers.AutoConfig.for_model(name, **{**SMALL, **options})
     return transformers.AutoModel.from_config(config).eval()
 
 
@@ -416,13 +416,13 @@ def test_heads_that_no_mechanism_has_are_refused():
 
 
 def test_patches_without_order_are_for_mechanisms_that_ignore_it():
-    """Patch dropout leaves some tokens out in training; vit_mae shuffles them."""
+    """Patch dropout leaves some tokens out in training; vit_mae shuffles them; yolos has others behind them."""
     build = functools.partial(of_timm, "vit_tiny_patch16_224", patch_drop_rate=0.5)
     assert_same(
         *[gradients(model.train(False), images()) for model in (build(), replace_attention(build(), "softmax"))]
     )
     replace_attention(build(), "linear").train()(images()).sum().backward()
-    for host in (build(), of_family("vit_mae")):
+    for host in (build(), of_family("vit_mae"), of_family("yolos", image_size=SIZE, num_detection_tokens=9)):
         with pytest.raises(OptionError, match=r"needs a grid of tokens.*; take a mechanism that ignores their order"):
             replace_attention(host, EVA)
 
