@@ -130,11 +130,8 @@ def layer_macs(trained: Trained, attention: str | Mapping[str, Any], inputs: Seq
     """Counts the multiply-accumulates of all attention layers, projections included, for one image in evaluation."""
     with torch.device("meta"):
         network = create_model(**trained.run.model | {"attention": attention}).eval()
-    total = 0
-    for layer, (x, others) in zip(attention_layers(network), inputs, strict=True):
-        on_meta = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), others)
-        total += costs_of(layer, x[:1].to("meta"), **on_meta).macs
-    return total
+    given = zip(attention_layers(network), tree_map_only(Tensor, lambda x: x.to("meta"), [*inputs]), strict=True)
+    return sum(costs_of(layer, x[:1], **others).macs for layer, (x, others) in given)
 
 
 @torch.no_grad()

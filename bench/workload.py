@@ -7,23 +7,24 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import timm
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attention import AttentionFactory, Grid, kernels
-from attention.options import OptionError, nearest
+from attention.options import OptionError
 from bench.operators import count_operators
 from engine.config.yaml_files import parse_yaml
 from engine.run.load import load_run
 from engine.runtime.distributed import autocast
 from engine.runtime.errors import ConfigError
 from engine.runtime.memory import peak_bytes, saved_bytes
-from models import create_model, replace_attention
+from models import create_model
 from models.base import Backbone, is_same_attention
 from models.block import compiled
 from models.costs import Costs, costs_of
+from models.hosted import TIMM, HostConfig
+from models.of_transformers import HF
 
 DEPTH = 12
 """Layers of a network whose layers differ by their number: DeiT's."""
@@ -122,23 +123,17 @@ def whole_model(text: str) -> Subject:
         run = load_run(text)
         build = partial(create_model, attention=run.attention, **run.model)
         return Subject(text, run.train.kernels, lambda size: build(img_size=size), images)
-    is_host, (name, _, rest) = text.startswith("timm:"), text.removeprefix("timm:").partition(":")
+    prefix = next((prefix for prefix in (TIMM, HF) if text.startswith(prefix)), "")
+    name, _, rest = text.removeprefix(prefix).partition(":")
     entry, _, options = rest.partition(":")
-    has_own = is_host and (not entry or "=" in entry)
+    has_own = bool(prefix) and (not entry or "=" in entry)
     mechanism, path = _split_path(text, "" if has_own else entry)
     options = read_options(text, rest if has_own else options)
-    attention = {"name": mechanism or "softmax", **options}
-    if not is_host:
-        return Subject(text, path, lambda size: create_model(name, attention=attention, img_size=size), images)
-    if not timm.is_model(name):
-        raise OptionError("timm", f"unknown model {name!r}{nearest(name, timm.list_models())}")
-    sized = timm.get_pretrained_cfg(name).fixed_input_size  # convolutional pyramids take any size without an option
-
-    def host(size: Grid) -> nn.Module:
-        model = timm.create_model(name, **(options if has_own else {}), **({"img_size": size} if sized else {}))
-        return model if has_own else replace_attention(model, attention, size)
-
-    return Subject(text, path, host, images)
+    given: dict[str, Any] = {"attention": {"name": mechanism or "softmax", **options}}
+    if has_own:
+        own = {x: options.pop(x) for x in [*options] if x in HostConfig.__dataclass_fields__}
+        given = {"attention": None, "kwargs": options, **own}
+    return Subject(text, path, lambda size: create_model(prefix + name, img_size=size, **given), images)
 
 
 def _split_path(text: str, name: str) -> tuple[str, kernels.Path]:

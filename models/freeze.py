@@ -2,13 +2,12 @@
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
-from typing import cast
+from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from attention.options import OptionError, nearest
-from models.base import Backbone
 
 BACKBONE = "backbone"
 """Value in place of a pattern that freezes everything but the classifier."""
@@ -36,14 +35,19 @@ def freeze(model: nn.Module, patterns: str | Sequence[str] | None) -> list[str]:
     return [name for name in parameters if name in frozen]
 
 
+def head_names(model: Any) -> list[str]:
+    """The names of the classifier's weights; a distilled model has two classifiers."""
+    found = model.get_classifier()
+    weights = {id(weight) for part in (found if isinstance(found, tuple) else (found,)) for weight in part.parameters()}
+    return [name for name, weight in model.named_parameters() if id(weight) in weights]
+
+
 def _match(pattern: str, model: nn.Module) -> list[str]:
     """The names of the parameters that one pattern matches."""
     names = [name for name, _ in model.named_parameters()]
     if pattern == BACKBONE:
-        classifiers = cast(Backbone, model).get_classifier()  # timm's distilled models have two
-        modules = classifiers if isinstance(classifiers, tuple) else (classifiers,)
-        trained = {id(weight) for module in modules for weight in module.parameters()}
-        return [name for name, weight in model.named_parameters() if id(weight) not in trained]
+        head = head_names(model)
+        return [name for name in names if name not in head]
     found = [name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")]
     if not found:
         depth = pattern.count(".") + 1

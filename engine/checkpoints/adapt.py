@@ -25,6 +25,7 @@ from engine.runtime.text import describe_error, numbers_of, one_line
 from models import convert, create_model, parse_model, split_name
 from models.assignment import factories_of, text_of
 from models.budgets import Budget, with_budget
+from models.freeze import head_names
 from models.hosted import Hosted
 
 OF_ANOTHER = "choose the model (model.name, model.depth, ...) that the weights were made for"
@@ -173,13 +174,6 @@ def _adapt(
     except (AssertionError, AttributeError, LookupError, RuntimeError, ValueError) as error:  # a malformed model
         problem = f"weights that cannot be adapted to the model ({describe_error(error)})"
         raise UserError(f"{place}: {problem}; {OF_ANOTHER}") from None
-
-
-def head_names(model: Any) -> list[str]:
-    """The names of the classifier's weights; a distilled model has two classifiers."""
-    found = model.get_classifier()
-    weights = {id(weight) for part in (found if isinstance(found, tuple) else (found,)) for weight in part.parameters()}
-    return [name for name, weight in model.named_parameters() if id(weight) in weights]
 
 
 def match_heads(

@@ -6,15 +6,7 @@ from pathlib import Path
 
 from torch import nn
 
-from engine.checkpoints.adapt import (
-    fit_weights,
-    head_names,
-    list_heads,
-    list_other_options,
-    merge_layers,
-    summarize,
-    table,
-)
+from engine.checkpoints.adapt import fit_weights, list_heads, list_other_options, merge_layers, summarize, table
 from engine.checkpoints.identify import list_checkpoints
 from engine.checkpoints.progress import Weights
 from engine.checkpoints.weight_sources import describe_unnamed, read_weights
@@ -23,7 +15,7 @@ from engine.runtime.distributed import World
 from engine.runtime.errors import UserError
 from engine.runtime.text import describe_difference, numbers_of, one_line
 from models import create_model
-from models.freeze import describe_freeze, freeze
+from models.freeze import describe_freeze, freeze, head_names
 
 
 def create_initial_model(run: Run, output: Path, world: World, classes: Sequence[str] | None = None) -> nn.Module:
