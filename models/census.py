@@ -5,6 +5,7 @@ such as ``hf:dinov2``. Without one, the command goes through all architectures o
 Models are built on the meta device, without weights; the complete census takes ten minutes.
 """
 
+import argparse
 import sys
 from collections import Counter
 
@@ -58,4 +59,6 @@ def main(patterns: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    parser = argparse.ArgumentParser("python -m models.census", description=__doc__)
+    parser.add_argument("PATTERN", nargs="*")
+    main(parser.parse_args().PATTERN)

@@ -198,7 +198,8 @@ def run_on_meta(probe: nn.Module, img_size: int | Grid | None) -> Any:
     """
     channels = next((x for m in probe.modules() if (x := getattr(m, "in_chans", getattr(m, "in_channels", 0)))), 3)
     size, weight = _image_size(probe) if img_size is None else img_size, next(probe.parameters(), None)
-    problem, remedy = "does not say which images it takes", "give img_size, or the part for images (vision_model)"
+    problem = "does not say which images it takes"
+    remedy = "give img_size, and a model of images (B, channels, height, width) or that part of it (vision_model)"
     if size is not None:
         try:
             with torch.device("meta"):

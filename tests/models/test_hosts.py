@@ -429,7 +429,7 @@ def test_patches_without_order_are_for_mechanisms_that_ignore_it():
 
 def test_a_model_of_text_and_images_names_its_part():
     host = transformers.CLIPModel(transformers.CLIPConfig(text_config=SMALL, vision_config=SMALL))
-    with pytest.raises(OptionError, match=r"CLIPModel does not say .* or the part for images \(vision_model\)"):
+    with pytest.raises(OptionError, match=r"CLIPModel does not say .* or that part of it \(vision_model\)"):
         replace_attention(host, EVA)
     with pytest.raises(OptionError, match="img_size = 0: CLIPVisionModel refuses images of this size"):
         replace_attention(host.vision_model, EVA, 0)
