@@ -35,10 +35,17 @@ class Stage(NamedTuple):
 
 
 class Tuned(NamedTuple):
-    """Result of further training: top-1 in percent of all validation images, and minutes from its start to its end."""
+    """Result of further training.
+
+    Attributes:
+        top1: in percent of all validation images. minutes: from its start to its end. run: directory. changed: see
+            `Score`, after the last epoch.
+    """
 
     top1: float
     minutes: float
+    run: Path = Path()
+    changed: int | None = None
 
 
 class Draw(NamedTuple):
@@ -130,5 +137,6 @@ def to_lines(row: Row) -> list[dict[str, Any]]:
         line |= {"aligned_seconds": found.seconds}
         tuned = found.tuned
         line |= {"tuned_top1": tuned and tuned.top1, "tuned_minutes": tuned and round(tuned.minutes, 2)}
+        line |= {"tuned_changed": tuned and tuned.changed}
         lines.append(line)
     return lines

@@ -33,8 +33,8 @@ from models.assignment import assign, mechanisms_of, single_layers
 from models.assignment import replace as replace_entry
 from models.costs import count_costs
 
-CERTIFIED = "replaced", "aligned"
-"""Stages that use no labels, of which the fall of top-1 is bounded."""
+CERTIFIED = "replaced", "aligned", "tuned"
+"""Stages, of which the fall of top-1 is bounded."""
 
 FILES = ("replace.csv", "replace_draws.csv", "replace.png")
 
@@ -127,6 +127,11 @@ def finetune(
     draws = [(name, seed) for seed in range(args.draws) for name in by_name]
     starts = [Start(by_name[name].attention, str(by_name[name].draws[seed].weights), seed) for name, seed in draws]
     status, found = tune(base, starts, args.output / "finetune", args.jobs)
+    last = {"overrides": [], "weights": None, "select": "last"}  # the best epoch is chosen by labels
+    for i, result in enumerate(found):
+        if result is not None:
+            model = load_trained(argparse.Namespace(**vars(args) | last | {"checkpoint": result.run})).model
+            found[i] = result._replace(changed=laboratory.score(model).changed)
     tuned = dict(zip(draws, found, strict=True))
     return status, [
         replace(row, draws=tuple(x._replace(tuned=tuned[row.name, seed]) for seed, x in enumerate(row.draws)))

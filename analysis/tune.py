@@ -102,7 +102,10 @@ def read_results(table: Path, number: int) -> list[Tuned | None]:
     if not table.exists():
         return [None] * number
     with parsing(table, "delete it, and give the command again"):
-        runs = [(row["top-1 (%)"], row.get("hours", "")) for row in read_csv(table)]
+        runs = [(row["top-1 (%)"], row.get("hours", ""), row["directory"]) for row in read_csv(table)]
         if len(runs) != number:
             raise ValueError(f"{len(runs)} rows for {number} runs")
-        return [Tuned(float(top1), 60 * float(hours)) if top1 else None for top1, hours in runs]
+        return [
+            Tuned(float(top1), 60 * float(hours), table.parent / Path(name).name) if top1 else None
+            for top1, hours, name in runs
+        ]

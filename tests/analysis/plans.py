@@ -1,5 +1,6 @@
 """A stand-in for ablate.py, to which analyze.py hands the plan of a sweep."""
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,9 +16,12 @@ def follow_plans(monkeypatch, results: Sequence[float] = ()) -> list[Path]:
         plan, output = Path(command[2]), Path(command[command.index("--output") + 1])
         assert Path(command[1]).name == "ablate.py"
         plans.append(plan)
-        rows = [f"{top1},0.025" for top1 in results]
-        rows += ["," for _ in read_yaml(plan).values["runs"][len(rows) :]]
-        (output / "runs.csv").write_text("\n".join(["top-1 (%),hours", *rows]))
+        runs = read_yaml(plan).values["runs"]
+        for number, run in enumerate(runs[: len(results)]):
+            (output / f"{number}").mkdir()
+            shutil.copy(run["init.weights"], output / f"{number}/step_3_epoch_1.pt")
+        rows = [f"{number},{top1},0.025" for number, top1 in enumerate(results)] + [",,"] * (len(runs) - len(results))
+        (output / "runs.csv").write_text("\n".join(["directory,top-1 (%),hours", *rows]))
         return 0
 
     monkeypatch.setattr(tune, "run_to_end", run_to_end)

@@ -13,6 +13,7 @@ from ablation.sweep import read_ablation
 from analysis import error, replace, tune
 from analysis.approximation import Row, attend_by_softmax, decompose_errors, measure
 from analysis.budgets import SIZES, size_option, with_budget
+from analysis.certificate import Certificate
 from analysis.command_line import read_mechanisms
 from analysis.drop_in import attended, drop_in, layer_errors, layer_inputs, outputs, set_mode
 from analysis.error import AXES, draw
@@ -397,6 +398,17 @@ def test_results_of_training_are_paired_by_seed(own, first, checkpoint, tmp_path
     assert found[:3] == [("softmax", "0", "90.0"), ("softmax", "1", "91.0"), ("linear", "0", "80.0")]
     assert found[3:] == [("linear", "1", "80.0"), ("mean", "0", "90.0"), ("mean", "1", "92.0")]
     assert len(read_yaml(plans[0]).values["runs"]) == 3 * 2
+
+
+@pytest.mark.complete
+def test_a_model_that_was_trained_on_has_a_certificate(checkpoint, trained, tmp_path, capsys):
+    options = "--images", "60", "--draws", "1", "--attention", "linear", "--finetune", "1"
+    _, linear = ask(checkpoint, tmp_path, "replace", *options, "data.subset=20", "optim.lr=0.02")
+    sample = read_sample(trained, 60)
+    [run] = [path.parent for path in tmp_path.glob("finetune/*linear*/metrics.jsonl")]
+    own, tuned = (part.model(sample.images).argmax(1) for part in (trained, load_model(run)))
+    assert int(linear["tuned_changed"]) == (own != tuned).sum() > 0
+    assert f"linear, tuned: {Certificate(60, int(linear['tuned_changed']))}" in capsys.readouterr().out
 
 
 def test_training_on_does_not_inherit_strictness_or_frozen_weights(trained):
