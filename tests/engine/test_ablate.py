@@ -439,10 +439,6 @@ KILLS = int(os.environ.get("SWEEP_KILLS", "0"))
 """Number of disturbed sweeps in a full examination; a few by default."""
 
 
-def children_of(process: int) -> list[int]:
-    return [*map(int, Path(f"/proc/{process}/task/{process}/children").read_text().split())]
-
-
 @pytest.mark.stress
 @pytest.mark.parametrize(("trainer", "amount"), [("stand-in", KILLS or 3), ("train.py", KILLS or 1)])
 def test_a_sweep_whose_workers_are_killed_is_that_of_one_worker(trainer, amount, config, fork_server, figure):
@@ -467,12 +463,13 @@ def test_a_sweep_whose_workers_are_killed_is_that_of_one_worker(trainer, amount,
             while len(list(outputs[number].glob("*/metrics.jsonl"))) < num_begun:
                 time.sleep(0.01)
             time.sleep(rng.uniform(0, seconds / 36))
-            while not (children := children_of(job.pids[0])) and job is jobs[1]:
+            (process,), children = job.pids, []
+            while job is jobs[1] and not children:
                 time.sleep(0.01)
+                children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
             job.signal("SIGKILL")
-            if job is jobs[1]:
-                for child in children:
-                    os.kill(child, signal.SIGKILL)
+            for child in children:
+                os.kill(int(child), signal.SIGKILL)
         statuses = [job.wait(timeout=1800)[0] for job in jobs]
         assert statuses == [-9, -9, 0], jobs[2].text
         for path in outputs[number].glob("*/metrics.jsonl"):
@@ -613,7 +610,7 @@ def test_a_dry_run_of_twelve_rows_fits_a_screen_and_names_the_seeds_of_all(confi
     assert "\n2 rows, train.seed 1, 3; 0 of 2 runs finished\n" in capsys.readouterr().out
 
 
-def test_dry_run_shows_everything_and_writes_nothing(config, capsys):
+def test_a_dry_run_shows_everything_and_writes_nothing(config, capsys):
     before = sorted(config.parent.rglob("*"))
     ablate.main([str(config), "--output", str(config.parent / "out"), "--dry-run"])
     out = capsys.readouterr().out

@@ -323,12 +323,6 @@ def test_learned_samples_are_not_taken_for_random_ones():
     assert fit(learnable, there.state_dict(), there)["drawn"] == []
 
 
-def test_heads_that_a_file_does_not_name_are_said_to_be_taken(tmp_path, capsys):
-    file = write(tmp_path / "vit.pth", stock().state_dict())
-    start(run_of(f"init.weights={file}"), tmp_path)
-    assert capsys.readouterr().out.splitlines()[-1] == "  heads    not known from this file; model.num_heads=2 is taken"
-
-
 def test_parameters_in_a_file_are_weights(tmp_path):
     """torch.save of a mapping of nn.Parameter, also with attributes, as torch.load reads it."""
     weights = {"a.weight": nn.Parameter(torch.arange(6.0).view(3, 2)), "a.bias": nn.Parameter(torch.ones(3))}
@@ -571,17 +565,16 @@ def under(key: str, prefix: str):
     ],
 )
 def test_the_table_names_a_file_and_which_of_its_weights_were_taken(name, wrap, origin, tmp_path, capsys):
+    """And the number of heads that is taken, which the file does not say."""
     taken, other = stock().state_dict(), build(class_token=True).state_dict()
     path = write(tmp_path / name, wrap(taken, other))
     read = read_weights(path).state
     assert read.keys() == taken.keys()
     assert all(torch.equal(read[key], taken[key]) for key in taken)
     start(run_of("model.class_token=true", f"init.weights={path}"), tmp_path)
-    assert capsys.readouterr().out.splitlines()[:3] == [
-        f"init.weights={path}",
-        f"  source   {origin}",
-        "  loaded     32",
-    ]
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:3] == [f"init.weights={path}", f"  source   {origin}", "  loaded     32"]
+    assert lines[-1] == "  heads    not known from this file; model.num_heads=2 is taken"
 
 
 def test_strict_refuses_anything_but_loaded(tmp_path):

@@ -510,34 +510,27 @@ def test_weight_decay_acts_on_matrices_only(name):
     assert own == {*(f"{part}_positions.table" for part in ("image", "row", "column")), "prefix_bias"}
 
 
-def recorder(sites):
-    """An attention factory that appends the context of every call to `sites`."""
-
-    def build(**site):
-        sites.append(site)
-        return create_attention("softmax", **site)
-
-    return build
+def sites_of(family, config, depth):
+    """What the model gives to the factory of each layer, beside the one dict that all layers share."""
+    sites = []
+    family(config, [lambda **site: sites.append(site) or create_attention("softmax", **site)] * depth)
+    shared = [site.pop("shared") for site in sites]
+    assert all(one is shared[0] for one in shared)
+    return sites
 
 
 def test_sites_of_deit():
-    sites = []
     options = TINY["deit"] | {"class_token": True, "qkv_bias": False, "proj_drop_rate": 0.3}
-    Deit(parse_options(Deit.Config, options), [recorder(sites)] * 3)
     common = {"dim": 24, "num_heads": 3, "grid": (6, 5), "depth": 3, "num_prefix_tokens": 1}
-    shared = [site.pop("shared") for site in sites]
-    assert all(one is shared[0] for one in shared)
-    assert sites == [{**common, "layer": layer, "qkv_bias": False, "proj_drop": 0.3} for layer in range(3)]
+    assert sites_of(Deit, parse_options(Deit.Config, options), 3) == [
+        {**common, "layer": layer, "qkv_bias": False, "proj_drop": 0.3} for layer in range(3)
+    ]
 
 
 def test_sites_of_pvt():
-    sites = []
     config = parse_model("pvtv2_b0", TINY["pvtv2_b0"] | {"img_size": (65, 96)})
-    Pvt(config, [recorder(sites)] * 5)
     common = {"depth": 5, "qkv_bias": True, "proj_drop": 0.0}
-    shared = [site.pop("shared") for site in sites]
-    assert all(one is shared[0] for one in shared)
-    assert sites == [
+    assert sites_of(Pvt, config, 5) == [
         {"dim": 8, "num_heads": 1, "grid": (17, 24), "layer": 0, "reduction": 8, **common},
         {"dim": 12, "num_heads": 3, "grid": (9, 12), "layer": 1, "reduction": 4, **common},
         {"dim": 12, "num_heads": 3, "grid": (9, 12), "layer": 2, "reduction": 4, **common},
