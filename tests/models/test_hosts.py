@@ -124,13 +124,13 @@ def test_tokens_are_in_raster_order(name):
     host = replace_attention(of_timm(name), "softmax", GIVEN.get(name))
     layer = next(module for module in host.modules() if isinstance(module, Replaced))
     x = images(size, count=1)
-    H, W = (queries_of(host, x), layer.pass_grid.grid)[1]
+    before, (H, W) = queries_of(host, x), layer.pass_grid.grid
     assert 1 < H < W
     for row, column in [(0, W - 1), (H - 1, 0), (H - 1, W - 2)]:
         height, width = size[0] // H, size[1] // W
         changed = x.clone()
         changed[..., row * height : (row + 1) * height, column * width : (column + 1) * width] += 3
-        difference = (queries_of(host, changed) - queries_of(host, x)).norm(dim=-1)[0]
+        difference = (queries_of(host, changed) - before).norm(dim=-1)[0]
         most = divmod(int(difference.argmax()), W)
         assert max(abs(most[0] - row), abs(most[1] - column)) <= is_convolutional
 
@@ -282,8 +282,9 @@ def test_compiled_and_exported(backend):
     with torch.no_grad():
         for size in (SIZE, (48, 160), (160, 48)):  # the second makes a graph for all sizes
             assert rms_ratio(compiled(images(size)), host(images(size))) < FP32_RMS
-        exported = torch.export.export(host, (images(),)).module()
-        assert rms_ratio(exported(images()), host(images())) < FP32_RMS
+        if backend == "eager":  # once: an export has no backend
+            exported = torch.export.export(host, (images(),)).module()
+            assert rms_ratio(exported(images()), host(images())) < FP32_RMS
 
 
 def changed(problem):
