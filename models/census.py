@@ -5,7 +5,6 @@ such as ``hf:dinov2``. Without one, the command goes through all architectures o
 Models are built on the meta device, without weights; the complete census takes ten minutes.
 """
 
-import argparse
 import sys
 from collections import Counter
 
@@ -59,6 +58,4 @@ def main(patterns: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser("python -m models.census", description=__doc__)
-    parser.add_argument("PATTERN", nargs="*")
-    main(parser.parse_args().PATTERN)
+    print(__doc__) if "--help" in sys.argv else main(sys.argv[1:])
