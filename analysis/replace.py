@@ -34,7 +34,7 @@ from models.assignment import replace as replace_entry
 from models.costs import count_costs
 
 CERTIFIED = "replaced", "aligned", "tuned"
-"""Stages, of which the fall of top-1 is bounded."""
+"""Stages of which the fall of top-1 is bounded."""
 
 FILES = ("replace.csv", "replace_draws.csv", "replace.png")
 

@@ -23,7 +23,7 @@ from models import create_model
 from models.base import Backbone, is_same_attention
 from models.block import compiled
 from models.costs import Costs, costs_of
-from models.hosted import TIMM, HostConfig
+from models.hosted import TIMM
 from models.of_transformers import HF
 
 DEPTH = 12
@@ -131,7 +131,7 @@ def whole_model(text: str) -> Subject:
     options = read_options(text, rest if has_own else options)
     given: dict[str, Any] = {"attention": {"name": mechanism or "softmax", **options}}
     if has_own:
-        own = {x: options.pop(x) for x in [*options] if x in HostConfig.__dataclass_fields__}
+        own = {x: options.pop(x) for x in {"num_classes", "in_chans", "drop_rate", "drop_path_rate"} & options.keys()}
         given = {"attention": None, "kwargs": options, **own}
     return Subject(text, path, lambda size: create_model(prefix + name, img_size=size, **given), images)
 

@@ -72,7 +72,10 @@ def wilson(images: int, changed: int) -> float:
 def test_the_bound_covers_and_others_do_not():
     """The last is one count off; a two-sided bound covers too, and wastes half of what may go wrong."""
     assert least_coverage(upper_bound) >= 0.95
-    one_fewer = lambda images, changed: upper_bound(images, max(0, changed - 1))  # noqa: E731
+
+    def one_fewer(images, changed):
+        return upper_bound(images, max(0, changed - 1))
+
     for other in wald, wilson, one_fewer, partial(upper_bound, confidence=0.9):
         assert least_coverage(other) < 0.95
     rates = [upper_bound(300, changed) + 1e-9 for changed in range(0, 300, 7)]  # where coverage is least

@@ -314,6 +314,7 @@ def test_models_are_compiled_as_in_training(tmp_path, monkeypatch):
         ("--attention lara:num_landmarks=53", "nearest valid: 52"),
         ("--models deit_tiny_p7:eva", "did you mean 'deit_tiny_p8'?"),
         ("--models deit_tiny_p8:eva --image-sizes 225", "nearest: 224"),
+        ("--models timm:vit_tiny_patch16_224:img_size=64", "model.kwargs.img_size: chooses no architecture"),
         ("--models timm:vit_tiny_patch16_225", "did you mean 'timm:vit_tiny_patch16_224'?"),
         ("--models timm:vit_tiny_patch16_224:patchsize=8", "unexpected keyword argument 'patchsize'"),
         ("--models absent.yaml", "absent.yaml: No such file"),

@@ -511,7 +511,7 @@ def test_weight_decay_acts_on_matrices_only(name):
 
 
 def sites_of(family, config, depth):
-    """What the model gives to the factory of each layer, beside the one dict that all layers share."""
+    """The arguments that the factory of each layer gets from the model, without the dict that all layers share."""
     sites = []
     family(config, [lambda **site: sites.append(site) or create_attention("softmax", **site)] * depth)
     shared = [site.pop("shared") for site in sites]
