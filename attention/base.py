@@ -1,9 +1,9 @@
 """The contract every attention mechanism meets.
 
-Shape letters used throughout: B images, (H, W) token grid, N = H*W tokens in raster order n = y*W + x, C channels
-(dim), h heads, d = C/h channels per head, g windows, w tokens per window, e keys that a window attends to, c landmarks
-or groups, t tokens per group, s random samples, P prefix tokens (class token, registers), which precede the grid
-tokens.
+Shape letters used throughout: B images, (H, W) token grid, N = H*W tokens in raster order n = y*W + x, or of clips
+(T, H, W), N = T*H*W and n = (t*H + y)*W + x, C channels (dim), h heads, d = C/h channels per head, g windows, w tokens
+per window, e keys that a window attends to, c landmarks or groups, t tokens per group, s random samples, P prefix
+tokens (class token, registers), which precede the grid tokens.
 
 Arguments that ops share, and that their docstrings do not repeat: queries q (B, h, N, d), keys and values k, v (B, h,
 P + N, d); bias, the position bias of a window, (h, w, e); attn_drop, the dropout rate of attention weights; key_mask
@@ -14,6 +14,7 @@ tokens are plain, N counts them too.
 
 import dataclasses
 import inspect
+import math
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -27,11 +28,10 @@ from torch import Tensor, nn
 from .inputs import check_inputs
 from .ops import kernels
 from .options import OptionError, check_fields
-from .parts.geometry import Grid, merge_heads, raster, split_heads, split_prefix
+from .parts.geometry import Grid, each_axis, merge_heads, raster, split_heads, split_prefix
 from .parts.linear import init_linear
 from .parts.local_term import LocalTerm
 from .parts.masking import stand_in
-from .parts.neighborhoods import pair
 from .parts.transforms import softmax_attention
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class LayerContext:
 
     Attributes:
         dim: channels C; num_heads: heads h, a divisor of C.
-        grid: the (H, W) the layer is built for; it sizes parameters and is checked before any work starts.
+        grid: the (H, W), or (T, H, W), the layer is built for; it sizes parameters and is checked before work starts.
         num_prefix_tokens: class and register tokens P that precede the grid tokens.
         layer, depth: index of the layer and number of layers of the network.
         num_same_before: number of earlier layers with the same mechanism; None: all earlier ones have it.
@@ -72,13 +72,15 @@ class LayerContext:
     def __post_init__(self) -> None:
         for name, value in check_fields(self).items():
             object.__setattr__(self, name, value)
+        if len(self.grid) not in (2, 3):
+            raise OptionError("grid", f" = {self.grid}: expected 2 values, (H, W), or 3 for clips, (T, H, W)")
         if self.dim % self.num_heads:
             raise OptionError("num_heads", f" = {self.num_heads} does not divide dim = {self.dim}")
 
     @property
     def num_tokens(self) -> int:
         """Tokens N of the grid."""
-        return self.grid[0] * self.grid[1]
+        return math.prod(self.grid)
 
     @property
     def head_dim(self) -> int:
@@ -87,16 +89,19 @@ class LayerContext:
 
 
 def at_most(limit: Callable[[LayerContext, Any], Any], problem: str) -> Callable[..., tuple[Any, str]]:
-    """A rule of `fit_option` for an option that is at most `limit` of the layer; a pair has rows and columns.
+    """A rule of `fit_option` for an option that is at most `limit` of the layer; both may have a number for each axis.
 
-    problem: the start of the error's text; {H}, {W}, {most} and {config} are filled in.
+    problem: the start of the error's text; {H} (of clips TxH), {W}, {most} and {config} are filled in.
     """
 
     def rule(value: Any, context: LayerContext, config: Any) -> tuple[Any, str]:
-        (H, W), limits = context.grid, limit(context, config)
-        most = min(value, limits) if isinstance(limits, int) else tuple(map(min, pair(value), limits))
-        text = f": {problem}; at most {most}".format(H=H, W=W, most=most, config=config)
-        return value if most == pair(value) else most, text
+        (*sides, W), limits = context.grid, limit(context, config)
+        by_axis = [len(x) for x in (value, limits) if isinstance(x, tuple)]
+        axes = by_axis[0] if by_axis else 1
+        most: Any = tuple(map(min, each_axis(value, axes), each_axis(limits, axes)))
+        most = most if by_axis else most[0]
+        text = f": {problem}; at most {most}".format(H="x".join(map(str, sides)), W=W, most=most, config=config)
+        return value if most in (value, each_axis(value, axes)) else most, text
 
     return rule
 
@@ -142,6 +147,8 @@ class Attention(nn.Module):
     """
     has_positions: ClassVar[bool] = False
     """True if the mechanism itself depends on the positions of tokens, at all options."""
+    takes_clips: ClassVar[bool] = False
+    """True if `attend` takes grids (T, H, W); those that ignore order take any grid."""
     key_mask_refusal: ClassVar[str] = "it does not declare what it does with masked tokens"
     """The reason that `refuses_key_mask` gives for a mechanism whose `attend` has no argument key_mask."""
     num_projections: ClassVar[int] = 3
@@ -174,6 +181,10 @@ class Attention(nn.Module):
             self.refuse("causal", True, "prefix tokens attend to every token; use a model without them")
         if config.local and config.causal:
             self.refuse("local", True, "its convolution takes values of later tokens; with causal set local: false")
+        if len(context.grid) == 3 and not (self.ignores_order() or (self.takes_clips and not config.local)):
+            problem = f" = {context.grid}: {self.label} has no form for clips (T, H, W) with these options"
+            remedy = "a mechanism that ignores the order of tokens, such as performer, with local: false"
+            raise OptionError("grid", f"{problem}; take local, eva, lara, or {remedy}")
         for name, (_, problem) in self.too_large(context, config).items():
             raise OptionError(f"{self.label}.{name}", problem)
         self.qkv = nn.Linear(context.dim, self.num_projections * context.dim, bias=context.qkv_bias)
@@ -282,23 +293,23 @@ class Attention(nn.Module):
         """Attends over tokens (B, P + N, C), the last N of which form an (H, W) grid: (B, P + N, C).
 
         Args:
-            grid: (H, W); None: the grid given at construction, from which it may differ.
+            grid: (H, W), or (T, H, W) for a layer of clips; None: the grid of construction, from which it may differ.
             key_mask: (B, N) bool, true for tokens of the grid that count, as in torch's attention and Hugging Face's
                 attention_mask. The values of other tokens have no effect and no gradient; their outputs are zero.
 
         Raises:
-            TypeError: the grid is not a pair of ints.
+            TypeError: the grid is not a pair of ints, or three for a layer of clips.
             ValueError: x is not (B, P + H*W, C), for instance an image (B, C, H, W); the mask has another shape or
                 type, or the mechanism refuses masks.
         """
         grid = self.grid if grid is None else grid
         if torch.jit.is_tracing():  # it records sizes as tensors, but a traced graph belongs to one grid
-            grid = int(grid[0]), int(grid[1])
+            grid = tuple(map(int, grid))
         P = self.num_prefix_tokens
-        grid = check_inputs(self.label, x, grid, P, self.num_heads * self.head_dim)
+        grid = check_inputs(self.label, x, grid, P, self.num_heads * self.head_dim, len(self.grid))
         if key_mask is None:
             return self.output(self.attended(x, grid), x)
-        self.check_key_mask(key_mask, (x.shape[0], grid[0] * grid[1]))
+        self.check_key_mask(key_mask, (x.shape[0], math.prod(grid)))
         counts = F.pad(key_mask, (P, 0), value=True)
         x = stand_in(x, counts)
         # If no token of an image counts, its zeros attend to each other.
@@ -314,7 +325,7 @@ class Attention(nn.Module):
         """Attended values (B, h, P + N, d) of x (B, P + N, C): by a kernel that reads the packed projection if one
         covers the layer, otherwise by `attend_all`.
         """
-        packing = self.packing(grid) if kernels.takes_kernels(x) else None
+        packing = self.packing(grid) if len(grid) == 2 and kernels.takes_kernels(x) else None
         if packing is None or self.attn_drop:
             return self.attend_all(self.project(x, grid), grid)
         packed = self.qkv(x).unflatten(2, (3, self.num_heads, self.head_dim))
@@ -340,7 +351,7 @@ class Attention(nn.Module):
         if self.num_prefix_tokens == 0 or self.prefix_tokens == "plain":
             y = self.attend(q, *others, grid, *mask)
         else:
-            q_prefix, q = split_prefix(q, grid[0] * grid[1])
+            q_prefix, q = split_prefix(q, math.prod(grid))
             attn_mask = None if key_mask is None else key_mask[:, None, None]
             y_prefix = softmax_attention(q_prefix, *others[:2], attn_mask, self.attn_drop)
             y = torch.cat([y_prefix, self.attend(q, *others, grid, *mask)], 2)

@@ -76,7 +76,8 @@ def create_attention(
         name: key of `ATTENTION`.
         dim: channels C of a token.
         num_heads: heads h, a divisor of C.
-        grid: rows and columns (H, W) of the N = H*W tokens. It sizes parameters; the layer also takes other grids.
+        grid: rows and columns (H, W) of the N = H*W tokens, or of clips (T, H, W), N = T*H*W. It sizes parameters; the
+            layer also takes other grids of as many axes.
         num_prefix_tokens: class and register tokens P, which precede those of the grid.
         layer, depth: index of the layer and number of layers of the network, for mechanisms whose layers differ.
         num_same_before: number of earlier layers with the same mechanism; None: all earlier ones have it.

@@ -10,7 +10,7 @@ import torch
 
 from .base import Attention, LayerContext
 from .options import OptionError
-from .parts.neighborhoods import pair
+from .parts.geometry import each_axis
 
 LIMIT = 2**20
 """Largest size that is tried of an option without an upper limit."""
@@ -78,7 +78,7 @@ def solve_size(mechanism: type[Attention], contexts: Sequence[LayerContext], con
         while isinstance(attempt(value), OptionError):
             asked = dataclasses.replace(config, **{option: value})
             allowed = (mechanism.too_large(context, asked).get(option, (value,))[0] for context in contexts)
-            value = max(first, min(value - 1, *(min(pair(most)) for most in allowed)))
+            value = max(first, min(value - 1, *(min(each_axis(most)) for most in allowed)))
         return value
 
     def cost(value: int) -> float:

@@ -1,12 +1,13 @@
 """The options window_size, layout, overlap, position_bias and causal, which mechanisms with window attention share."""
 
+import math
 from typing import Any
 
 from torch import Tensor
 
 from .base import Attention, LayerContext
-from .options import option
-from .parts.geometry import Grid, Windows, raster
+from .options import OptionError, option
+from .parts.geometry import Grid, Windows, each_axis, raster
 from .parts.masking import of_grid
 from .parts.position import CAUSAL_INDEX, BiasKind, PositionBias
 
@@ -39,29 +40,36 @@ def windows_on(config: Any, grid: Grid, key_mask: Tensor | None = None) -> Windo
     """The windows of a mechanism's options on this grid; they hold no tokens if window_size is 0.
 
     key_mask: (B, P + N) bool, true for tokens that count.
+
+    Raises:
+        OptionError: sides of windows for another number of axes.
     """
-    side, overlap = config.window_size, config.overlap
-    sides = (side, side), (overlap, overlap)
-    if side == 0:
-        sides = (0, 0), (0, 0)
-    elif config.layout == "1d":
-        sides = (1, side), (0, overlap)
-    key_mask = of_grid(key_mask, grid[0] * grid[1])
-    return Windows(raster(grid, config.layout), *sides, config.causal, key_mask)
+    area, side, overlap = raster(grid, config.layout), config.window_size, config.overlap
+    size, over = each_axis(side, len(area)), each_axis(overlap if side else 0, len(area))
+    if isinstance(side, tuple) and (len(side) != len(area) or 0 in side or config.layout == "1d"):
+        problem = f" = {[*side]}: expected one side, or with layout 2d {len(grid)} above 0, one for each axis"
+        raise OptionError("window_size", problem)
+    if side and config.layout == "1d":
+        size, over = (1, side), (0, overlap)
+    return Windows(area, size, over, config.causal, of_grid(key_mask, math.prod(grid)))
 
 
 def position_bias(attn: Attention, context: LayerContext) -> PositionBias:
     """The position bias of a mechanism's windows.
 
     Raises:
-        OptionError: the error of `refuse_layout`; a kind of bias that causal attention does not have.
+        OptionError: the error of `refuse_layout`; a kind of bias that causal attention, or windows that are no squares
+            of images, do not have.
     """
     config = attn.config
     refuse_layout(attn)
+    squares = len(context.grid) == 2 and isinstance(config.window_size, int)
+    if not squares and config.position_bias not in ("none", "table"):
+        attn.refuse("position_bias", config.position_bias, "for square windows of images; take table or none")
     if config.causal and config.position_bias not in ("none", *CAUSAL_INDEX):
         attn.refuse("position_bias", config.position_bias, f"not with causal; one of none, {', '.join(CAUSAL_INDEX)}")
     kind: BiasKind = config.position_bias if config.window_size else "none"
-    return PositionBias(kind, attn.num_heads, attn.head_dim, windows_on(config, context.grid), squares=True)
+    return PositionBias(kind, attn.num_heads, attn.head_dim, windows_on(config, context.grid), squares)
 
 
 def refuse_layout(attn: Attention) -> None:

@@ -182,7 +182,7 @@ def _kind(attn: Attention) -> Any:
     return type(attn), attn.config, frozenset(numbers.items())
 
 
-def check_key_mask(key_mask: Tensor, shape: tuple[int, int, int]) -> None:
+def check_key_mask(key_mask: Tensor, shape: tuple[int, ...]) -> None:
     """Raises the ValueError for a key mask of a model that is not bool of `shape` (B, H, W)."""
     if key_mask.dtype != torch.bool or key_mask.shape != shape:
         raise ValueError(

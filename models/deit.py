@@ -54,8 +54,9 @@ class Deit(Backbone):
         self.create_parts()
         self.pos_embed = nn.Parameter(torch.empty(1, self.num_prefix_tokens + self.patch_embed.num_patches, dim))
         self.pos_drop = nn.Dropout(config.pos_drop_rate)
-        where: dict[str, Any] = {"dim": dim, "num_heads": config.num_heads, "grid": self.grid, "depth": config.depth}
-        where |= {"num_prefix_tokens": self.num_prefix_tokens, "qkv_bias": config.qkv_bias, "shared": {}}
+        where: dict[str, Any] = {"dim": dim, "num_heads": config.num_heads, "grid": self.of_frames(self.grid)}
+        where |= {"num_prefix_tokens": self.num_prefix_tokens, "qkv_bias": config.qkv_bias, "depth": config.depth}
+        where |= {"shared": {}}
         hidden_dim = int(dim * config.mlp_ratio)
         blocks = []
         for layer, drop_path in enumerate(drop_path_rates(config.drop_path_rate, config.depth)):
@@ -89,6 +90,11 @@ class Deit(Backbone):
     def grid(self) -> Grid:
         """The (H, W) of patches that the position embeddings are for."""
         return self.patch_embed.grid_size
+
+    def of_frames(self, grid: Grid) -> Grid:
+        """The grid that attention has for a grid (H, W) of patches: of clips (T, H / T, W)."""
+        T = self.config.frames
+        return grid if T == 1 else (T, grid[0] // T, grid[1])
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Patterns that group parameters by depth, for timm's layer-wise learning rates."""
@@ -128,7 +134,7 @@ class Deit(Backbone):
         """Position embeddings (1, prefix + H W, C), resampled for an (H, W) grid."""
         return resample_abs_pos_embed(self.pos_embed, grid, self.grid, self.num_prefix_tokens)
 
-    def _check_key_mask(self, key_mask: Tensor, shape: tuple[int, int, int]) -> None:
+    def _check_key_mask(self, key_mask: Tensor, shape: Grid) -> None:
         check_key_mask(key_mask, shape)
         if self.config.stem == "conv":
             raise ValueError("key_mask: model.stem = conv sees the padding beside a patch; use stem: linear")
@@ -149,7 +155,7 @@ class Deit(Backbone):
     def encode(self, x: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         """Tokens (B, prefix + N, C) -> normalised tokens after all blocks; key_mask (B, H, W)."""
         mask = None if key_mask is None else key_mask.flatten(1)
-        return self.normalise(run_blocks(self.blocks, x, grid, mask), mask)
+        return self.normalise(run_blocks(self.blocks, x, self.of_frames(grid), mask), mask)
 
     def normalise(self, x: Tensor, key_mask: Tensor | None = None) -> Tensor:
         """Tokens (B, prefix + N, C) of a block, or of all -> normalised ones; for key_mask (B, N) see `fill_masked`."""
@@ -185,7 +191,7 @@ class Deit(Backbone):
         mask = None if key_mask is None else key_mask.flatten(1)
         x, (H, W) = self.embed(x)
         for layer, block in enumerate(self.blocks[: last + 1] if stop_early else self.blocks):
-            x = block(x, (H, W), mask)
+            x = block(x, self.of_frames((H, W)), mask)
             if layer in taken:
                 y = self.normalise(x, mask) if norm else x
                 prefix, y = y[:, : self.num_prefix_tokens], y[:, self.num_prefix_tokens :]

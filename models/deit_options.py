@@ -15,6 +15,9 @@ class DeitConfig(Options):
     img_size: int | tuple[int, int] = option(224, "image side, or height and width; pixels", low=1, high=4096)
     patch_size: int = option(16, "side of a patch, pixels", low=1)
     in_chans: int = option(3, "image channels", low=1)
+    frames: int = option(
+        1, "frames T of a clip, one below the other in an image; attention has a (T, H, W) grid of patches", low=1
+    )
     num_classes: int = option(1000, "classes; 0: no classifier", low=0)
     embed_dim: int = option(192, "channels of a token", low=1)
     depth: int = option(12, "blocks", low=1, high=100)
@@ -67,6 +70,10 @@ class DeitConfig(Options):
                 problem = f" = {side} is not a multiple of patch_size = {self.patch_size}; nearest: {valid}"
                 raise OptionError("model.img_size", problem)
         height, width = to_2tuple(self.img_size)
+        mixes = self.stem == "conv" or self.dynamic_img_size
+        if self.frames > 1 and (mixes or height // self.patch_size % self.frames):
+            problem = f" = {self.frames}: needs a height of whole frames and patches, stem: linear and one image size"
+            raise OptionError("model.frames", problem)
         check_tokens((height // self.patch_size, width // self.patch_size))
         if self.pad_token is not None and self.pad_token >= self.vocab_size:
             problem = f" = {self.pad_token} is not below model.vocab_size = {self.vocab_size}"

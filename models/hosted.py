@@ -22,7 +22,7 @@ from timm.models import adapt_input_conv
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from attention import Grid, OptionError
+from attention import OptionError
 from attention.options import Options, nearest, option, parse_options, refuse
 from models.assignment import Mechanism
 from models.base import NO_DECAY
@@ -264,7 +264,7 @@ def _check(key: str, value: Any) -> None:
         raise OptionError(key, f" = {value!r}: expected text, a mapping, or numbers up to {MAX_SIZE}")
 
 
-def _own_size(config: HostConfig) -> Grid:
+def _own_size(config: HostConfig) -> tuple[int, int]:
     """(height, width) of the images that a host's description names."""
     if config.name.startswith(HF):
         kwargs: Any = config.kwargs
@@ -274,7 +274,7 @@ def _own_size(config: HostConfig) -> Grid:
             raise OptionError("model.kwargs.image_size", problem)
     else:
         size = _description(config).input_size[-2:]
-    return cast(Grid, to_2tuple(size))
+    return cast(tuple[int, int], to_2tuple(size))
 
 
 def _description(config: HostConfig) -> Any:

@@ -70,7 +70,7 @@ def unmasked_parts(key_mask: Tensor) -> list[Grid]:
     H, W = key_mask.shape[1:]
     h, w = key_mask.any(2).sum(1), key_mask.any(1).sum(1)
     rows, columns = torch.arange(H, device=h.device) < h[:, None], torch.arange(W, device=w.device) < w[:, None]
-    parts = list(zip(h.tolist(), w.tolist(), strict=True))
+    parts: list[Grid] = list(zip(h.tolist(), w.tolist(), strict=True))
     if (0, 0) in parts or not torch.equal(key_mask, rows[:, :, None] & columns[:, None]):
         raise ValueError("key_mask: dynamic_img_size needs masks that are true for a rectangle at the upper left")
     return parts

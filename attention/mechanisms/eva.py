@@ -90,9 +90,12 @@ def up_to_groups(count: int, context: LayerContext, config: Any) -> tuple[int, s
 class Eva(Attention):
     prefix_tokens = "exact"
     size_option = "num_landmarks"
+    takes_clips = True
 
     class Config(Options):
-        window_size: int = option(7, "side of the window E in tokens; 0: no window", low=0)
+        window_size: int | tuple[int, ...] = option(
+            7, "side of the window E in tokens, or one for each axis; 0: no window", low=0
+        )
         num_landmarks: int = option(49, "number of groups C; 0: none (local attention)", low=0)
         released: bool = released_option()
         layout: Layout | None = window_option("layout")
@@ -152,7 +155,7 @@ class Eva(Attention):
         if partition == "complement":
             return chunks_outside(windows, c, device, key, fit)
         area = raster(grid, "1d") if partition == "all_1d" else windows.grid
-        margin = windows.overlap if config.released_overlap_groups else (0, 0)
+        margin = windows.overlap if config.released_overlap_groups else ()
         groups = bins(area, bin_counts(c, area, key, fit), device, margin)
         return bins_outside(groups, windows) if partition == "mask" else groups
 

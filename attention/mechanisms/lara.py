@@ -113,6 +113,7 @@ def lara_reference(
 class Lara(Attention):
     prefix_tokens = "exact"
     size_option = "num_landmarks"
+    takes_clips = True
     eval_seed: Tensor | None
 
     class Config(Options):
@@ -154,6 +155,8 @@ class Lara(Attention):
             neutral |= {"weighting": "balance", "landmark_transform": "none", "samples_per_proposal": 1}
             neutral |= {"released_pools": False}
         self.refuse_unused(neutral, "does not act with these options")
+        if len(context.grid) == 3:
+            self.refuse_unused({"released_pools": False}, "pools rows and columns of images")
         width = {"light": self.head_dim, "dense": context.dim}.get(config.landmark_transform)
         self.landmark_q = LandmarkTransform(width) if width else nn.Identity()
         if config.proposal in proposals.POOLED:

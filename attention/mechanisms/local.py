@@ -38,9 +38,12 @@ def local_reference(q, k, v, bias=None, *, windows, attn_drop=0.0):
 class Local(Attention):
     prefix_tokens = "exact"
     size_option = "window_size"
+    takes_clips = True
 
     class Config(Options):
-        window_size: int = option(7, "window side w in tokens; block length where layout is 1d", low=1)
+        window_size: int | tuple[int, ...] = option(
+            7, "window side w in tokens, or one for each axis; block length where layout is 1d", low=1
+        )
         released: bool = released_option()
         layout: Layout | None = window_option("layout")
         overlap: int = window_option("overlap")

@@ -15,9 +15,9 @@ from torch import Tensor
 from ..base import Attention, Cost, LayerContext, at_most
 from ..ops.joint_softmax.op import attended_tokens, gathered_logits, mix, mix_reference, prefix_term
 from ..options import Options, attn_drop_option, fit_option, local_option, option
-from ..parts.geometry import Grid, Windows, select_tokens, split_prefix
+from ..parts.geometry import Grid, Windows, each_axis, select_tokens, split_prefix
 from ..parts.masking import of_grid
-from ..parts.neighborhoods import pair, tiles, tiling
+from ..parts.neighborhoods import tiles, tiling
 from ..parts.position import PositionBias
 
 
@@ -79,7 +79,7 @@ class Neighborhood(Attention):
         attn_drop: float = attn_drop_option()
         fit: bool = fit_option(
             dilation=at_most(
-                lambda x, c: tuple(max(side // k, 1) for side, k in zip(x.grid, pair(c.kernel_size), strict=True)),
+                lambda x, c: tuple(max(side // k, 1) for side, k in zip(x.grid, each_axis(c.kernel_size), strict=True)),
                 "times the kernel size {config.kernel_size}, beyond the {H}x{W} grid",
             ),
             kernel_size=at_most(lambda x, _: tuple(side - 1 + side % 2 for side in x.grid), "beyond the {H}x{W} grid"),
@@ -87,7 +87,7 @@ class Neighborhood(Attention):
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
-        self.size, self.dilation = pair(config.kernel_size), pair(config.dilation)
+        self.size, self.dilation = each_axis(config.kernel_size), each_axis(config.dilation)
         for k in self.size:
             if k % 2 == 0:
                 self.refuse("kernel_size", k, f"as many neighbours on both sides make it odd; nearest valid: {k - 1}")
@@ -97,7 +97,8 @@ class Neighborhood(Attention):
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:
         table, macs = context.num_heads * (config.position_bias == "table"), 2 * context.dim
-        for length, k, delta in zip(context.grid, pair(config.kernel_size), pair(config.dilation), strict=True):
+        sizes = context.grid, each_axis(config.kernel_size), each_axis(config.dilation)
+        for length, k, delta in zip(*sizes, strict=True):
             tiles_of_residue, queries, keys = tiling(length, k, delta)
             table, macs = table * (2 * k - 1), macs * delta * tiles_of_residue * queries * keys
         return Cost(table, macs)

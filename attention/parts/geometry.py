@@ -2,9 +2,13 @@
 
 A window is (rows, columns) of the grid; a 1-D block of length w is the window (1, w) of the grid (1, N). Windows that
 do not divide the grid are padded at the bottom and the right; padding is an invalid key, and dropped from the output.
+Clips have grids (T, H, W) and windows (frames, rows, columns).
 """
 
+import functools
+import itertools
 import math
+from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 import torch
@@ -14,11 +18,16 @@ from torch import Tensor
 from .features import compute_dtype, upcast
 from .tables import kept_table
 
-Grid = tuple[int, int]
-"""Rows and columns (H, W) of the token grid."""
+Grid = tuple[int, ...]
+"""Rows and columns (H, W) of the token grid, or frames, rows and columns (T, H, W)."""
 
 Layout = Literal["1d", "2d"]
 """Order of tokens: "1d" along the raster, n = y*W + x; "2d" on the grid."""
+
+
+def each_axis(value: int | Grid, axes: int = 2) -> Grid:
+    """(rows, columns), or (frames, rows, columns), of an option that is one number for all axes or one for each."""
+    return (value,) * axes if isinstance(value, int) else value
 
 
 def split_heads(x: Tensor, count: int, num_heads: int) -> tuple[Tensor, ...]:
@@ -70,8 +79,8 @@ class Windows(NamedTuple):
     """A grid divided into g windows of w tokens, which attend to e = w tokens, or more with an overlap.
 
     Attributes:
-        grid: (H, W) of the tokens.
-        size: rows and columns of a window; (0, 0): one window of all queries that attends to no token of the grid.
+        grid: (H, W) of the tokens, or (T, H, W) with sizes and overlaps of three axes.
+        size: rows and columns of a window; zeros: one window of all queries that attends to no token of the grid.
         overlap: rows and columns by which a window's keys reach beyond it on every side.
         causal: True if queries attend to no later tokens; windows are then blocks of the raster order.
         key_mask: (B, N) bool, true for tokens of each image that count; None if all count.
@@ -86,13 +95,17 @@ class Windows(NamedTuple):
     @property
     def is_empty(self) -> bool:
         """True if queries attend to no token of the grid."""
-        return self.size == (0, 0)
+        return not any(self.size)
+
+    @property
+    def counts(self) -> Grid:
+        """Number of windows along each axis."""
+        return tuple(-(-length // side) for length, side in zip(self.grid, self.size, strict=True))
 
     @property
     def num_windows(self) -> int:
         """Number g of windows that cover the grid."""
-        (H, W), (rows, columns) = self.grid, self.size
-        return -(-H // rows) * -(-W // columns)
+        return math.prod(self.counts)
 
     @property
     def num_queries(self) -> int:
@@ -102,27 +115,33 @@ class Windows(NamedTuple):
     @property
     def num_keys(self) -> int:
         """Tokens e of a window grown by its overlap."""
-        return (self.size[0] + 2 * self.overlap[0]) * (self.size[1] + 2 * self.overlap[1])
+        return math.prod(self.reach)
+
+    @property
+    def reach(self) -> Grid:
+        """Sides of a window grown by its overlap."""
+        return tuple(side + 2 * over for side, over in zip(self.size, self.overlap, strict=True))
 
     @property
     def padded(self) -> bool:
         """True if a window, or its overlap, reaches beyond the grid."""
-        (H, W), (rows, columns) = self.grid, self.size
-        return bool(H % rows or W % columns or self.overlap != (0, 0))
+        return self.padded_grid != self.grid or any(self.overlap)
 
     @property
     def padded_grid(self) -> Grid:
-        """Rows and columns of the grid with its padding, without overlap."""
-        (H, W), (rows, columns) = self.grid, self.size
-        return H + -H % rows, W + -W % columns
+        """Sides of the grid with its padding, without overlap."""
+        return tuple(length + -length % side for length, side in zip(self.grid, self.size, strict=True))
 
     def partition(self, x: Tensor) -> Tensor:
         """Queries (B, h, N, d) -> windows (B, h, g, w, d); zeros outside the grid."""
-        return x[:, :, None] if self.is_empty else self.view(x).flatten(4, 5).flatten(2, 3)
+        return x[:, :, None] if self.is_empty else self._merged(self.view(x))
 
     def partition_keys(self, x: Tensor) -> Tensor:
         """Keys or values (B, h, N, d) -> the e that each window attends to, (B, h, g, e, d); zeros outside the grid."""
-        return self.view(x, self.overlap).flatten(4, 5).flatten(2, 3)
+        return self._merged(self.view(x, grown=True))
+
+    def _merged(self, x: Tensor) -> Tensor:
+        return x.flatten(2 + len(self.grid), -2).flatten(2, 1 + len(self.grid))
 
     def mean(self, x: Tensor) -> Tensor:
         """Means of tokens (B, h, N, d) over each window's tokens that count, (B, h, g, d); zero if none counts."""
@@ -136,20 +155,27 @@ class Windows(NamedTuple):
         """The inverse of `partition`: windows (B, h, g, w, d) -> tokens (B, h, N, d), without padding."""
         if self.is_empty:
             return y[:, :, 0]
-        (H, W), (rows, columns) = self.grid, self.size
-        y = y.unflatten(3, self.size)
-        y = y.unflatten(2, (-(-H // rows), -(-W // columns)))  # (B, h, g_y, g_x, rows, columns, d)
-        return y.transpose(3, 4).flatten(4, 5).flatten(2, 3)[:, :, :H, :W].flatten(2, 3)
+        axes = range(2, 2 + len(self.grid))
+        y = y.unflatten(3, self.size).unflatten(2, self.counts)  # (B, h, g_y, g_x, rows, columns, d)
+        y = y.permute(0, 1, *(i for axis in axes for i in (axis, axis + len(axes))), -1)
+        for axis in axes:
+            y = y.flatten(axis, axis + 1)
+        return y[(slice(None), slice(None), *map(slice, self.grid))].flatten(2, 1 + len(axes))
 
-    def view(self, x: Tensor, overlap: Grid = (0, 0)) -> Tensor:
+    def view(self, x: Tensor, grown: bool = False) -> Tensor:
         """Tokens (B, h, N, d) -> (B, h, g_y, g_x, e_y, e_x, d), a view of x if no padding is needed."""
-        (H, W), (rows, columns), (above, beside) = self.grid, self.size, overlap
-        x = x.unflatten(2, self.grid)
-        if H % rows or W % columns or above or beside:
-            x = F.pad(x, (0, 0, beside, beside + -W % columns, above, above + -H % rows))
-        if overlap == (0, 0):  # avoids the gradient of `unfold`, which fills zeros and adds
-            return x.unflatten(3, (-1, columns)).unflatten(2, (-1, rows)).transpose(3, 4)
-        return x.unfold(2, rows + 2 * above, rows).unfold(3, columns + 2 * beside, columns).permute(0, 1, 2, 3, 5, 6, 4)
+        axes, x = range(2, 2 + len(self.grid)), x.unflatten(2, self.grid)
+        ends = zip(self.overlap if grown else (0,) * len(axes), self.padded_grid, self.grid, strict=True)
+        margins = [(margin, margin + padded - length) for margin, padded, length in ends]
+        if any(map(any, margins)):
+            x = F.pad(x, (0, 0, *itertools.chain(*reversed(margins))))
+        if not (grown and any(self.overlap)):  # avoids the gradient of `unfold`, which fills zeros and adds
+            for axis, side in zip(axes, self.size, strict=True):
+                x = x.unflatten(2 * axis - 2, (-1, side))
+            return x.permute(0, 1, *(2 * axis - 2 for axis in axes), *(2 * axis - 1 for axis in axes), -1)
+        for axis, side, reach in zip(axes, self.size, self.reach, strict=True):
+            x = x.unfold(axis, reach, side)
+        return x.movedim(2 + len(axes), -1)
 
     def indices(self, device: torch.device) -> Tensor:
         """Raster index of every token that each window attends to: (g, e) int64; -1 outside the grid."""
@@ -167,8 +193,8 @@ class Windows(NamedTuple):
 
     def index_of(self, n: int) -> int:
         """Index of the window of token n, for the literal twins."""
-        (y, x), (rows, columns) = divmod(n, self.grid[1]), self.size
-        return y // rows * -(-self.grid[1] // columns) + x // columns
+        place = zip(coordinates(n, self.grid), self.size, strict=True)
+        return raster_index((x // side for x, side in place), self.counts)
 
     def attended(self, n: int) -> tuple[list[int], list[int], int]:
         """Keys that token n attends to in its window, for the literal twins: their raster indices, their positions
@@ -176,15 +202,26 @@ class Windows(NamedTuple):
         """
         if self.is_empty:
             return [], [], 0
-        (y, x), (rows, columns), (above, beside) = divmod(n, self.grid[1]), self.size, self.overlap
-        top, left = y - y % rows - above, x - x % columns - beside
-        height, width = rows + 2 * above, columns + 2 * beside
-        keys = [(top + i, left + j, i * width + j) for i in range(height) for j in range(width)]
-        H, W = self.grid
-        inside = [(a * W + b, position) for a, b, position in keys if 0 <= a < H and 0 <= b < W]
+        place = list(zip(coordinates(n, self.grid), self.size, self.overlap, strict=True))
+        first, inside = [x - x % side - over for x, side, over in place], []
+        for position in range(self.num_keys):
+            key = [start + x for start, x in zip(first, coordinates(position, self.reach), strict=True)]
+            if all(0 <= x < length for x, length in zip(key, self.grid, strict=True)):
+                inside.append((raster_index(key, self.grid), position))
         inside = [(m, position) for m, position in inside if m <= n or not self.causal]
         inside = [(m, position) for m, position in inside if self.key_mask is None or self.key_mask[0, m]]
-        return [m for m, _ in inside], [position for _, position in inside], y % rows * columns + x % columns
+        own = raster_index((x % side for x, side, _ in place), self.size)
+        return [m for m, _ in inside], [position for _, position in inside], own
+
+
+def coordinates(n: int, grid: Grid) -> list[int]:
+    """The place (y, x), or (t, y, x), of token n in the raster order of a grid."""
+    return [n // math.prod(grid[axis + 1 :]) % length for axis, length in enumerate(grid)]
+
+
+def raster_index(place: Iterable[int], grid: Grid) -> int:
+    """The inverse of `coordinates`."""
+    return functools.reduce(lambda n, axis: n * axis[1] + axis[0], zip(place, grid, strict=True), 0)
 
 
 @kept_table

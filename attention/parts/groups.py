@@ -3,7 +3,9 @@
 A partition is a table of token indices per group, padded to the longest group: see `Groups`.
 """
 
+import itertools
 import math
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -22,7 +24,7 @@ class Groups(NamedTuple):
     Attributes:
         members: (G, c, t) int64 raster indices; padding points at an arbitrary token. valid: (G, c, t) bool, false at
             padding; (B, 1, G, c, t) if tokens of images are masked.
-        tiles: the groups as windows that divide the grid without padding; None if they are not such windows.
+        tiles: the groups as windows that divide an (H, W) grid without padding; None if they are not such windows.
         padded_means: True if means divide by t instead of the number of members.
     """
 
@@ -47,35 +49,44 @@ def up_to_bins(count: int, grid: Grid) -> tuple[int, str]:
     near = min(count, math.prod(grid))
     most = next((c for c in range(near, 0, -1) if _bin_counts(c, grid)), 0)
     valid = next((c for far in range(near) for c in (near - far, near + far) if _bin_counts(c, grid)), 0)
-    return most, f" does not divide the {grid[0]}x{grid[1]} grid into rows x columns of bins; nearest valid: {valid}"
+    sides, axes = "x".join(map(str, grid)), " x ".join(["frames", "rows", "columns"][-len(grid) :])
+    return most, f" does not divide the {sides} grid into {axes} of bins; nearest valid: {valid}"
 
 
 def bin_counts(count: int, grid: Grid, key: str, fit: bool = False) -> Grid:
-    """Factors `count` into (rows, columns) of bins over the grid, with bins as square as possible.
+    """Factors `count` into (rows, columns) of bins over the grid, or (frames, rows, columns), as square as possible.
 
     With `fit`, a count that no factors of fit the grid becomes the largest smaller one with such factors.
 
-    A grid that is not square gets bins of equal size if some factors allow it, and the squarest of these: 16 bins of a
+    A grid with sides that differ gets bins of equal size if some factors allow it, the squarest of these: 16 bins of a
     12x4 grid are 4x4, each of 3x1 tokens, and not 8x2.
 
     Raises:
         OptionError: no factors fit the grid; names `key`, both numbers and the nearest count with such factors.
     """
-    (H, W), (most, problem) = grid, up_to_bins(count, grid)
+    most, problem = up_to_bins(count, grid)
     if most != count and not fit:
         raise OptionError(key, f" = {count}{problem}")
     choices = _bin_counts(most, grid)
-    equal = [(rows, columns) for rows, columns in choices if H % rows == W % columns == 0]
-    choices = equal if equal and H != W else choices
-    return min(choices, key=lambda rows_columns: abs(math.log(H * rows_columns[1] / (W * rows_columns[0]))))
+    equal = [counts for counts in choices if not any(map(operator.mod, grid, counts))]
+    choices = equal if equal and len({*grid}) > 1 else choices
+
+    def stretch(counts: Grid) -> float:
+        pairs = itertools.combinations(zip(grid, counts, strict=True), 2)
+        return max(abs(math.log(H * columns / (W * rows))) for (H, rows), (W, columns) in pairs)
+
+    return min(choices, key=stretch)
 
 
 def _bin_counts(count: int, grid: Grid) -> list[Grid]:
-    return [(a, count // a) for a in range(1, min(count, grid[0]) + 1) if count % a == 0 and count // a <= grid[1]]
+    if len(grid) == 1:
+        return [(count,)] * (count <= grid[0])
+    firsts = [a for a in range(1, min(count, grid[0]) + 1) if count % a == 0]
+    return [(a, *others) for a in firsts for others in _bin_counts(count // a, grid[1:])]
 
 
 @kept_table
-def bins(grid: Grid, counts: Grid, device: torch.device, margin: Grid = (0, 0), *, overlapping: bool = False) -> Groups:
+def bins(grid: Grid, counts: Grid, device: torch.device, margin: Grid = (), *, overlapping: bool = False) -> Groups:
     """Disjoint rectangular bins with edges floor(i*H/rows), floor(j*W/columns), each grown by `margin` rows and
     columns within the grid; means of grown bins count tokens outside the grid as zeros, as in the released code of EVA.
 
@@ -83,14 +94,15 @@ def bins(grid: Grid, counts: Grid, device: torch.device, margin: Grid = (0, 0), 
         overlapping: makes the bins of adaptive average pooling, which end at ceil((i+1)*H/rows) and overlap if rows do
             not divide H.
     """
-    rows, rows_valid = _chunks(torch.full((), grid[0], device=device), grid[0], counts[0], margin[0], overlapping)
-    columns, columns_valid = _chunks(torch.full((), grid[1], device=device), grid[1], counts[1], margin[1], overlapping)
-    index = rows[:, None, :, None] * grid[1] + columns[None, :, None, :]
-    valid = rows_valid[:, None, :, None] & columns_valid[None, :, None, :]
-    equal = grid[0] % counts[0] == grid[1] % counts[1] == 0 and margin == (0, 0)
-    tiles = Windows(grid, (grid[0] // counts[0], grid[1] // counts[1])) if equal else None
-    index, valid = (x.flatten(2).flatten(0, 1)[None] for x in (index, valid))
-    return Groups(index, valid, tiles, padded_means=margin != (0, 0))
+    index = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    valid = torch.ones_like(index, dtype=torch.bool)
+    for length, number, beyond in zip(grid, counts, margin or (0,) * len(grid), strict=True):
+        position, inside = _chunks(torch.full((), length, device=device), length, number, beyond, overlapping)
+        index = (index[:, None, :, None] * length + position[None, :, None]).flatten(2).flatten(0, 1)
+        valid = (valid[:, None, :, None] & inside[None, :, None]).flatten(2).flatten(0, 1)
+    equal = len(grid) == 2 and not any(map(operator.mod, grid, counts)) and not any(margin)
+    tiles = Windows(grid, tuple(map(operator.floordiv, grid, counts))) if equal else None
+    return Groups(index[None], valid[None], tiles, padded_means=any(margin))
 
 
 def pools_option(applies: Callable[[Any], bool] = lambda c: True) -> Any:
@@ -158,8 +170,8 @@ def tokens_outside(windows: Windows) -> tuple[int, int]:
         [min(start + side + over, size) - max(start - over, 0) for start in range(0, size, side)]
         for size, side, over in zip(windows.grid, windows.size, windows.overlap, strict=True)
     ]
-    (y, x), N = lengths, math.prod(windows.grid)
-    return N - max(y) * max(x), N - min(y) * min(x)
+    N = math.prod(windows.grid)
+    return N - math.prod(map(max, lengths)), N - math.prod(map(min, lengths))
 
 
 def _chunks(total: Tensor, most: int, count: int, margin: int = 0, overlapping: bool = False) -> tuple[Tensor, Tensor]:

@@ -9,11 +9,6 @@ from .geometry import Grid
 from .tables import kept_table
 
 
-def pair(value: int | Grid) -> Grid:
-    """(rows, columns) of an option that is one number for both axes or a pair."""
-    return (value, value) if isinstance(value, int) else value
-
-
 class Tiles(NamedTuple):
     """Tokens divided into g tiles of w queries with e keys.
 

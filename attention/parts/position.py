@@ -22,7 +22,8 @@ class PositionBias(nn.Module):
     """Bias (h, w, e) added to local logits; `table` is learned, and a fixed index looks up its rows.
 
     Kinds:
-        table: a row per offset (Swin, Liu et al. 2021): (2w+2e-1)^2 rows in 2-D, 2w+2e-1 in 1-D.
+        table: a row per offset (Swin, Liu et al. 2021): (2w+2e-1)^2 rows in 2-D, 2w+2e-1 in 1-D. Windows that are no
+            squares, and those of clips, have this kind or none.
         t5: logarithmic buckets (Raffel et al. 2020), b_y(dy) + b_x(dx) in 2-D; their number follows the window size.
             In causal attention all buckets are for keys before the query.
         table_released: as in the released code; in 2-D a row stride of w+2e, so that some offsets share a row; in 1-D
@@ -72,9 +73,12 @@ class PositionBias(nn.Module):
 
     def middle(self, table: Tensor) -> Tensor:
         """The rows (1, rows, h) of this window's offsets in the table of a larger one; any other table as it is."""
-        (y, x), rows, (kind, *_, causal) = self.offsets, table.shape[1], self.index_arguments
+        rows, (kind, *_, causal) = table.shape[1], self.index_arguments
+        if not self.squares or kind != "table":
+            return table
+        y, x = self.offsets
         there = (math.isqrt(rows),) * 2 if y > 1 else (1, rows)
-        if not self.squares or kind != "table" or math.prod(there) != rows or there[0] < y or there[1] <= x:
+        if math.prod(there) != rows or there[0] < y or there[1] <= x:
             return table
         top, left = (there[0] - y) // 2, 0 if causal else (there[1] - x) // 2
         return table.unflatten(1, there)[:, top : top + y, left : left + x].flatten(1, 2)
@@ -112,14 +116,12 @@ class KeyPositions(PositionTable):
         return k + F.pad(vectors, (0, 0, k.shape[2] - vectors.shape[1], 0))
 
 
-def _offsets(size: Grid, overlap: Grid, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Query minus key along y and x, each (w, e)."""
-    y, x = (torch.arange(side, device=device) for side in size)
-    query = torch.cartesian_prod(y, x)
-    y, x = (torch.arange(-over, side + over, device=device) for side, over in zip(size, overlap, strict=True))
-    key = torch.cartesian_prod(y, x)
-    dy, dx = (query[:, None] - key[None]).unbind(-1)
-    return dy, dx
+def _offsets(size: Grid, overlap: Grid, device: torch.device) -> tuple[Tensor, ...]:
+    """Query minus key along y and x, or t, y and x, each (w, e)."""
+    sides = zip(size, overlap, strict=True)
+    key = torch.cartesian_prod(*(torch.arange(-over, side + over, device=device) for side, over in sides))
+    query = torch.cartesian_prod(*(torch.arange(side, device=device) for side in size))
+    return (query[:, None] - key[None]).unbind(-1)
 
 
 def _of_one_row(size: Grid, overlap: Grid) -> bool:
@@ -128,9 +130,11 @@ def _of_one_row(size: Grid, overlap: Grid) -> bool:
 
 
 def _table(size: Grid, overlap: Grid, device: torch.device) -> tuple[Tensor, int]:
-    dy, dx = _offsets(size, overlap, device)
-    far_y, far_x = (side + over - 1 for side, over in zip(size, overlap, strict=True))
-    return ((dy + far_y) * (2 * far_x + 1) + dx + far_x)[None], (2 * far_y + 1) * (2 * far_x + 1)
+    far = [side + over - 1 for side, over in zip(size, overlap, strict=True)]
+    index, rows = torch.zeros((), dtype=torch.int64, device=device), 1
+    for offset, most in zip(_offsets(size, overlap, device), far, strict=True):
+        index, rows = index * (2 * most + 1) + offset + most, rows * (2 * most + 1)
+    return index[None], rows
 
 
 def _table_released(size: Grid, overlap: Grid, device: torch.device) -> tuple[Tensor, int]:

@@ -14,7 +14,7 @@ from attention.ops.joint_softmax.op import window_logits
 from attention.parts.features import log_features, scale
 from attention.parts.geometry import Windows
 from attention.parts.groups import Groups, bins, bins_outside, chunks_outside, gather_groups, group_mean
-from tests.support.cases import PREFIX, Case
+from tests.support.cases import CLIP, PREFIX, Case
 from tests.support.comparisons import assert_equal
 from tests.support.growth import Growth
 from tests.support.inputs import CPU, B, d, draw, every_grid, h, layer, one_head, tokens
@@ -53,6 +53,8 @@ CASES = [
     case({**SMALL, **PREFIX}),
     case({**SMALL, **PREFIX, "partition": "mask", "overlap": 1, "num_samples": 2, "pool": "max"}),
     case({"window_size": 0, "num_landmarks": 6, **PREFIX, "local": True}),
+    Case("eva", CLIP, {"window_size": (2, 2, 3), "num_landmarks": 12, **PREFIX}, stochastic=True),
+    Case("eva", CLIP, {"window_size": 2, "num_landmarks": 4, "partition": "mask"}, stochastic=True),
 ]
 EFFECTS = {
     "released": (SMALL, True),

@@ -14,7 +14,7 @@ from attention.mechanisms.ra import ra
 from attention.ops.random_features.proposals import log_weights, own_ratio, propose, query_weights
 from attention.parts.features import log_features, scale
 from attention.parts.groups import group_mean
-from tests.support.cases import PREFIX, Case
+from tests.support.cases import CLIP, PREFIX, Case
 from tests.support.comparisons import assert_equal, assert_mean, standard_errors
 from tests.support.growth import Growth
 from tests.support.inputs import draw, one_head
@@ -38,6 +38,7 @@ CASES = [
     case({**FEW, "proposal": "single"}, well_conditioned=False),  # draws a key
     case({**FEW, "proposal": "single", "features": "hyperbolic"}, well_conditioned=False),
     case({**FEW, **PREFIX}),
+    Case("lara", CLIP, {**FEW, **PREFIX}, stochastic=True),
 ]
 EFFECTS = {
     "num_landmarks": (FEW, 4),

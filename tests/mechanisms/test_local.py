@@ -10,10 +10,10 @@ from torch import Tensor
 from attention import Grid
 from attention.mechanisms.local import local
 from attention.parts.geometry import Windows
-from tests.support.cases import PREFIX, Case
+from tests.support.cases import CLIP, PREFIX, Case
 from tests.support.comparisons import assert_equal, under_mask
 from tests.support.growth import Growth
-from tests.support.inputs import every_grid, one_head, tokens
+from tests.support.inputs import GRIDS, one_head, tokens
 from tests.support.symmetry import BLOCKS
 
 case = partial(Case, "local")
@@ -33,6 +33,8 @@ CASES = [
     case((5, 7), {**CAUSAL, "overlap": 3}),
     case((5, 7), {**CAUSAL, "position_bias": "t5"}),
     case((5, 7), {"window_size": 3, **PREFIX}),
+    case(CLIP, {"window_size": (2, 2, 3), **PREFIX}),
+    case(CLIP, {"window_size": (2, 1, 4), "overlap": 1}),
 ]
 EFFECTS = {
     "window_size": ({"window_size": 3}, 2),
@@ -85,14 +87,20 @@ def test_by_hand():
     assert_equal(run(q, k, v, bias, grid=(1, 3), window=(1, 2)), one_head(10.5, 10, 18))
 
 
-@every_grid
-@pytest.mark.parametrize(("window", "overlap"), [((2, 2), (0, 0)), ((3, 3), (0, 0)), ((3, 2), (1, 1))])
+@pytest.mark.parametrize(
+    ("grid", "window", "overlap"),
+    [
+        *((grid, *sizes) for grid in GRIDS for sizes in [((2, 2), (0, 0)), ((3, 3), (0, 0)), ((3, 2), (1, 1))]),
+        (CLIP, (2, 1, 4), (0, 0, 0)),
+        (CLIP, (2, 2, 4), (1, 0, 1)),
+    ],
+)
 def test_local_is_softmax_under_a_dense_mask(grid, window, overlap):
     q, k, v = tokens(grid)
-    N = grid[0] * grid[1]
+    N = math.prod(grid)
     mask = torch.zeros(N, N, dtype=torch.bool)
     for n in range(N):
         mask[n, Windows(grid, window, overlap).attended(n)[0]] = True
-    if overlap == (0, 0):
+    if not any(overlap):
         assert torch.equal(mask, mask.mT)  # blocks: who attends to whom is mutual
     assert_equal(run(q, k, v, grid=grid, window=window, overlap=overlap), under_mask(q, k, v, mask))

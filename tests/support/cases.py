@@ -3,6 +3,7 @@
 Sizes are all different and no grid is square, so that a transposed axis cannot pass.
 """
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from attention import Attention, create_attention
 from attention.parts.geometry import Grid
 
 B, HEADS, HEAD_DIM = 2, 3, 4
+CLIP: Grid = (5, 2, 6)
 PREFIX = {"num_prefix_tokens": 2}
 
 
@@ -61,7 +63,7 @@ class Case:
 
     def num_tokens(self, grid: Grid) -> int:
         """Number of prefix tokens and tokens of a grid."""
-        return self.options.get("num_prefix_tokens", 0) + grid[0] * grid[1]
+        return self.options.get("num_prefix_tokens", 0) + math.prod(grid)
 
     def tokens(self, dtype: torch.dtype = torch.float64, seed: int = 1, batch: int = B) -> torch.Tensor:
         """Random tokens (B, N, C)."""

@@ -1,5 +1,6 @@
 """Inputs for tests of limits: sizes, fixed random numbers, layers, all in float64."""
 
+import math
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from tests.support.cases import Case
 
 B, h, d = 2, 2, 8
 CPU = torch.device("cpu")
-every_grid = pytest.mark.parametrize("grid", [(4, 4), (6, 4), (8, 8)], ids=str)
+GRIDS = [(4, 4), (6, 4), (8, 8)]
+every_grid = pytest.mark.parametrize("grid", GRIDS, ids=str)
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
@@ -27,7 +29,7 @@ def shuffled(count: int, seed: int = 0) -> Tensor:
 
 def tokens(grid, count: int = 3) -> list[Tensor]:
     """Queries, keys, values, ... (B, h, N, d)."""
-    return [draw(B, h, grid[0] * grid[1], d, seed=seed) for seed in range(count)]
+    return [draw(B, h, math.prod(grid), d, seed=seed) for seed in range(count)]
 
 
 def one_head(*tokens: float | tuple[float, ...]) -> Tensor:

@@ -1,6 +1,7 @@
 """The contract of every mechanism with networks: shapes, gradients, grids, batches, compilation, projections."""
 
 import copy
+import math
 import pickle
 import re
 from collections.abc import Iterator
@@ -50,9 +51,9 @@ def test_a_pickled_and_a_copied_layer_are_the_layer(case):
 
 @every_case
 def test_other_grid_than_at_construction(case):
-    attn, (H, W) = case.build().eval(), (case.grid[0] + 3, case.grid[1] - 1)
-    x = torch.randn(B, case.num_tokens((H, W)), HEADS * HEAD_DIM, dtype=torch.float64)
-    assert attn(x, (H, W)).isfinite().all()
+    attn, grid = case.build().eval(), (case.grid[0] + 3, *case.grid[1:-1], case.grid[-1] - 1)
+    x = torch.randn(B, case.num_tokens(grid), HEADS * HEAD_DIM, dtype=torch.float64)
+    assert attn(x, grid).isfinite().all()
 
 
 @every_case
@@ -164,8 +165,9 @@ def assert_refused(attn: Attention, x: Tensor, grid: Grid, expected: int):
 @every_case
 def test_tokens_that_do_not_fit_the_grid_are_refused(case):
     """One more row; one more token; and the tokens of the grid without the prefix tokens that the layer expects."""
-    attn, x, (H, W) = case.build(), case.tokens(), case.grid
-    assert_refused(attn, x, (H + 1, W), case.num_tokens((H + 1, W)))
-    assert_refused(attn, torch.cat([x[:, :1], x], 1), (H, W), x.shape[1])
+    attn, x, grid = case.build(), case.tokens(), case.grid
+    larger = (grid[0] + 1, *grid[1:])
+    assert_refused(attn, x, larger, case.num_tokens(larger))
+    assert_refused(attn, torch.cat([x[:, :1], x], 1), grid, x.shape[1])
     if case.options.get("num_prefix_tokens"):
-        assert_refused(attn, x[:, -H * W :], (H, W), x.shape[1])
+        assert_refused(attn, x[:, -math.prod(grid) :], grid, x.shape[1])

@@ -47,11 +47,10 @@ one_case_of_each = pytest.mark.parametrize(  # the stress suite takes every case
 
 def masks(grid: Grid) -> Tensor:
     """Masks of two images, (2, N): one with holes and no token in the first window and group; one padded."""
-    (H, W), generator = grid, torch.Generator().manual_seed(5)
-    holes = torch.rand(H, W, generator=generator) > 0.4
-    holes[0], holes[:4, :4], holes[-1, -1] = False, False, True
-    smaller = torch.zeros(H, W, dtype=torch.bool)
-    smaller[: H - 2, : W - 1] = True
+    holes = torch.rand(grid, generator=torch.Generator().manual_seed(5)) > 0.4
+    holes[0], holes[tuple(slice(4) for _ in grid)], holes[tuple(-1 for _ in grid)] = False, False, True
+    smaller = torch.zeros(grid, dtype=torch.bool)
+    smaller[: grid[0] - 2, ..., : grid[-1] - 1] = True
     return torch.stack([holes, smaller]).flatten(1)
 
 

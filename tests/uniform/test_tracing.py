@@ -18,15 +18,14 @@ UNCOUNTED = {"aten::scaled_dot_product_attention", "aten::einsum", "aten::_convo
 
 
 class OfImage(nn.Module):
-    """A layer on images (B, H, W, C): as in a whole network, tracing records the sides of its grid as tensors."""
+    """A layer on images (B, H, W, C) or clips: as in a network, tracing records the sides of its grid as tensors."""
 
     def __init__(self, attn: nn.Module):
         super().__init__()
         self.attn = attn
 
     def forward(self, x: Tensor) -> Tensor:
-        _, H, W, _ = x.shape
-        return self.attn(x.flatten(1, 2), (H, W))
+        return self.attn(x.flatten(1, -2), x.shape[1:-1])
 
 
 def traced_macs(graph: torch._C.Graph) -> int:

@@ -37,12 +37,13 @@ class Tokens(NamedTuple):
 
 
 def covers(q, k, v, bias=None, keys=None, values=None, logits=None, *, windows, attn_drop=0.0):
-    """True unless weights are dropped, windows overlap or are empty, or masks or logits with gradients differ among
-    images.
+    """True unless weights are dropped, windows overlap, are empty or of clips, or masks or logits with gradients differ
+    among images.
     """
     shared = (keys is not None or values is None) and windows.key_mask is None
     constant = logits is None or logits.dim() < 5 or not logits.requires_grad
-    return attn_drop == 0 and not windows.is_empty and windows.overlap == (0, 0) and shared and constant
+    plain = len(windows.grid) == 2 and not windows.is_empty and not any(windows.overlap)
+    return attn_drop == 0 and plain and shared and constant
 
 
 def joint_softmax(q, k, v, bias=None, keys=None, values=None, logits=None, *, windows, attn_drop=0.0):
