@@ -110,7 +110,13 @@ def describe_layer(layer: LayerInput, query: int) -> LayerMaps | NoMatrix:
     except NoMatrix as problem:
         return problem
     P = layer.attn.num_prefix_tokens
-    return LayerMaps(layer.grid, key_grid(weights.shape[-1] - P, layer.grid), P, query, weights[:, query])
+    grid = drawn(layer.grid)
+    return LayerMaps(grid, key_grid(weights.shape[-1] - P, grid), P, query, weights[:, query])
+
+
+def drawn(grid: Grid) -> Grid:
+    """The rows and columns of a drawing: frames of a clip are one below the other."""
+    return math.prod(grid[:-1]), grid[-1]
 
 
 def key_grid(num_keys: int, grid: Grid) -> Grid:
@@ -193,10 +199,10 @@ def choose_queries(layers: Sequence[LayerInput], place: Grid | None, class_token
     """
     if place is None and class_token:
         return [0] * len(layers), "the class token"
-    H, W = layers[0].grid
+    H, W = drawn(layers[0].grid)
     row, column = place or (H // 2, W // 2)
     if not (row < H and column < W):
         raise UserError(f"--query {row},{column}: outside the {H}x{W} grid; at most {H - 1},{W - 1}")
-    grids = [(layer.attn.num_prefix_tokens, *layer.grid) for layer in layers]
+    grids = [(layer.attn.num_prefix_tokens, *drawn(layer.grid)) for layer in layers]
     found = [P + (row * h // H) * w + column * w // W for P, h, w in grids]
     return found, f"the patch in row {row}, column {column} (framed)"

@@ -34,7 +34,7 @@ def resample_pos_embed(state_dict: StateDict, model: nn.Module, grid: Grid | Non
         state_dict: state dict of the same model built for another image size. model: the model that will load it.
         grid: (H, W) of the state dict's position embeddings; None: see `assume_grid`.
     Raises:
-        OptionError: no grid is given and the number of position embeddings is not a square.
+        OptionError: no grid is given and the number of position embeddings is not a square; clips on another grid.
     """
     pos_embed, deit = state_dict.get("pos_embed"), cast(Any, model)
     if pos_embed is None or not hasattr(model, "pos_embed"):
@@ -46,6 +46,9 @@ def resample_pos_embed(state_dict: StateDict, model: nn.Module, grid: Grid | Non
         pos_embed = torch.cat([pos_embed.new_zeros(1, num_prefix, pos_embed.shape[2]), pos_embed], 1)
     if grid == deit.grid and there == here and pos_embed is state_dict["pos_embed"]:
         return state_dict
+    if grid != deit.grid and deit.config.frames > 1:
+        problem = f" = {deit.config.frames}: position embeddings are of other frames, and those of clips are not"
+        raise OptionError("model.frames", f"{problem} resampled; take weights of the same img_size and frames")
     *rows, patches = pos_embed.split([*there.values(), math.prod(grid)], 1)
     *own_rows, _ = deit.pos_embed.detach().to(pos_embed).split([*here.values(), math.prod(deit.grid)], 1)
     prefix = dict(zip(here, own_rows, strict=True))
@@ -100,7 +103,7 @@ def resample_bias_tables(
             reasons[key] = f"there it is of {' '.join(their_kind)}"
         elif fits and their_windows == windows:
             continue
-        elif kind[0] != "table":
+        elif kind[0] != "table" or len(bias.offsets) == 3:
             reasons[key] = f"of another window, and {' '.join(kind)} cannot be resampled"
         elif table.shape[::2] != bias.table.shape[::2] or math.prod(before) != rows:
             reasons[key] = f"{tuple(table.shape)} there is no such table"

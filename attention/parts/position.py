@@ -66,19 +66,16 @@ class PositionBias(nn.Module):
 
     @property
     def offsets(self) -> Grid:
-        """Number of offsets along y and x that a bias of the kind `table` has a row for."""
+        """Number of offsets along each axis that a bias of the kind `table` has a row for."""
         _, size, overlap, causal = self.index_arguments
-        y, x = (side + over for side, over in zip(size, overlap, strict=True))
-        return (1, x) if causal else (2 * y - 1, 2 * x - 1)
+        sides = [side + over for side, over in zip(size, overlap, strict=True)]
+        return (1, sides[1]) if causal else tuple(2 * side - 1 for side in sides)
 
     def middle(self, table: Tensor) -> Tensor:
         """The rows (1, rows, h) of this window's offsets in the table of a larger one; any other table as it is."""
-        rows, (kind, *_, causal) = table.shape[1], self.index_arguments
-        if not self.squares or kind != "table":
-            return table
-        y, x = self.offsets
+        (*_, y, x), rows, (kind, *_, causal) = self.offsets, table.shape[1], self.index_arguments
         there = (math.isqrt(rows),) * 2 if y > 1 else (1, rows)
-        if math.prod(there) != rows or there[0] < y or there[1] <= x:
+        if not self.squares or kind != "table" or math.prod(there) != rows or there[0] < y or there[1] <= x:
             return table
         top, left = (there[0] - y) // 2, 0 if causal else (there[1] - x) // 2
         return table.unflatten(1, there)[:, top : top + y, left : left + x].flatten(1, 2)
