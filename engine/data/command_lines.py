@@ -52,10 +52,11 @@ def parse_draw(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     example = "eav draw pathfinder runs/pathfinder --images 20000 2000"
     parser = ArgumentParser(description=f"Draw a data set and write it in IDX files.\n\n    {example}")
     add = parser.add_argument
-    add("kind", choices=("pathfinder",), help="images of dashed paths: are two marked ends joined?")
+    kinds = "pathfinder: are two marked ends joined by a path? moving: how does a digit move through eight frames?"
+    add("kind", choices=("pathfinder", "moving"), help=kinds)
     add("output", type=Path, help="directory of the splits train and t10k")
-    images = "number of images of train and of t10k (20000 2000)"
-    add("--images", type=Count(2, 10**7), nargs=2, default=(20_000, 2_000), metavar=("N", "M"), help=images)
+    images = "number of images of train and of t10k (20000 2000; moving: 10000 2000)"
+    add("--images", type=Count(2, 10**7), nargs=2, metavar=("N", "M"), help=images)
     add("--tokens", type=Count(14, 64), default=14, help=f"side, tokens of {PIXELS}x{PIXELS} pixels (14)")
     add("--length", type=Count(8, 200), default=12, help="length of a path, tokens (12)")
     add("--distractors", type=Count(0, 100), default=1, help="number of curves of a third of that length (1)")
@@ -65,8 +66,14 @@ def parse_draw(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--scenes", type=Count(1, 16), nargs=2, metavar=("A", "B"), help=scenes)
     add("--seed", type=SEED, default=0, help="seed of the random numbers (0)")
     args = parser.parse_args(arguments)
-    if any(count % 2 for count in args.images):
-        parser.error(f"--images must be even, half of them of each class, got {args.images}")
+    args.classes, number = (2, [20_000, 2_000]) if args.kind == "pathfinder" else (10, [10_000, 2_000])
+    args.images = args.images or number
+    if any(count % args.classes for count in args.images):
+        parser.error(f"--images must be multiples of {args.classes}, the number of classes, got {args.images}")
+    of_paths = ("tokens", "length", "distractors", "separation", "scenes")
+    given = [name for name in of_paths if getattr(args, name) != parser.get_default(name)]
+    if given and args.kind == "moving":
+        parser.error(f"--{given[0]} is an option of pathfinder alone; leave it out")
     if args.scenes and args.scenes[0] > args.scenes[1]:
         parser.error(f"--scenes must be in ascending order, got {args.scenes}")
     return args

@@ -1,11 +1,11 @@
-"""Draws Pathfinder-like images, in IDX files. The class says whether one path joins the two marked ends.
+"""Draws data sets in IDX files: clips of moving digits (see `engine.data.moving`), and images like those of Pathfinder.
 
-After Linsley et al., 2018, "Learning long-range spatial dependencies with horizontal gated recurrent units". An image
-has two dashed paths of equal length, distractors of a third of that length, and marks at two of the four ends of the
-paths; curves do not touch or cross. In class 1 one path joins the marks. No part of an image tells the classes apart
-(`draw` explains why), so that learning has no easy first step. `--scenes` gives it one: training images of many small
-scenes (see `draw_graded`); the held-out split does not change. Equal arguments give equal files, and image i does not
-depend on the number of images.
+Of the latter the class says whether one path joins the two marked ends, after Linsley et al., 2018, "Learning
+long-range spatial dependencies with horizontal gated recurrent units". An image has two dashed paths of equal length,
+distractors of a third of that length, and marks at two of the four ends of the paths; curves do not touch or cross. In
+class 1 one path joins the marks. No part of an image tells the classes apart (`draw` explains why), so that learning
+has no easy first step. `--scenes` gives it one: training images of many small scenes (see `draw_graded`); the held-out
+split does not change. Equal arguments give equal files, and image i does not depend on the number of images.
 """
 
 from collections.abc import Sequence
@@ -18,6 +18,8 @@ if __name__ == "__main__":
 
 import numpy as np
 
+from engine.data import moving
+from engine.data.arrays import DigitsReader
 from engine.data.command_lines import PIXELS, SEPARATION, parse_draw
 from engine.data.idx import LIMIT, write_splits
 from engine.runtime.errors import UserError, refuse_bad_input
@@ -51,17 +53,21 @@ WAVES = np.stack([np.sin(k * np.pi * ALONG) / k**1.5 for k in (1, 2, 3)])
 def main(arguments: Sequence[str] | None = None) -> None:
     args = parse_draw(arguments)
     options = {name: getattr(args, name) for name in ("tokens", "length", "distractors", "separation")}
+    is_moving = args.kind == "moving"
+    digits = [DigitsReader(split).images for split in ("train", "val")] if is_moving else []
 
     def draw_one(number: int, i: int) -> tuple[np.ndarray, int]:
-        """Every other image is of class 1; those of the first split are graded with `--scenes`."""
-        rng, label = np.random.default_rng((args.seed, number, i)), i % 2
+        """Classes take turns; images of the first split are graded with `--scenes`."""
+        rng, label = np.random.default_rng((args.seed, number, i)), i % args.classes
+        if is_moving:
+            return moving.draw(rng, label, digits[number]), label
         is_graded = args.scenes and number == 0
         return draw_graded(rng, label, args.scenes, **options) if is_graded else draw(rng, label, **options), label
 
     with refuse_bad_input():
-        if (size := max(args.images) * (PIXELS * args.tokens) ** 2) > LIMIT:
-            problem = f"--images {max(args.images)} of {args.tokens} tokens a side: {size:,} bytes"
-            raise UserError(f"{problem}; at most {LIMIT:,}")
+        pixels = moving.FRAMES * moving.SIDE**2 if is_moving else (PIXELS * args.tokens) ** 2
+        if (size := max(args.images) * pixels) > LIMIT:
+            raise UserError(f"--images {max(args.images)} of {pixels:,} pixels: {size:,} bytes; at most {LIMIT:,}")
         write_splits(args.output, args.images, draw_one)
 
 

@@ -147,8 +147,8 @@ def test_files_depend_on_the_arguments_alone(tmp_path):
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        (["--images", "2", "3"], r"--images must be even, half of them of each class, got \[2, 3\]"),
-        (["--images", "400000", "2"], "--images 400000 of 14 tokens a side: 1,254,400,000 bytes; at most 1,073,741,82"),
+        (["--images", "2", "3"], r"--images must be multiples of 2, the number of classes, got \[2, 3\]"),
+        (["--images", "400000", "2"], "--images 400000 of 3,136 pixels: 1,254,400,000 bytes; at most 1,073,741,82"),
         (["--length", "200"], "error: no room for paths of --length 200 and --distractors 0 on 14x14 tokens; name"),
         (["--scenes", "3", "2"], r"--scenes must be in ascending order, got \[3, 2\]"),
         (["--scenes", "5", "5"], "error: no room for paths of --length 1.71429 and --distractors 0 on 2x2 tokens"),
