@@ -24,7 +24,7 @@ COMMANDS = {
     "export": ("engine.checkpoints.export", "write a model for timm or ONNX", f"{OF_CHECKPOINTS}:parse_arguments"),
     "prepare": ("engine.data.prepare", "decode a data set once", f"{OF_DATA}:parse_prepare"),
     "verify": ("engine.data.verify", "list the broken images of a data set", f"{OF_DATA}:parse_verify"),
-    "draw": ("engine.data.draw", "draw images whose classes only long range tells apart", f"{OF_DATA}:parse_draw"),
+    "draw": ("engine.data.draw", "draw images of paths, or clips of moving digits", f"{OF_DATA}:parse_draw"),
 }
 """Subcommand -> its module, which is imported only then, what it does, and the parser that runs before the import."""
 

@@ -50,6 +50,7 @@ DATA = {
     "lra_image": ("torch/cifar10", 10),
     "lra_listops": ("idx", 10),
     "lra_pathfinder": ("idx", 2),
+    "moving_digits": ("idx", 10),
     "pathfinder": ("idx", 2),
     "tiny_imagenet": ("folder", 200),
 }
