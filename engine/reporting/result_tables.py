@@ -183,12 +183,12 @@ def at_equal_macs() -> str:
     return table(columns, best_first(small))
 
 
-def at_budgets() -> str:
-    """Top-1 at some sizes of models that were trained for one, and of models that were trained for all, by epochs."""
-    own, *shared = (series("budgets.csv", seed="seed", training=kind) for kind in ("own", "5", "15"))
+def at_budgets(file: str, *trainings: str) -> str:
+    """Top-1 at some sizes of models that were trained for one, and of models that were trained for all, in some ways."""
+    own, *shared = (series(file, seed="seed", training=kind) for kind in ("own", *trainings))
     columns: dict[str, Column] = {"a model for each (%)": means(own)}
-    for epochs, found in zip(("5", "15"), shared, strict=True):
-        columns |= {f"one, {epochs} epochs (%)": means(found), f"difference, {epochs} epochs": less(found, own)}
+    for kind, found in zip(trainings, shared, strict=True):
+        columns |= {f"one, {kind} (%)": means(found), f"difference, {kind}": less(found, own)}
     return table(columns)
 
 
@@ -248,7 +248,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/results_scratch.md": {
         "from scratch": partial(over_seeds, "fashion_mnist.csv"),
         "equal MACs": at_equal_macs,
-        "budgets": at_budgets,
+        "budgets": partial(at_budgets, "budgets.csv", "5 epochs", "15 epochs"),
         "local term": partial(
             without_and_with, "local_term.csv", "local", ("false", "true"), ("without (%)", "with the local term (%)")
         ),
