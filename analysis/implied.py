@@ -5,6 +5,7 @@ the outputs for the columns of the identity as values.
 """
 
 import inspect
+from contextlib import ExitStack
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -31,11 +32,6 @@ class LayerInput(NamedTuple):
     others: dict[str, Any]
 
     @property
-    def attn(self) -> Attention:
-        """The layer's mechanism."""
-        return self.layer.core
-
-    @property
     def grid(self) -> Grid:
         return cast(Grid, self.others["grid"])
 
@@ -52,12 +48,10 @@ def attention_inputs(model: nn.Module, images: Tensor) -> tuple[list[LayerInput]
     def keep(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         found.append(LayerInput(layer, *layer.arguments(args, kwargs)))
 
-    hooks = [layer.register_forward_pre_hook(keep, with_kwargs=True) for layer in attention_layers(model)]
-    try:
+    with ExitStack() as hooks:
+        for layer in attention_layers(model):
+            hooks.enter_context(layer.register_forward_pre_hook(keep, with_kwargs=True))
         return found, model(images)
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 @torch.no_grad()

@@ -106,10 +106,10 @@ def examine(
 def describe_layer(layer: LayerInput, query: int) -> LayerMaps | NoMatrix:
     """Returns the weights of a query in a layer on one image, or the reason why it has no matrix."""
     try:
-        weights = implied_matrix(layer.attn, layer.project(), layer.grid)[0].cpu()
+        weights = implied_matrix(layer.layer.core, layer.project(), layer.grid)[0].cpu()
     except NoMatrix as problem:
         return problem
-    P = layer.attn.num_prefix_tokens
+    P = layer.layer.core.num_prefix_tokens
     grid = drawn(layer.grid)
     return LayerMaps(grid, key_grid(weights.shape[-1] - P, grid), P, query, weights[:, query])
 
@@ -203,6 +203,6 @@ def choose_queries(layers: Sequence[LayerInput], place: Grid | None, class_token
     row, column = place or (H // 2, W // 2)
     if not (row < H and column < W):
         raise UserError(f"--query {row},{column}: outside the {H}x{W} grid; at most {H - 1},{W - 1}")
-    grids = [(layer.attn.num_prefix_tokens, *drawn(layer.grid)) for layer in layers]
+    grids = [(layer.layer.core.num_prefix_tokens, *drawn(layer.grid)) for layer in layers]
     found = [P + (row * h // H) * w + column * w // W for P, h, w in grids]
     return found, f"the patch in row {row}, column {column} (framed)"

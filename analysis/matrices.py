@@ -56,7 +56,7 @@ def capture(model: nn.Module, images: Tensor) -> list[Layer]:
     """Returns the layers of `read_layers` for a model and images (B, C, H, W) in float64."""
     layers, notes = [], []
     for number, given in enumerate(attention_inputs(model, images)[0]):
-        attn, (q, *others) = given.attn, given.project()
+        attn, (q, *others) = given.layer.core, given.project()
         if not others or q.shape != others[0].shape or q.shape[2] > MAX_TOKENS:
             notes.append(f"layer {number}: left out, as it has no key for every one of at most {MAX_TOKENS} tokens")
             continue

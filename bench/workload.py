@@ -19,12 +19,10 @@ from engine.run.load import load_run
 from engine.runtime.distributed import autocast
 from engine.runtime.errors import ConfigError
 from engine.runtime.memory import peak_bytes, saved_bytes
-from models import create_model
+from models import create_model, is_host
 from models.base import Backbone, is_same_attention
 from models.block import compiled
 from models.costs import Costs, costs_of
-from models.hosted import TIMM
-from models.of_transformers import HF
 
 DEPTH = 12
 """Layers of a network whose layers differ by their number: DeiT's."""
@@ -123,7 +121,7 @@ def whole_model(text: str) -> Subject:
         run = load_run(text)
         build = partial(create_model, attention=run.attention, **run.model)
         return Subject(text, run.train.kernels, lambda size: build(img_size=size), images)
-    prefix = next((prefix for prefix in (TIMM, HF) if text.startswith(prefix)), "")
+    prefix = f"{text.partition(':')[0]}:" if is_host(text) else ""
     name, _, rest = text.removeprefix(prefix).partition(":")
     entry, _, options = rest.partition(":")
     has_own = bool(prefix) and (not entry or "=" in entry)
@@ -131,7 +129,7 @@ def whole_model(text: str) -> Subject:
     options = read_options(text, rest if has_own else options)
     given: dict[str, Any] = {"attention": {"name": mechanism or "softmax", **options}}
     if has_own:
-        own = {x: options.pop(x) for x in {"num_classes", "in_chans", "drop_rate", "drop_path_rate"} & options.keys()}
+        own = {x: options.pop(x) for x in {"num_classes", "in_chans"} & options.keys()}
         given = {"attention": None, "kwargs": options, **own}
     return Subject(text, path, lambda size: create_model(prefix + name, img_size=size, **given), images)
 

@@ -10,28 +10,22 @@ from collections import Counter
 
 import timm
 import torch
-from torch import nn
 
 from models import MODELS
 from models.hosts import attention_calls
 from models.of_transformers import FAMILIES, HF
 
 
-def build(name: str) -> nn.Module:
-    """The model of an architecture of timm or of a type of transformers, with its default options."""
-    if not name.startswith(HF):
-        return timm.create_model(name)
-    from transformers import AutoConfig, AutoModel
-
-    model: nn.Module = AutoModel.from_config(AutoConfig.for_model(name.removeprefix(HF)))
-    return model
-
-
 def verdict(name: str) -> tuple[bool, str]:
     """Whether `replace_attention` takes a model, and its attention layers or the reason."""
     try:
         with torch.device("meta"):
-            model = build(name)
+            if name.startswith(HF):
+                from transformers import AutoConfig, AutoModel
+
+                model = AutoModel.from_config(AutoConfig.for_model(name.removeprefix(HF)))
+            else:
+                model = timm.create_model(name)
         calls = attention_calls(model)
     except (ValueError, RuntimeError, ImportError) as error:
         return False, str(error).partition("\n")[0]

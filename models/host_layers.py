@@ -68,7 +68,7 @@ class Replaced(nn.Module):
         if grid is not None and self.pass_grid is not None:
             self.pass_grid.grid = grid
         calls = Calls(self.attended)
-        with calls:
+        with calls:  # in two lines for torch.compile
             output = super().forward(*args, **kwargs)
         if calls.number != 1:
             problem = f"{calls.number} calls of scaled_dot_product_attention, of which {self.core.label} replaces one"
@@ -93,12 +93,10 @@ class Replaced(nn.Module):
 
     def arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:
         """Tokens, and all other arguments by name, of a call of `forward` in the present forward pass."""
-        bound = inspect.signature(self.host.forward).bind(self, *args, **kwargs)
-        (_, (_, x), *others), extra = bound.arguments.items(), dict[str, Any]()
-        names = {p.name: p.kind for p in bound.signature.parameters.values()}
-        for name, value in others:
-            extra |= value if names[name] is inspect.Parameter.VAR_KEYWORD else {name: value}
-        return x, extra | {"grid": self.pass_grid.grid if self.pass_grid else (1, x.shape[1])}
+        _, first, *others = inspect.signature(self.host.forward).parameters
+        named = dict(zip((first, *others), args, strict=False)) | {**kwargs}
+        x = named.pop(first)
+        return x, named | {"grid": self.pass_grid.grid if self.pass_grid else (1, x.shape[1])}
 
     def attended(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Attended values in the place of `scaled_dot_product_attention(query, key, value, ...)`."""
@@ -109,10 +107,8 @@ class Replaced(nn.Module):
         if problem := call_problem(query, key, value, *args, **kwargs):
             raise ValueError(f"{self.host_name}: {core.label} cannot serve a layer that {problem}")
         N = query.shape[2] - core.num_prefix_tokens
-        grid = self.pass_grid.of(N) if self.pass_grid else None
-        if core.ignores_order():
-            grid = 1, N
-        elif grid is None or grid[0] * grid[1] != N:
+        grid = (1, N) if core.ignores_order() or not self.pass_grid else self.pass_grid.of(N)
+        if grid is None or grid[0] * grid[1] != N:
             of_pass = f"a {grid[0]}x{grid[1]} grid" if grid else "no grid, or grids of two shapes"
             problem = f"{N} tokens after {core.num_prefix_tokens} prefix tokens, but this pass has {of_pass}"
             raise ValueError(f"{self.host_name}: {core.label} got {problem}; keep all patches, in their order")

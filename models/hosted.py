@@ -7,12 +7,10 @@ A name and plain options describe a host completely, so that checkpoints need no
 of transformers becomes a part of its options. Its weights come by `init.weights`. No code of a hub is run.
 """
 
-import copy
 import dataclasses
 import inspect
-import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, ClassVar, cast
 
 import timm
@@ -21,6 +19,7 @@ from timm.layers import to_2tuple
 from timm.models import adapt_input_conv
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils.hooks import RemovableHandle
 
 from attention import OptionError
 from attention.options import Options, nearest, option, parse_options, refuse
@@ -45,16 +44,10 @@ class HostConfig(Options):
     """Options of a model of timm or transformers."""
 
     name: str = option("", "timm:ARCHITECTURE or hf:NAME")
-    img_size: int | tuple[int, int] | None = option(
-        None, "height and width of images, or one number for both; null: those of the model's description", low=1
-    )
+    img_size: int | tuple[int, int] | None = option(None, "height and width of images; null: the model's own", low=1)
     num_classes: int = option(1000, "number of classes; 0: no classifier", low=0, high=2**20)
     in_chans: int = option(3, "channels of images", low=1, high=2**10)
-    drop_rate: float = option(0.0, "timm: dropout rate before the classifier", low=0, below=1)
-    drop_path_rate: float = option(0.0, "timm: stochastic depth of the last block", low=0, below=1)
-    kwargs: dict[str, Any] | None = option(
-        None, "further options of timm's constructor, or of the configuration of transformers, by its names; null: none"
-    )
+    kwargs: dict[str, Any] | None = option(None, "options of timm's constructor or of transformers' configuration")
 
     @property
     def depths(self) -> list[int]:
@@ -73,8 +66,6 @@ class Hosted(nn.Module):
     """Mixin of a host's class: what models of a run have. Names of weights are the host's."""
 
     host: ClassVar[type[nn.Module]]  # the host's own class
-    in_chans: int
-    num_classes: int
     compiled_sizes: Collection[int] = ()
 
     def logits(self, x: Tensor) -> Tensor:
@@ -82,9 +73,8 @@ class Hosted(nn.Module):
         return cast(Tensor, self.host.forward(self, x))
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.shape[0] in self.compiled_sizes:
-            return cast(Tensor, self.compiled_logits(self, x))
-        return self.logits(x)
+        logits = self.compiled_logits if x.shape[0] in self.compiled_sizes else type(self).logits
+        return cast(Tensor, logits(self, x))
 
     def compile_blocks(self, batch_sizes: Collection[int], **options: Any) -> int:
         """Compiles the model as a whole for batches of these sizes; returns the number of graphs of a mode."""
@@ -99,7 +89,7 @@ class Hosted(nn.Module):
 
     def fitting(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The weights of a model of this architecture for other image sizes and channels, by timm's own functions."""
-        fit = getattr(sys.modules[self.host.__module__], "checkpoint_filter_fn", None)
+        fit = getattr(inspect.getmodule(self.host), "checkpoint_filter_fn", None)
         fitted = dict(state) if fit is None else fit(dict(state), self)
         first = next((n for n, m in self.named_modules() if isinstance(m, nn.Conv2d)), "")
         key, here = f"{first}.weight", self.state_dict()
@@ -126,9 +116,7 @@ class OfTransformers(Hosted):
         return self.classifier
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        given = [{"use_reentrant": False}] * enable
-        name = f"checkpointing_{'enable' if enable else 'disable'}"  # transformers 5.24 warns of the older names
-        (getattr(self, f"activation_{name}", None) or getattr(self, f"gradient_{name}"))(*given)
+        getattr(self, f"activation_checkpointing_{'enable' if enable else 'disable'}")()
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         return {"stem": r"^.*(?:embeddings|pre_layrnorm)\.", "blocks": r"^.*?\blayers?\.(\d+)\."}
@@ -152,20 +140,14 @@ def parse_host(name: str, options: Mapping[str, Any]) -> HostConfig:
     kwargs = config.kwargs or {}
     _check("model.kwargs", kwargs)
     if name.startswith(HF):
-        for key in ("drop_rate", "drop_path_rate"):
-            if getattr(config, key):
-                raise OptionError(f"model.{key}", "is timm's; give the option of transformers in model.kwargs")
-        if "model_type" not in kwargs:
-            raise OptionError("model.kwargs", f" has no model_type, and a file fetches no configuration of {name}")
         config = dataclasses.replace(config, kwargs=configuration(kwargs))
     elif not timm.is_model(architecture := name.removeprefix(TIMM).partition(".")[0]):
         known = [TIMM + known for known in timm.list_models()]
         raise OptionError("model.name", f"{name!r} is no architecture of timm{nearest(name, known)}")
     elif timm.model_entrypoint(architecture).__module__.partition(".")[0] != "timm":
         raise OptionError("model.name", f" = {name!r}: registered with timm by other code; leave out {TIMM!r}")
-    elif twice := {"drop_rate", "drop_path_rate"} & kwargs.keys():
-        raise OptionError(f"model.kwargs.{min(twice)}", f"is given as model.{min(twice)}; leave it out")
-    return dataclasses.replace(config, img_size=config.img_size or _own_size(config))
+    own_size = _own_size(config)
+    return dataclasses.replace(config, img_size=config.img_size or own_size)
 
 
 def described(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -192,9 +174,8 @@ def _freeze_unused(model: nn.Module, img_size: Any) -> None:
     probe = on_meta(model).train()
     with torch.enable_grad():
         run_on_meta(probe, img_size).sum().backward()
-    used = {name for name, weight in probe.named_parameters() if weight.grad is not None}
-    for name, weight in model.named_parameters():
-        weight.requires_grad_(weight.requires_grad and name in used)
+    for weight, probed in zip(model.parameters(), probe.parameters(), strict=True):
+        weight.requires_grad_(probed.grad is not None)
 
 
 def host_calls(config: HostConfig) -> list[Call]:
@@ -216,37 +197,30 @@ def _build(config: HostConfig) -> nn.Module:
     try:
         with bounded(MAX_PARAMETERS, MAX_NUMBERS, ValueError(sizes)):
             model = _build_of_timm(config) if is_of_timm else _build_of_transformers(config)
-    except OptionError:
-        raise
     except Exception as error:  # the host's own
         problem = f"{config.name} cannot be built with these options ({first_line(error)})"
         raise OptionError("model", problem) from None
-    mixin: Any = Hosted if is_of_timm else OfTransformers
-    model.in_chans = config.in_chans
-    model.__class__ = with_mixin(mixin, cast(Any, type(model)))
+    model.in_chans, model.num_classes = config.in_chans, config.num_classes
+    model.__class__ = with_mixin(Hosted if is_of_timm else OfTransformers, cast(Any, type(model)))
     return cast(nn.Module, model)
 
 
 def _build_of_timm(config: HostConfig) -> Any:
+    name = config.name.removeprefix(TIMM)
     given = {"num_classes": config.num_classes, "in_chans": config.in_chans, **(config.kwargs or {})}
-    given |= {key: x for key in ("drop_rate", "drop_path_rate") if (x := getattr(config, key))}
-    if _description(config).fixed_input_size and to_2tuple(config.img_size) != _own_size(config):
+    if timm.get_pretrained_cfg_value(name, "fixed_input_size") and to_2tuple(config.img_size) != _own_size(config):
         given["img_size"] = config.img_size  # others take any size without the option
-    return timm.create_model(config.name.removeprefix(TIMM), **given)
+    return timm.create_model(name, **given)
 
 
 def _build_of_transformers(config: HostConfig) -> Any:
-    options: Any = copy.deepcopy(config.kwargs)
-    options.get("vision_config", options)["num_channels"] = config.in_chans
-    kind, there = class_of(options | {"num_labels": max(1, config.num_classes)})
+    kind, there = class_of({**(config.kwargs or {}), "num_labels": max(1, config.num_classes)})
+    getattr(there, "vision_config", there).num_channels = config.in_chans
     model = kind._from_config(there, attn_implementation="sdpa")
-    if not config.num_classes:
-        model.classifier = nn.Identity()
-    elif not hasattr(model, "classifier"):
-        model.classifier = nn.Linear(there.hidden_size, config.num_classes)
+    if not config.num_classes or not hasattr(model, "classifier"):
+        model.classifier = nn.Linear(there.hidden_size, config.num_classes) if config.num_classes else nn.Identity()
     accepts = any("interpolate_pos_encoding" in inspect.signature(m.forward).parameters for m in model.modules())
     model.interpolates = accepts and to_2tuple(config.img_size) != _own_size(config)
-    model.num_classes = config.num_classes
     return model
 
 
@@ -254,12 +228,11 @@ def _check(key: str, value: Any) -> None:
     """Refuses what is no plain option of an architecture, in nested mappings and lists too."""
     if (name := key.rpartition(".")[2]) in RESERVED or name.startswith("_"):
         raise OptionError(key, "chooses no architecture; leave it out")
+    if isinstance(value, list | tuple):
+        value = dict(enumerate(value))
     if isinstance(value, Mapping):
         for inner, x in value.items():
             _check(f"{key}.{inner}", x)
-    elif isinstance(value, list | tuple):
-        for x in value:
-            _check(key, x)
     elif not isinstance(value, str | int | float | None) or (isinstance(value, int) and abs(value) > MAX_SIZE):
         raise OptionError(key, f" = {value!r}: expected text, a mapping, or numbers up to {MAX_SIZE}")
 
@@ -273,20 +246,14 @@ def _own_size(config: HostConfig) -> tuple[int, int]:
             problem = f" = {size!r}: expected a number of pixels, or height and width"
             raise OptionError("model.kwargs.image_size", problem)
     else:
-        size = _description(config).input_size[-2:]
+        try:
+            _, *size = cast(Any, timm.get_pretrained_cfg_value(config.name.removeprefix(TIMM), "input_size"))
+        except RuntimeError as error:  # a tag of other weights
+            raise OptionError("model.name", f" = {config.name}: {error}") from None
     return cast(tuple[int, int], to_2tuple(size))
 
 
-def _description(config: HostConfig) -> Any:
-    """timm's description of an architecture and its weights."""
-    try:
-        return timm.get_pretrained_cfg(config.name.removeprefix(TIMM))
-    except RuntimeError as error:  # a tag of other weights
-        raise OptionError("model.name", f" = {config.name}: {error}") from None
-
-
-@contextmanager
-def bounded(parameters: int, numbers: int, error: Exception) -> Iterator[None]:
+def bounded(parameters: int, numbers: int, error: Exception) -> RemovableHandle:
     """Context in which a model of more than so many parameters, or numbers in them, raises `error` when built."""
     left = [parameters, numbers]
 
@@ -296,8 +263,4 @@ def bounded(parameters: int, numbers: int, error: Exception) -> Iterator[None]:
         if min(left) < 0:
             raise error
 
-    handle = register_module_parameter_registration_hook(count)
-    try:
-        yield
-    finally:
-        handle.remove()
+    return register_module_parameter_registration_hook(count)

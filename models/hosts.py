@@ -43,8 +43,8 @@ class Call(NamedTuple):
 
     name: str
     problem: str
+    dim: int
     num_heads: int
-    head_dim: int
     num_tokens: int
     image: str
     grid: Grid
@@ -53,8 +53,7 @@ class Call(NamedTuple):
 
     def place(self) -> dict[str, Any]:
         """Fields of the `LayerContext` of a mechanism in its place."""
-        where = {"grid": self.grid, "num_prefix_tokens": self.num_prefix_tokens}
-        return {"dim": self.num_heads * self.head_dim, "num_heads": self.num_heads, **where}
+        return {name: getattr(self, name) for name in ("dim", "num_heads", "grid", "num_prefix_tokens")}
 
 
 def replace_attention(
@@ -129,8 +128,7 @@ def attention_calls(model: nn.Module, img_size: int | Grid | None = None) -> lis
         else:
             call = call._replace(num_prefix_tokens=P)
         layers.append(call._replace(problem=problem))
-    unfused = [name for name, module in model.named_modules() if getattr(module, "fused_attn", True) is False]
-    if unfused:
+    if unfused := [name for name, module in model.named_modules() if getattr(module, "fused_attn", True) is False]:
         problem = "has fused_attn = False, so that its attention is no call that can be replaced; call"
         raise OptionError("model", f"{unfused[0]} {problem} timm.layers.set_fused_attn(True, experimental=True) before")
     if not layers:
@@ -170,14 +168,14 @@ def _calls(model: nn.Module, img_size: int | Grid | None, training: bool) -> dic
 
     def record(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         running[-1][1] += 1
-        (name, number), N = running[-1], query.shape[-2]
+        (name, number), h, N = running[-1], query.shape[1], query.shape[-2]
         problem = call_problem(query, key, value, *args, **kwargs)
         if number > 1:
             problem = f"calls scaled_dot_product_attention {number} times"
         elif not problem and query.shape[0] != IMAGES:
             problem = f"folds windows into the batch ({query.shape[0] // IMAGES} for each image)"
         if key.shape[-2] <= N and (problem or name not in calls):
-            calls[name] = Call(name, problem, query.shape[1], query.shape[-1], N, *image, has_order=is_last)
+            calls[name] = Call(name, problem, h * query.shape[-1], h, N, *image, has_order=is_last)
         return F.scaled_dot_product_attention(query, key, value, *args, **kwargs)
 
     for name, module in probe.named_modules():
@@ -197,7 +195,10 @@ def run_on_meta(probe: nn.Module, img_size: int | Grid | None) -> Any:
         OptionError: it refuses them.
     """
     channels = next((x for m in probe.modules() if (x := getattr(m, "in_chans", getattr(m, "in_channels", 0)))), 3)
-    size, weight = _image_size(probe) if img_size is None else img_size, next(probe.parameters(), None)
+    own = [getattr(module, "img_size", None) for module in probe.modules()]
+    own.append(getattr(getattr(probe, "config", None), "image_size", None))
+    own.append(getattr(probe, "pretrained_cfg", {}).get("input_size", ())[-2:])
+    size, weight = next(filter(None, own), None) if img_size is None else img_size, next(probe.parameters(), None)
     problem = "does not say which images it takes"
     remedy = "give img_size, and a model of images (B, channels, height, width) or that part of it (vision_model)"
     if size is not None:
@@ -214,15 +215,6 @@ def on_meta(model: Host) -> Host:
     memo: dict[int, Any] = {id(x): nn.Parameter(x.detach().to("meta"), x.requires_grad) for x in model.parameters()}
     memo |= {id(x): x.to("meta") for x in model.buffers()}
     return copy.deepcopy(model, memo)
-
-
-def _image_size(model: nn.Module) -> Any:
-    """The image size of a model's description; None without one."""
-    own = [getattr(module, "img_size", None) for module in model.modules()]
-    own.append(getattr(getattr(model, "config", None), "image_size", None))
-    own.append(getattr(model, "pretrained_cfg", {}).get("input_size"))
-    size = next((size for size in own if size), None)
-    return size if size is None or isinstance(size, int) else tuple(size)[-2:]
 
 
 def _model_problem(model: nn.Module) -> str:
@@ -257,7 +249,7 @@ def _create_core(factory: Callable[..., Attention], call: Call) -> tuple[Attenti
     if core.gate is not None:
         problem = "gates its output by the layer's input"
     elif type(core).project is not Attention.project:
-        x = torch.linspace(-1, 1, call.num_tokens)[None, :, None].expand(-1, -1, call.num_heads * call.head_dim)
+        x = torch.linspace(-1, 1, call.num_tokens)[None, :, None].expand(-1, -1, call.dim)
         with torch.no_grad():
             own, plain = core.project(x, call.grid), Attention.project(core, x, call.grid)
         extra = own[len(plain) :]
@@ -265,7 +257,7 @@ def _create_core(factory: Callable[..., Attention], call: Call) -> tuple[Attenti
             problem = "has projections of its own"
     if not problem:
         del core.qkv, core.proj
-        tokens = torch.empty(1, call.num_heads, call.num_tokens, call.head_dim, device="meta")
+        tokens = torch.empty(1, call.num_heads, call.num_tokens, core.head_dim, device="meta")
         projected = (tokens,) if core.num_projections == 1 else (tokens, tokens, tokens, *extra)
         if copy.deepcopy(core).to("meta").attend_all(projected, call.grid).shape != tokens.shape:
             problem = "has an output projection of its own"

@@ -2,7 +2,7 @@
 
 import importlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 from torch import Tensor, nn
@@ -63,9 +63,9 @@ def configuration(options: Mapping[str, Any], key: str | None = "model.kwargs") 
     Raises:
         OptionError: it is of another type than `TYPES`, or has unknown options, which `key` = None leaves out.
     """
-    if (kind := options["model_type"]) not in TYPES:
-        problem = f"model_type = {kind!r}: no type of models that is taken; choose of {', '.join(TYPES)}"
-        raise OptionError("model", problem)
+    if (kind := options.get("model_type")) not in TYPES:
+        problem = f" = {kind!r}: no type of models that is taken; choose of {', '.join(TYPES)}"
+        raise OptionError(f"{key or 'model'}.model_type", problem)
     with _quiet() as transformers:
         return _known(options, transformers.CONFIG_MAPPING[kind](), key)
 
@@ -103,12 +103,11 @@ def _known(options: Mapping[str, Any], default: Any, key: str | None) -> dict[st
     """The options that the `default` configuration has too and that describe an architecture, see `configuration`."""
     known = {}
     for name, value in options.items():
-        if name in RESERVED or name.startswith("_"):
+        if name in RESERVED or name.startswith("_") or (key is None and not hasattr(default, name)):
             continue
         if not hasattr(default, name):
-            if key is not None:
-                raise OptionError(f"{key}.{name}", f"unknown option{nearest(name, default.to_dict())}")
-        elif hasattr(inner := getattr(default, name), "to_diff_dict"):
+            raise OptionError(f"{key}.{name}", f"unknown option{nearest(name, default.to_dict())}")
+        if hasattr(inner := getattr(default, name), "to_diff_dict"):
             if not isinstance(value, Mapping):
                 raise OptionError(f"{key}.{name}", f"expected a mapping of options, got {value!r}")
             known[name] = _known(value, inner, key and f"{key}.{name}")
@@ -130,12 +129,10 @@ def _quiet() -> Iterator[Any]:
         remedy = "pip install 'efficient-attention-vision[hf]' (in a checkout: pip install -e '.[hf]')"
         raise OptionError("model.name", f"models of {HF} need the package transformers; {remedy}") from None
     logging = transformers.logging
-    verbosity, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity(logging.CRITICAL)
-    logging.disable_progress_bar()
-    try:
+    with ExitStack() as former:
+        former.callback(logging.set_verbosity, logging.get_verbosity())
+        if logging.is_progress_bar_enabled():
+            former.callback(logging.enable_progress_bar)
+        logging.set_verbosity(logging.CRITICAL)
+        logging.disable_progress_bar()
         yield transformers
-    finally:
-        logging.set_verbosity(verbosity)
-        if has_bars:
-            logging.enable_progress_bar()

@@ -15,8 +15,7 @@ from engine.runtime.errors import UserError
 from engine.runtime.reading import parsing, read_bounded
 from engine.runtime.text import describe_error
 from models.convert import is_released
-from models.hosted import TIMM
-from models.of_transformers import HF
+from models.hosted import TIMM, is_host
 
 CONFIG, WEIGHTS_FILES = "config.json", ("model.safetensors", "pytorch_model.bin")
 """Files of timm's `local-dir:` layout. Of the files with weights, timm takes the first that exists."""
@@ -71,10 +70,8 @@ def identify(name: str | Path, follow_links: bool = False) -> Found:
     Raises:
         UserError: it does not exist, cannot be read, or is damaged.
     """
-    if isinstance(name, str) and name.startswith(TIMM):
-        return Found(Kind.HUB, Path(name))
-    if isinstance(name, str) and name.startswith(HF):
-        return Found(Kind.TRANSFORMERS, Path(name))
+    if isinstance(name, str) and is_host(name):
+        return Found(Kind.HUB if name.startswith(TIMM) else Kind.TRANSFORMERS, Path(name))
     path = Path(name).expanduser() if isinstance(name, str) else name
     if follow_links:
         with parsing(repr(str(path))):

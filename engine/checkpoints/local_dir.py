@@ -35,15 +35,13 @@ def describe_model(model: nn.Module, run: Run, classes: Sequence[str] | None) ->
     """Returns the config.json of the `model` of `run`: architecture with attention, preprocessing, labels."""
     args = {key: value for key, value in run.model.items() if value is not None and not key.endswith("_rate")}
     name = args.pop("name")
+    args, own = {**args, "attention": run.attention}, {"label_names": classes, "plugins": run.plugins}
+    own = {key: values for key, values in own.items() if values}
     if is_host(name):
-        options = {"model_args": {**args, "attention": run.attention}, "pretrained_cfg": preprocessing_of(run)}
-        return json.dumps({"architecture": name, **options} | ({"label_names": classes} if classes else {}))
+        return json.dumps({"architecture": name, "model_args": args, "pretrained_cfg": preprocessing_of(run), **own})
     with TemporaryDirectory() as directory:  # timm writes only to a file
         path = Path(directory, CONFIG)
-        own = {"label_names": classes, "plugins": run.plugins}
-        options = {**args, "attention": run.attention}
-        given = {name: values for name, values in own.items() if values}
-        save_config_for_hf(model, path, given, options, preprocessing_of(run))  # type: ignore[arg-type]  # timm needs a Path
+        save_config_for_hf(model, path, own, args, preprocessing_of(run))  # type: ignore[arg-type]  # timm needs a Path
         return path.read_text()
 
 

@@ -134,7 +134,7 @@ def _read_transformers(name: str) -> Source:
     return Source(state, model, images, classes if is_named else None, Kind.TRANSFORMERS.value)
 
 
-def _bounded_by(directory: Path) -> AbstractContextManager[None]:
+def _bounded_by(directory: Path) -> AbstractContextManager[Any]:
     """Context in which a model with more parameters than the weights in `directory` is refused while it is made."""
     found = identify(directory, follow_links=True)
     read_description(directory)

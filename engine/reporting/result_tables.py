@@ -184,7 +184,7 @@ def at_equal_macs() -> str:
 
 
 def at_budgets(file: str, *trainings: str) -> str:
-    """Top-1 at some sizes of models that were trained for one, and of models that were trained for all, in some ways."""
+    """Top-1 at some sizes of models that were trained for one size, and of models that were trained for all."""
     own, *shared = (series(file, seed="seed", training=kind) for kind in ("own", *trainings))
     columns: dict[str, Column] = {"a model for each (%)": means(own)}
     for kind, found in zip(trainings, shared, strict=True):

@@ -14,8 +14,7 @@ from engine.data.splits import Splits, open_splits
 from engine.run.draft import Draft
 from engine.runtime.distributed import World, choose_device
 from engine.training.device import check_device
-from models.hosted import TIMM
-from models.of_transformers import HF
+from models import is_host
 
 OPENING = 30.0
 """Time (s) in which the first rank of a refused launch opens its inputs before others print what they refuse."""
@@ -66,7 +65,7 @@ def _open(draft: Draft, device: torch.device | None, output: Path) -> list[Split
         with draft.step():
             source = getattr(getattr(draft.run, section), name)
             is_read = source != TEACHER_OF_INIT and (section == "distill" or not list_checkpoints(output))
-            is_file = source is not None and is_read and not source.startswith((TIMM, HF))
+            is_file = source is not None and is_read and not is_host(source)
             if is_file and not os.path.exists(os.path.expanduser(source)):  # Path's would fail for some names
                 raise OptionError(f"{section}.{name}", f"{source}: no such run directory or checkpoint")
     return splits

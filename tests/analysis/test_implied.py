@@ -84,6 +84,6 @@ def test_layers_are_seen_in_their_order_and_left_as_they_were():
     model = create_model("deit", img_size=8, patch_size=4, embed_dim=8, num_heads=2, depth=2, num_classes=3).eval()
     images = torch.randn(1, 3, 8, 8)
     layers, logits = attention_inputs(model, images)
-    assert [(layer.attn, layer.grid) for layer in layers] == [(block.attn, (2, 2)) for block in model.blocks]
+    assert [(layer.layer, layer.grid) for layer in layers] == [(block.attn, (2, 2)) for block in model.blocks]
     torch.testing.assert_close(logits, model(images))
     assert not any(block.attn._forward_pre_hooks for block in model.blocks)

@@ -51,7 +51,7 @@ def test_command(place, tmp_path, capsys):
 
 def test_numbers_are_those_of_the_weights():
     layers, (found, _) = describe(small(class_token=True), (3, 5), query=4)
-    q, k, _ = layers[0].attn.project(layers[0].x, (3, 5))
+    q, k, _ = layers[0].layer.project(layers[0].x, (3, 5))
     weights = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1)[0].detach()
     torch.testing.assert_close(found.weights, weights[:, 4], rtol=0, atol=1e-9)
     assert (found.grid, found.keys, found.num_prefix_tokens) == ((3, 5), (3, 5), 1)
