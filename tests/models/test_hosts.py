@@ -165,7 +165,7 @@ PLAIN = {"mlla": ["block"], "inline": ["local"]}
 """Refused mechanism -> options without which it has no gate and no projections of its own."""
 
 
-ONE_LAYER = [case for case in CASES if not {"depth", "layer"} & case.options.keys()]  # as the host has
+ONE_LAYER = [x for x in CASES if len(x.grid) == 2 and not {"depth", "layer"} & x.options.keys()]  # as the host has
 
 
 @pytest.mark.parametrize("case", light(ONE_LAYER))
@@ -222,22 +222,23 @@ def test_a_mechanism_for_each_block():
         replace_attention(of_timm("vit_tiny_patch16_224"), [{"blocks": 2, **EVA}])
 
 
-@pytest.mark.parametrize("name", ["vit_small_patch16_dinov3", pytest.param("vit_tiny_patch16_224", marks=complete)])
+@pytest.mark.parametrize("name", chosen([*OF_TIMM, *FAMILIES.split()], "vit_small_patch16_dinov3".__eq__))
 def test_copies_and_half_types(name):
-    host, x = replace_attention(of_timm(name), EVA), images()
-    y = host(x)
+    make, x = (of_family, images((64, 64))) if name in ALL_FAMILIES else (of_timm, images())
+    host = replace_attention(make(name), EVA)
+    y = outputs(host, x)
     file = io.BytesIO()
     torch.save(host, file)
     file.seek(0)
     for copied in (copy.deepcopy(host), torch.load(file, weights_only=False)):
-        assert torch.equal(copied(x), y)
-        first, second = (block.attn.pass_grid for block in copied.blocks)
-        assert first is second is not host.blocks[0].attn.pass_grid
+        assert torch.equal(outputs(copied, x), y)
+        *of_copy, own = (m.pass_grid for each in (copied, host) for m in each.modules() if isinstance(m, Replaced))
+        assert of_copy[0] is of_copy[1] is not of_copy[2] is own
     with torch.autocast("cpu", torch.bfloat16):
-        assert rms_ratio(host(x).float(), y) < 2 * BF16_RMS  # projections, norms and head as well
-    half = replace_attention(of_timm(name).bfloat16(), EVA)
+        assert rms_ratio(outputs(host, x).float(), y) < 2 * BF16_RMS  # projections, norms and head as well
+    half = replace_attention(make(name).bfloat16(), EVA)
     half.load_state_dict(host.state_dict())
-    assert rms_ratio(half(x.bfloat16()).float(), y) < 3 * BF16_RMS
+    assert rms_ratio(outputs(half, x.bfloat16()).float(), y) < 3 * BF16_RMS
 
 
 @pytest.mark.parametrize("is_together", [False, True])
