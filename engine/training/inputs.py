@@ -8,11 +8,13 @@ import torch
 
 from attention.options import OptionError
 from engine.checkpoints.identify import list_checkpoints
+from engine.checkpoints.weight_sources import read_weights
 from engine.config.objective_options import TEACHER_OF_INIT
 from engine.config.schema import Run
 from engine.data.splits import Splits, open_splits
 from engine.run.draft import Draft
 from engine.runtime.distributed import World, choose_device
+from engine.runtime.errors import UserError
 from engine.training.device import check_device
 from models import is_host
 
@@ -54,7 +56,7 @@ def open_inputs(draft: Draft, world: World, output: Path) -> Splits:
 
 
 def _open(draft: Draft, device: torch.device | None, output: Path) -> list[Splits]:
-    """Checks the device, opens both splits and looks for files; returns the splits, none if they are refused."""
+    """Checks the device, opens both splits, fetches or looks for weights; returns the splits, none if refused."""
     splits = list[Splits]()
     with draft.step():
         if device is not None:
@@ -65,7 +67,11 @@ def _open(draft: Draft, device: torch.device | None, output: Path) -> list[Split
         with draft.step():
             source = getattr(getattr(draft.run, section), name)
             is_read = source != TEACHER_OF_INIT and (section == "distill" or not list_checkpoints(output))
-            is_file = source is not None and is_read and not is_host(source)
-            if is_file and not os.path.exists(os.path.expanduser(source)):  # Path's would fail for some names
-                raise OptionError(f"{section}.{name}", f"{source}: no such run directory or checkpoint")
+            try:
+                if source is not None and is_read and is_host(source):
+                    read_weights(source)  # fetches them
+                elif source is not None and is_read and not os.path.exists(os.path.expanduser(source)):
+                    raise UserError(f"{source}: no such run directory or checkpoint")
+            except UserError as error:
+                raise OptionError(f"{section}.{name}", str(error)) from None
     return splits

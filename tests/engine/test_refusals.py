@@ -17,7 +17,12 @@ WRONG = (
     *("optim.lr=abc", "data.wrkers=1", "model.depth=x"),  # of a wrong form
     *("train.total_batch_size=7", "schedule.warmup_epochs=99", "optim.opt=sgdd", "data.fold=2"),  # not together
     *("attention=evva", "train.kernels=triton"),  # not here
-    *("data.val_split=test", "model.num_classes=20", "init.weights=/nowhere.pt", "distill.teacher=/nowhere"),  # absent
+    *(
+        "data.val_split=test",
+        "model.num_classes=20",
+        "init.weights=timm:vit_tinny",
+        "distill.teacher=/nowhere",
+    ),  # absent
 )
 FOLDER = "data.dataset=folder", "data.root=/nowhere"
 CONSEQUENCES = {  # overrides -> the only ones that are named
