@@ -107,8 +107,16 @@ def at_most(limit: Callable[[LayerContext, Any], Any], problem: str) -> Callable
 
 
 up_to_tokens = at_most(lambda layer, _: layer.num_tokens, "more than the tokens of the {H}x{W} grid")
-up_to_side = at_most(lambda layer, config: max(raster(layer.grid, config.layout)), "larger than the {H}x{W} grid")
 up_to_filter = at_most(lambda layer, _: 2 * max(layer.grid) - 1, "larger than the {H}x{W} grid")
+
+
+def up_to_side(value: Any, context: LayerContext, config: Any) -> tuple[Any, str]:
+    """The rule of a window: one side is at most the longest of the grid, and one for each axis at most that."""
+    grid = raster(context.grid, config.layout)
+    if isinstance(value, tuple) and len(value) != len(grid):
+        return value, ""  # `windows_on` refuses it
+    most = grid if isinstance(value, tuple) else max(grid)
+    return at_most(lambda *_: most, "larger than the {H}x{W} grid")(value, context, config)
 
 
 class Cost(NamedTuple):
@@ -181,10 +189,6 @@ class Attention(nn.Module):
             self.refuse("causal", True, "prefix tokens attend to every token; use a model without them")
         if config.local and config.causal:
             self.refuse("local", True, "its convolution takes values of later tokens; with causal set local: false")
-        if len(context.grid) == 3 and not (self.ignores_order() or (self.takes_clips and not config.local)):
-            problem = f" = {context.grid}: {self.label} has no form for clips (T, H, W) with these options"
-            remedy = "a mechanism that ignores the order of tokens, such as performer, with local: false"
-            raise OptionError("grid", f"{problem}; take local, eva, lara, or {remedy}")
         for name, (_, problem) in self.too_large(context, config).items():
             raise OptionError(f"{self.label}.{name}", problem)
         self.qkv = nn.Linear(context.dim, self.num_projections * context.dim, bias=context.qkv_bias)
@@ -205,8 +209,12 @@ class Attention(nn.Module):
     def ignores_order(self) -> bool:
         """True if a token's output depends on the set of tokens and not on their positions, so that tokens may be left
         out of the input; the grid is then (1, N)."""
-        is_free = self.prefix_tokens == "plain" and not self.has_positions
-        return is_free and not self.config.causal and not self.config.local
+        return self.without_order(self.config)
+
+    @classmethod
+    def without_order(cls, config: Any) -> bool:
+        """`ignores_order` of layers with these options."""
+        return cls.prefix_tokens == "plain" and not (cls.has_positions or config.causal or config.local)
 
     @classmethod
     def refuse(cls, name: str, value: Any, problem: str) -> NoReturn:
@@ -215,7 +223,15 @@ class Attention(nn.Module):
 
     @classmethod
     def too_large(cls, context: LayerContext, config: Any) -> dict[str, tuple[Any, str]]:
-        """Options that the context's grid is too small for: the largest value that it allows, and the error's text."""
+        """Options that the context's grid is too small for: the largest value that it allows, and the error's text.
+
+        Raises:
+            OptionError: a grid (T, H, W), which layers with these options do not take.
+        """
+        if len(context.grid) == 3 and not (cls.without_order(config) or (cls.takes_clips and not config.local)):
+            problem = f" = {context.grid}: attention({cls.name()}) has no form for clips (T, H, W) with these options"
+            remedy = "a mechanism that ignores the order of tokens, such as performer, with local: false"
+            raise OptionError("grid", f"{problem}; take local, eva, lara, or {remedy}")
         found: dict[str, tuple[Any, str]] = {}
         for name, largest in next(
             (f.metadata["largest"] for f in dataclasses.fields(config) if f.name == "fit"), {}

@@ -47,8 +47,8 @@ def resample_pos_embed(state_dict: StateDict, model: nn.Module, grid: Grid | Non
     if grid == deit.grid and there == here and pos_embed is state_dict["pos_embed"]:
         return state_dict
     if grid != deit.grid and deit.config.frames > 1:
-        problem = f" = {deit.config.frames}: position embeddings are of other frames, and those of clips are not"
-        raise OptionError("model.frames", f"{problem} resampled; take weights of the same img_size and frames")
+        problem = f" = {deit.config.frames}: position embeddings of clips are not resampled from another img_size"
+        raise OptionError("model.frames", f"{problem} or number of frames; take weights of the same")
     *rows, patches = pos_embed.split([*there.values(), math.prod(grid)], 1)
     *own_rows, _ = deit.pos_embed.detach().to(pos_embed).split([*here.values(), math.prod(deit.grid)], 1)
     prefix = dict(zip(here, own_rows, strict=True))

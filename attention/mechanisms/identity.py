@@ -33,7 +33,8 @@ class Identity(Attention):
     class Config(Options):
         pass
 
-    def ignores_order(self) -> bool:
+    @classmethod
+    def without_order(cls, config: Config) -> bool:
         return True
 
     @classmethod

@@ -72,8 +72,9 @@ class ReluLinear(Attention):
         self.scales = nn.ModuleList(Scale(C, context.num_heads, size) for size in config.scales)
         self.proj_scales = init_linear(nn.Linear(count * C, C, bias=False)) if count else None
 
-    def ignores_order(self) -> bool:
-        return super().ignores_order() and not self.config.scales
+    @classmethod
+    def without_order(cls, config: Any) -> bool:
+        return super().without_order(config) and not config.scales
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:

@@ -49,7 +49,7 @@ def up_to_bins(count: int, grid: Grid) -> tuple[int, str]:
     near = min(count, math.prod(grid))
     most = next((c for c in range(near, 0, -1) if _bin_counts(c, grid)), 0)
     valid = next((c for far in range(near) for c in (near - far, near + far) if _bin_counts(c, grid)), 0)
-    sides, axes = "x".join(map(str, grid)), " x ".join(["frames", "rows", "columns"][-len(grid) :])
+    sides, axes = "x".join([f"{side}" for side in grid]), " x ".join(["frames", "rows", "columns"][-len(grid) :])
     return most, f" does not divide the {sides} grid into {axes} of bins; nearest valid: {valid}"
 
 
@@ -171,7 +171,7 @@ def tokens_outside(windows: Windows) -> tuple[int, int]:
         for size, side, over in zip(windows.grid, windows.size, windows.overlap, strict=True)
     ]
     N = math.prod(windows.grid)
-    return N - math.prod(map(max, lengths)), N - math.prod(map(min, lengths))
+    return N - math.prod([max(x) for x in lengths]), N - math.prod([min(x) for x in lengths])
 
 
 def _chunks(total: Tensor, most: int, count: int, margin: int = 0, overlapping: bool = False) -> tuple[Tensor, Tensor]:

@@ -267,6 +267,7 @@ WEIGHTLESS: dict[str, Callable[[nn.Module], Any]] = {
     "global_pool": lambda model: getattr(model, "global_pool", None),
     "mlp_relu": _has_mlp_relu,
     "pad_token": lambda model: getattr(getattr(model, "config", None), "pad_token", None),
+    "frames": lambda model: getattr(getattr(model, "config", None), "frames", 1),
 }
 """Options of models, beside the number of heads, that change what is computed and no weight -> function that reads
 their value from a model, ours or timm's."""

@@ -60,13 +60,23 @@ def test_time_is_an_axis_as_the_others(name, options):
     assert_equal(turned.permute(0, 2, 3, 1, 4), y)
 
 
+@pytest.mark.parametrize("options", [SIZES["lara"], {"window_size": 2, "num_landmarks": 4, "partition": "complement"}])
+def test_one_graph_for_grids_of_any_size(options):
+    attn = layer("eva" if "partition" in options else "lara", (4, 6), **options)
+    compiled, x = torch.compile(attn, backend="eager", fullgraph=True), draw(1, 24, 16)
+    for grid in ((4, 6), (6, 4), (3, 8)):
+        assert_equal(compiled(x, grid), attn(x, grid))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"name": "sra"}, r"grid = \(4, 4, 4\): attention\(sra\) has no form for clips .* take local, eva, lara"),
         ({"name": "performer", "local": True}, "no form for clips .* with these options; .* local: false"),
         ({"name": "eva", "window_size": (2, 4)}, r"window_size = \[2, 4\]: expected one side, or .* 3 above 0"),
-        ({"name": "local", "window_size": ()}, r"window_size = \[\]: expected one side"),
+        ({"name": "local", "window_size": (), "fit": True}, r"window_size = \[\]: expected one side"),
+        ({"name": "local", "window_size": (2, 5, 2)}, r"window_size = \(2, 5, 2\): larger .* at most \(2, 4, 2\)"),
+        ({"name": "neighborhood", "fit": True}, r"grid = \(4, 4, 4\): attention\(neighborhood\) has no form for clips"),
         ({"name": "eva", "window_size": (0, 4, 4)}, r"window_size = \[0, 4, 4\]: expected one side"),
         (
             {"name": "local", "window_size": 2, "position_bias": "t5"},
