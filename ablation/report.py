@@ -28,7 +28,6 @@ DRAWN = ("table", "heat_map", "pareto")
 FIGURES = tuple(f"{name}.{form}" for name in DRAWN for form in ("png", "pdf"))
 """Files that `write_figures` writes."""
 
-
 ESCAPES = {
     "\\": r"\textbackslash{}",
     **{character: f"\\{character}" for character in "&%$#_{}"},
@@ -40,7 +39,6 @@ ESCAPES = {
 }
 
 NUMBER = re.compile(r"([+-]?\d[\d.]*(?:e[+-]?\d+)?)(?: ± (\d[\d.]*))?(?= |$)")
-
 
 NO_RUNS = {("seeds", "0"), ("folds", "0")}
 

@@ -14,7 +14,6 @@ from attention import Grid, OptionError
 
 StateDict = dict[str, Tensor]
 
-
 PREFIX_TOKENS = "cls_token", "dist_token", "reg_token"
 """Names of the tokens before the grid tokens, in this order."""
 

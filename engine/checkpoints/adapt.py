@@ -40,7 +40,6 @@ SHARED_OF_HOST = re.compile(r"(^|\.)(blocks|layers?)\.\d+\.(?!.*\.core\.)")
 
 OUTCOMES = ("loaded", "adapted", "fresh", "drawn", "re-made", "dropped")
 
-
 Outcome = dict[str, dict[str, str]]
 """Each of `OUTCOMES` -> names of weights -> in words, shapes that differ, or why one was not taken (else "")."""
 

@@ -21,7 +21,6 @@ from engine.runtime.text import to_nfc
 
 NO_IMAGES = f"no images (files named {', '.join(f'*{suffix}' for suffix in SUFFIXES)})"
 
-
 OF_SYSTEMS = (
     *("@eaDir", "#recycle", "#snapshot", "@Recycle", "@Recently-Snapshot"),  # of network storage
     *("__MACOSX", "$RECYCLE.BIN", "System Volume Information", "lost+found"),

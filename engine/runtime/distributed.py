@@ -25,7 +25,6 @@ Amp = Literal["auto", "bf16", "fp16"] | None
 
 AMP_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
-
 LAUNCHER = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT")
 """Environment variables of a launcher that are whole numbers."""
 

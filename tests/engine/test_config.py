@@ -254,7 +254,6 @@ REFUSED = {  # name: (text of VALID; text in its place, at the end or of all; th
     ),
 }
 
-
 TAGS = (
     *("!!python/object/apply:os.system ['false']", "!!python/name:os.system ''"),
     *("!!python/object/new:type [x, [], {}]", "!!int abc", "!!int ''", "!!float x", "!!bool perhaps", "!!null x"),

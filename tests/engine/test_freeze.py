@@ -27,7 +27,6 @@ SMALL = {"img_size": 16, "patch_size": 4, "embed_dim": 12, "depth": 2, "num_head
 STEM = [f"patch_embed.proj.{i}.{kind}" for i in (1, 4) for kind in ("running_mean", "running_var")]
 """Running statistics of the BatchNorm layers of the stem."""
 
-
 LAST = ("norm", "head")
 
 

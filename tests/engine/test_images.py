@@ -23,7 +23,6 @@ from tests.support.refusals import refusal
 SHOWN = [name for name, file in IMAGE_FILES.items() if not isinstance(file.shown, str)]
 REFUSED = [name for name in IMAGE_FILES if name not in SHOWN]
 
-
 PIPE = "a pipe or device"
 SPECIAL = {"pipe.jpg": PIPE, "device.jpg": PIPE, "nowhere.jpg": "No such file", "linked.jpg": None}
 """Special files -> reason of their refusal; the last is a link to a whole image."""

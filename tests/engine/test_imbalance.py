@@ -31,7 +31,6 @@ CPU = World(torch.device("cpu"))
 UNCHANGED = Augment(**NO_AUGMENTATION)
 RUN = Run(model={}, attention="softmax", train=Train(class_weights="balanced"))
 
-
 LABELS, PARTNERS, SHARE = torch.arange(12) % 4, torch.arange(11, -1, -1) % 4, 0.7
 WEIGHTS = torch.tensor([0.5, 1.0, 2.0, 7.0], dtype=torch.float64)
 

@@ -164,7 +164,6 @@ WITH_OPTION = {"reduction": "has projections of its own", "scales": "has an outp
 PLAIN = {"mlla": ["block"], "inline": ["local"]}
 """Refused mechanism -> options without which it has no gate and no projections of its own."""
 
-
 ONE_LAYER = [x for x in CASES if len(x.grid) == 2 and not {"depth", "layer"} & x.options.keys()]  # as the host has
 
 

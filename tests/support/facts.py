@@ -73,7 +73,6 @@ def stated(constant: str) -> dict[str, Any]:
 
 CASES: list[Case] = [case for _, case in rows("CASES")]
 
-
 ORDINARY = [facts.CASES[0] for facts in FACTS.values()]
 """The first case of every mechanism."""
 

@@ -192,7 +192,6 @@ ACTIONS: dict[str, Callable] = {
     "leak objects": _leak_objects,
 }
 
-
 RECORDS = Path(os.devnull)
 """File to which this process writes records for the test, separate from the log of the run."""
 

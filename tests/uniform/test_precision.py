@@ -11,7 +11,6 @@ from tests.support.partition import chosen
 
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
 
-
 PRECISIONS = [
     pytest.param(case, dtype, training, id=f"{case}-{dtype}-{'train' if training else 'eval'}")
     for case in CASES
