@@ -18,9 +18,6 @@ SYMBOLS = {"window_size": "E", "cluster_size": "E", "num_landmarks": "C", "num_s
 WORD = re.compile(r"[\w./-]+")
 """Word of a short name."""
 
-MAX_NAME = 24
-"""Longest text of a value in a short name."""
-
 
 def short_names(settings: Sequence[Setting]) -> list[str]:
     """Names each setting by the options in which settings differ: "E=49, C=16", or "local, E=49".
@@ -113,4 +110,4 @@ def name_option(option: str, value: Any, attention: Mapping[str, Any]) -> str:
             return f"{option}={value}"
         value = value**2
     text = str(value).lower() if isinstance(value, bool) else str(value)
-    return f"{SYMBOLS.get(option, option)}={one_line(text, MAX_NAME)}"
+    return f"{SYMBOLS.get(option, option)}={one_line(text, 24)}"  # short, in a name

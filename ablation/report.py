@@ -40,8 +40,6 @@ ESCAPES = {
 
 NUMBER = re.compile(r"([+-]?\d[\d.]*(?:e[+-]?\d+)?)(?: ± (\d[\d.]*))?(?= |$)")
 
-NO_RUNS = {("seeds", "0"), ("folds", "0")}
-
 
 def make_report(settings: Sequence[Setting], left_out: Sequence[str] = ()) -> tuple[Table, str, list[str]]:
     """Returns the table of a sweep without columns of given values that all rows share, a text of those, and notes.
@@ -52,7 +50,8 @@ def make_report(settings: Sequence[Setting], left_out: Sequence[str] = ()) -> tu
     given = {*changed_options(settings), *tabulate_match(settings), "parameters (M)", "MACs (G)", "seeds", "folds"}
     constant = [x for x in table if (x in given or x.startswith("paper")) and len(set(table[x])) == 1]
     same = {title: table[title][0] for title in constant if len(settings) > 1}
-    stated = ", ".join(f"{title} = {text}" for title, text in same.items() if text and (title, text) not in NO_RUNS)
+    no_runs = {("seeds", "0"), ("folds", "0")}
+    stated = ", ".join(f"{title} = {text}" for title, text in same.items() if text and (title, text) not in no_runs)
     shown = {title: texts for title, texts in table.items() if title not in same}
     return shown, f"All rows: {stated}." * bool(stated), list_notes(settings, table, left_out)
 

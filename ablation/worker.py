@@ -23,17 +23,8 @@ from engine.runtime.text import one_line
 POLL_SECONDS = 2
 """Interval at which a process without a run checks whether one has become free."""
 
-TICK_SECONDS = 0.05
-"""Interval at which running processes are looked at."""
-
 ERROR = re.compile(r"(\[rank\d+\]: )?(error: |(?!.*ChildFailedError)[\w.]*(Error|Exception)\b)")
 """Beginning of a line that names an error: one of the scripts here, or an exception of Python; not torchrun's own."""
-
-MOST_ERRORS = 2**16
-"""Number of bytes kept from the end of a run's stderr."""
-
-PIPE_SECONDS = 5
-"""Longest wait for the remaining output of a run that has ended."""
 
 
 class Training:
@@ -54,14 +45,14 @@ class Training:
         assert self.process.stderr is not None
         with self.process.stderr as source:
             while chunk := source.read(2**16):
-                self.tail = (self.tail + chunk)[-MOST_ERRORS:]
+                self.tail = (self.tail + chunk)[-(2**16) :]
                 if self.passes_on:
                     print(chunk.decode(errors="replace"), end="", file=sys.stderr, flush=True)
 
     def wait(self) -> int:
         """Waits for the end of the process and of its output, and returns its status."""
         status = self.process.wait()
-        self.reader.join(PIPE_SECONDS)  # a process that the run has left behind may hold the pipe
+        self.reader.join(timeout=5)  # a process that the run has left behind may hold the pipe
         return status
 
     def last_error(self) -> str:
@@ -120,7 +111,7 @@ def train_all(cases: Sequence[Case], jobs: int, wait: bool, done: Callable[[], o
                         if not stopped:
                             done()
                 elif running:
-                    time.sleep(TICK_SECONDS)
+                    time.sleep(0.05)
                 else:
                     todo = [case for case in elsewhere if not is_busy(case)]
                     elsewhere = [case for case in elsewhere if case not in todo]

@@ -7,9 +7,6 @@ factors of an N x N matrix of rank r hold 2 N r numbers. Positions of entries ar
 import torch
 from torch import Tensor
 
-MAX_STEPS = 1000
-"""Largest number of steps of an iteration."""
-
 MAX_RESIDUAL = 1e-7
 """Largest residual of robust PCA, relative to ||A||_F."""
 
@@ -29,7 +26,7 @@ def keep_largest(a: Tensor, count: int) -> Tensor:
     return a.where(size > size.flatten().kthvalue(a.numel() - count).values, 0)
 
 
-def robust_pca(a: Tensor, weight: float | None = None, max_steps: int = MAX_STEPS) -> tuple[Tensor, Tensor]:
+def robust_pca(a: Tensor, weight: float | None = None, max_steps: int = 1000) -> tuple[Tensor, Tensor]:
     """Finds low-rank L + sparse S = A with least ||L||_* + weight ||S||_1 (Candes et al. 2011, arXiv:0912.3599).
 
     Uses the inexact augmented Lagrangian method (Lin et al. 2010, arXiv:1009.5055, Algorithm 5, with its parameters).

@@ -34,9 +34,6 @@ from engine.runtime.terminal import progress
 SHARES = 1 / 4, 1 / 2, 3 / 4
 """Shares of the budget for low rank, for methods with both parts."""
 
-LOWEST_BUDGET = 8
-"""Lowest budget: a quarter of it is a rank of 1. Prefix tokens, which are exact, cost two more numbers per row each."""
-
 FLOOR = 1e-3
 """Smallest error that the figure resolves."""
 
@@ -90,7 +87,8 @@ def compressible(layers: Sequence[Layer], budgets: Sequence[int]) -> list[Layer]
     left = []
     for layer in layers:
         tokens = layer.q.shape[2]
-        low, high = LOWEST_BUDGET + 2 * (tokens - math.prod(layer.grid)), tokens - 1
+        # A quarter of 8 is a rank of 1. Prefix tokens, which are exact, cost two more numbers per row each.
+        low, high = 8 + 2 * (tokens - math.prod(layer.grid)), tokens - 1
         if low <= budgets[0] and budgets[-1] <= high:
             left.append(layer)
         else:

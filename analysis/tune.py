@@ -21,8 +21,6 @@ from engine.runtime.ownership import claim_results, remove_owned
 from engine.runtime.processes import run_to_end
 from engine.runtime.reading import parsing, read_csv
 
-ABLATE = Path(__file__).parents[1] / "ablate.py"
-
 
 class Start(NamedTuple):
     """Beginning of a run: its attention, the file of its weights, and its seed."""
@@ -86,8 +84,8 @@ def tune(
     for name, content in (("base", base), ("plan", {"caption": caption, "base": "base.yaml", "runs": rows})):
         write_file(directory / f"{name}.yaml", dump_yaml(content).encode())
     remove_owned(directory, ["runs.csv"])  # the plan of an earlier command may have had other rows
-    command = [str(ABLATE), str(directory / "plan.yaml"), "--output", str(directory), *as_arguments()]
-    command += ["--jobs", str(jobs)]
+    command = [str(Path(__file__).parents[1] / "ablate.py"), str(directory / "plan.yaml"), *as_arguments()]
+    command += ["--output", str(directory), "--jobs", str(jobs)]
     print(f"fine-tuning: python {' '.join(command)}", flush=True)
     status = run_to_end([sys.executable, *command])
     return status, read_results(directory / "runs.csv", len(starts))

@@ -31,8 +31,6 @@ WAVES = (
 """Tasks of `bench.gpu_tasks`, the most valuable first. Those of a wave fit into 80 GB together."""
 BUILD, TURN = 95, 15
 """Most seconds of a wave's building, and of a process's turn to measure; ten times as many for a trial."""
-TURNS = 2.0
-"""Seconds that a process is expected to need for its turns."""
 
 
 class Process:
@@ -78,7 +76,7 @@ def run_wave(tasks: Sequence[str], output: Path, smoke: bool, end: float) -> Non
     processes = [Process(task, output, smoke) for task in tasks]
     try:
         building, ready = {each.connection: each for each in processes}, []
-        end = min(time.monotonic() + BUILD * (10 if smoke else 1), end - TURNS * len(tasks))
+        end = min(time.monotonic() + BUILD * (10 if smoke else 1), end - 2.0 * len(tasks))  # s of turns
         while building and (left := end - time.monotonic()) > 0:
             for connection in wait([*building], left):
                 process: Any = building.pop(connection)

@@ -14,8 +14,6 @@ from torch.utils._pytree import tree_leaves
 from attention.ops import memory, products
 from attention.ops.kernels import NAMESPACE
 
-ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
-
 
 class OperatorCounter(TorchDispatchMode):
     """Context that notes all operators but views, allocations and constants, which depend on no tensor from outside and
@@ -46,7 +44,7 @@ class OperatorCounter(TorchDispatchMode):
             read, made = ([x for x in tree_leaves(each) if isinstance(x, Tensor)] for each in ((args, kwargs), result))
             inputs, outputs = ({x.untyped_storage()._cdata: x.untyped_storage() for x in each} for each in (read, made))
             is_random, is_mutable = torch.Tag.nondeterministic_seeded in function.tags, function._schema.is_mutable
-            if name in ALLOCATIONS:
+            if name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"):
                 pass
             elif inputs.keys() <= self._constants.keys() and not is_random:
                 self._constants |= outputs

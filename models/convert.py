@@ -14,9 +14,6 @@ from attention import Grid, OptionError
 
 StateDict = dict[str, Tensor]
 
-PREFIX_TOKENS = "cls_token", "dist_token", "reg_token"
-"""Names of the tokens before the grid tokens, in this order."""
-
 
 def resample_weights(state_dict: StateDict, model: nn.Module) -> StateDict:
     """Adapts the state dict of a model for another image size to `model`: embeddings and tables of positions."""
@@ -72,8 +69,9 @@ def assume_grid(state_dict: StateDict, own: Grid) -> Grid:
 
 
 def _count_prefix_tokens(tensors: StateDict) -> dict[str, int]:
-    """Name -> number of tokens, for each kind of prefix tokens in the state dict."""
-    return {name: tensors[name].shape[1] for name in PREFIX_TOKENS if name in tensors}
+    """Name -> number of tokens, for each kind of prefix tokens in the state dict, in their order."""
+    names = "cls_token", "dist_token", "reg_token"
+    return {name: tensors[name].shape[1] for name in names if name in tensors}
 
 
 def resample_bias_tables(

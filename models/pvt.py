@@ -27,9 +27,6 @@ from models.base import (
 )
 from models.block import Block, run_blocks
 
-REDUCTIONS = 8, 4, 2, 1
-"""Spatial reduction R that is offered to the mechanism, per stage."""
-
 
 class OverlapPatchEmbed(nn.Module):
     """Overlapping patches: (B, in_chans, height, width) -> (B, ceil(height / stride), ceil(width / stride), dim)."""
@@ -128,7 +125,7 @@ class Pvt(Backbone):
         for s in range(len(depths)):
             first, hidden_dim, drop = sum(depths[:s]), int(dims[s] * config.mlp_ratios[s]), config.proj_drop_rate
             where["grid"] = tuple(math.ceil(side / (4 * 2**s)) for side in to_2tuple(config.img_size))
-            where |= {"dim": dims[s], "num_heads": config.num_heads[s], "reduction": REDUCTIONS[s]}
+            where |= {"dim": dims[s], "num_heads": config.num_heads[s], "reduction": (8, 4, 2, 1)[s]}
             blocks = []
             for layer in range(first, first + depths[s]):
                 attn = attention[layer](**where, layer=layer, proj_drop=drop)

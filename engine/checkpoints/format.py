@@ -39,9 +39,6 @@ MAX_STATES = 1_000
 MAX_NUMBERS_AS_KEYS = 1_000
 """Keys of mappings that are numbers of more than 16 bits, which a file can choose so that they collide."""
 
-MAX_DIMENSIONS = 64
-"""Dimensions of a tensor, as in torch."""
-
 MEMBER = re.compile(r"[^/]+/(data\.pkl|data/\d+|version|byteorder|\.[a-z_]+|\.data/serialization_id)")
 
 OPERATIONS = re.compile(
@@ -253,7 +250,7 @@ class _Reader(pickle.Unpickler):
 
     def tensor(self, storage: tuple[str, torch.dtype], offset: int, size: tuple, stride: tuple, *rest: Any) -> Any:
         """Returns a tensor in a storage, or None, see `storages`."""
-        if len(size) > MAX_DIMENSIONS or not all(type(x) is int for x in (offset, *size, *stride)):
+        if len(size) > 64 or not all(type(x) is int for x in (offset, *size, *stride)):  # 64: as in torch
             raise ValueError("a tensor of a strange size")
         name, dtype = storage
         num_elements = len(self.members[name]) // dtype.itemsize

@@ -21,9 +21,6 @@ from engine.runtime.reading import parse_json, parsing, read_bounded
 from engine.runtime.text import names_to_nfc, one_line
 from models import MODELS, is_host
 
-MAX_CONFIG = 2**22
-"""Bytes of a config.json; the classes of ImageNet-22k with their descriptions take 2 MB."""
-
 WRITTEN_BY_TIMM = "expected the description of a model by timm, as timm.models.save_for_hf writes it"
 """Remedy of a config.json that is damaged."""
 
@@ -66,7 +63,8 @@ def read_description(directory: Path) -> Any:
     """
     path = (directory / CONFIG).resolve()  # a link in the cache of the Hugging Face hub
     try:
-        there = parse_json(read_bounded(path, MAX_CONFIG), directory / CONFIG, WRITTEN_BY_TIMM)
+        content = read_bounded(path, 2**22)  # bytes: the classes of ImageNet-22k with their descriptions take 2 MB
+        there = parse_json(content, directory / CONFIG, WRITTEN_BY_TIMM)
     except FileNotFoundError:
         raise UserError(f"{directory}: no {CONFIG} there; {WRITTEN_BY_TIMM}") from None
     with parsing(directory / CONFIG, WRITTEN_BY_TIMM):

@@ -16,7 +16,6 @@ from attention.registry import ATTENTION
 from engine.config.schema import SECTIONS, Run
 from engine.runtime.arguments import ArgumentParser
 
-ENTRY = "An entry of a list"
 LINKS = """[Mechanisms](../mechanisms.md) describes all of them, with their costs, and lists that give [a mechanism per
 block](../mechanisms.md#a-mechanism-per-block)."""
 KINDS = {
@@ -42,7 +41,7 @@ def page(section: str) -> str:
         families = {family.__name__.lower(): family.Config for family, _ in MODELS.values()}
         text = _tables(families | {"timm:NAME, hf:NAME": HostConfig})
     elif section == "attention":
-        classes = {ENTRY: Place} | {name: mechanism.Config for name, mechanism in ATTENTION.items()}
+        classes = {"An entry of a list": Place} | {name: mechanism.Config for name, mechanism in ATTENTION.items()}
         text = f"{LINKS}\n\n{_tables(classes)}"
     else:
         text = entries(SECTIONS[section], f"{section}.")

@@ -30,9 +30,6 @@ GAP = 1.5
 ATTEMPTS = 200
 """Number of ends tried for an image, and of curves tried between two ends, before it counts as having no room."""
 
-GRADED_ATTEMPTS = 8
-"""Number of curves tried between two ends of one scene among many before new ends are drawn. A few are fastest."""
-
 STEP = 1 / 16
 """Distance between neighbouring points of a curve, tokens."""
 
@@ -131,7 +128,7 @@ def draw_graded(
     scale = side / tokens
     image = np.zeros((PIXELS * tokens, PIXELS * tokens), np.uint8)
     corner = PIXELS * rng.integers(tokens - count * side + 1, size=2)
-    distractors, attempts = (distractors, ATTEMPTS) if count == 1 else (0, GRADED_ATTEMPTS)
+    distractors, attempts = (distractors, ATTEMPTS) if count == 1 else (0, 8)  # a few are fastest
     for offset in np.ndindex(count, count):
         y, x = corner + PIXELS * side * np.array(offset)
         scene = draw(rng, label, side, length * scale, distractors, int(separation * scale), attempts)

@@ -11,7 +11,7 @@ from typing import BinaryIO, Literal
 
 import numpy as np
 from PIL import Image, ImageOps
-from PIL.TiffImagePlugin import TiffImageFile
+from PIL.TiffImagePlugin import PHOTOMETRIC_INTERPRETATION, TiffImageFile
 
 from engine.runtime.errors import UserError
 from engine.runtime.text import describe_error
@@ -27,9 +27,6 @@ SUFFIXES = (
 
 MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr")
 """Pillow's pixel formats with a defined appearance; grey levels of more than 8 bits are handled apart."""
-
-PHOTOMETRIC = 262
-"""TIFF tag whose value is 0 where white is zero; Pillow inverts such images for 8 bits only."""
 
 MAX_BYTES = 2**30
 """Size of a file that is decoded: 12 bytes for each of the largest number of pixels."""
@@ -119,7 +116,7 @@ def _to_8_bits(image: Image.Image) -> Image.Image:
     """Maps grey levels of 16 bits to 8 bits. BrokenImage: one of them is transparent, or white is zero."""
     if "transparency" in image.info:
         raise BrokenImage("16-bit grey levels with a transparent one")
-    if isinstance(image, TiffImageFile) and image.tag_v2.get(PHOTOMETRIC) == 0:
+    if isinstance(image, TiffImageFile) and image.tag_v2.get(PHOTOMETRIC_INTERPRETATION) == 0:  # Pillow inverts 8 bits
         raise BrokenImage("16-bit grey levels with white as zero")
     values = np.asarray(image).astype(np.float64) * 255 / 65535
     return Image.fromarray((values.clip(0, 255) + 0.5).astype(np.uint8))

@@ -26,9 +26,6 @@ from engine.objectives import choose_objective
 from engine.runtime.distributed import World, seed_everything
 from engine.runtime.text import one_line
 
-ERASING = 1
-"""Seed component that separates the erasing of a batch from the batch's first image."""
-
 VERIFY = "`python -m engine.data.verify ROOT` lists the broken images of a data set"
 
 
@@ -93,7 +90,7 @@ class ErasingLoader(PrefetchLoader):
         places = count(sampler.start + world.rank, self.loader.batch_size * world.size)  # of batches' first images
 
         def erase(images: Tensor) -> Tensor:
-            seed_everything(self.seed, sampler.epoch, next(places), ERASING)
+            seed_everything(self.seed, sampler.epoch, next(places), 1)  # 1: not the first image's seed
             return self.erase(images)
 
         if self.erase:

@@ -42,9 +42,6 @@ READERS: dict[str, tuple[Callable[[str], SplitReader], Sequence[str]]] = {
 }
 """data.dataset -> reader of a split, and the endings of its file after the split's name ("": it is a folder)."""
 
-IS_THERE = {"folder": Path.is_dir, "wds": lambda path: any(path.parent.glob(path.name))}
-"""data.dataset -> function that tells whether a split is there, for data sets whose splits are not single files."""
-
 
 @dataclass(eq=False)
 class Images(Dataset):
@@ -203,7 +200,8 @@ def find_split(data: Data, split: str, key: str) -> tuple[Callable[[str], SplitR
         return partial(TorchReader, data.dataset, split=split), data.root
     reader, endings = READERS[data.dataset]
     paths = [root / f"{split}{ending}" for ending in endings]
-    path = next(filter(IS_THERE.get(data.dataset, Path.is_file), paths), None)
+    is_there = {"folder": Path.is_dir, "wds": lambda path: any(path.parent.glob(path.name))}  # else, single files
+    path = next(filter(is_there.get(data.dataset, Path.is_file), paths), None)
     if path is None:
         known = tuple(ending for _, endings in READERS.values() for ending in endings if ending)
         entries = sorted(root.iterdir())

@@ -33,9 +33,6 @@ CHARTED = {
 }
 """Kind of record -> values that are charted. `broken` is charted only when it is not 0."""
 
-OPEN = ("error_", RECALL, f"ema_{RECALL}")
-"""Beginnings of the names of errors of attention layers, and of recalls, which are charted too."""
-
 
 class Charts:
     """Writes a TensorBoard file into the directory of a run.
@@ -63,8 +60,8 @@ class Charts:
         append_whole(self.path, content)
 
     def add(self, kind: str, values: Mapping[str, Any], step: int) -> None:
-        """Charts a record; recalls are a group of their own."""
-        others = [name for name in values if name.startswith(OPEN)]
+        """Charts a record, with errors of attention layers and recalls; these are a group of their own."""
+        others = [name for name in values if name.startswith(("error_", RECALL, f"ema_{RECALL}"))]
         for name in (*CHARTED.get(kind, ()), *(others if kind in CHARTED else ())):
             if name in values and (values[name] or name != "broken"):
                 self._add(summary=scalar(name if "/" in name else f"{kind}/{name}", values[name]), step=step)

@@ -34,9 +34,6 @@ FREE: dict[str, tuple] = {"start": (), "change": ("option", "before", "now"), "s
 NUMBERS = {"epoch", "step", "elapsed_seconds", "gpu_hours", "images_seen", "epochs", "total_steps"}
 """Fields that are numbers in every kind of record, and not null."""
 
-TEXTS = {"kind", "option", "reason", "time"}
-"""Fields that are texts in every kind of record."""
-
 AVERAGES: Mapping[str, int] = {**dict.fromkeys(("loss", "step_seconds", "data_wait"), 1), "images_per_second": -1}
 """Fields of `train` records -> exponent of their mean over an epoch, weighted by updates: 1, the arithmetic one, or -1,
 the harmonic one. The last record gives other fields."""
@@ -91,7 +88,7 @@ def _parse_record(line: bytes) -> dict[str, Any] | None:
         return None
     is_free = record["kind"] in FREE
     for name, value in record.items():
-        if name in TEXTS:
+        if name in ("kind", "option", "reason", "time"):  # texts in every kind of record
             is_typed = isinstance(value, str)
         elif name in NUMBERS or not is_free:
             is_typed = (type(value) in (int, float) and abs(value) < 1e100) or (value is None and name not in NUMBERS)

@@ -20,9 +20,6 @@ Column = Mapping[str, str]
 Series = dict[str, float]
 """Seed -> value."""
 
-ONE_IMAGE = 0.01
-"""Step of a top-1 of 10,000 images, in percent."""
-
 
 def read(file: str, **where: str) -> list[dict[str, str]]:
     """Returns the rows of a file whose columns have these values."""
@@ -133,7 +130,7 @@ def aligned() -> str:
         "replaced: top-1 (%)": means(transferred("")),
         "aligned: top-1 (%)": means(transferred("aligned_")),
         "fine-tuned: top-1 (%)": means(tuned),
-        "difference to softmax": less_one(tuned, "softmax", ONE_IMAGE),
+        "difference to softmax": less_one(tuned, "softmax", 0.01),  # step of a top-1 of 10,000 images
         "aligned: error": averages(series("transfer.csv", "aligned_output_error", "seed"), ".3f"),
     }
     return table(columns, best_first(transferred("aligned_")))
@@ -192,20 +189,12 @@ def at_budgets(file: str, *trainings: str) -> str:
     return table(columns)
 
 
-TASKS = {
-    "Pathfinder": "pathfinder_ablation.csv",
-    "copy task": "copy_task.csv",
-    "ListOps": "listops.csv",
-    "Image": "lra_image.csv",
-}
-"""Title of a task -> file of its results."""
-
-
 def tasks() -> str:
     """Top-1 on the tasks of long range, with the verdict on the difference to softmax attention."""
     columns: dict[str, dict[str, str]] = {}
-    for title, file in TASKS.items():
-        found = {re.findall(r"name: (\w+)", name)[0]: values for name, values in series(file).items()}
+    files = {"Pathfinder": "pathfinder_ablation", "copy task": "copy_task", "ListOps": "listops", "Image": "lra_image"}
+    for title, file in files.items():
+        found = {re.findall(r"name: (\w+)", name)[0]: values for name, values in series(f"{file}.csv").items()}
         differences = holm({name: difference(x, found["softmax"]) for name, x in found.items() if name != "softmax"})
         columns[title] = {name: cell + verdict(differences.get(name)) for name, cell in means(found).items()}
     return table(columns, dict.fromkeys(name for column in columns.values() for name in column))

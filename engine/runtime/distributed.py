@@ -23,11 +23,6 @@ from engine.runtime.text import describe_error
 Amp = Literal["auto", "bf16", "fp16"] | None
 """Precision of automatic mixed precision; None: off."""
 
-AMP_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-LAUNCHER = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT")
-"""Environment variables of a launcher that are whole numbers."""
-
 
 @dataclass(frozen=True)
 class World:
@@ -178,7 +173,8 @@ def world_size() -> int:
     """
     if "WORLD_SIZE" not in os.environ:  # timm would treat any SLURM allocation of several tasks as a launch
         return 1
-    wrong = [name for name in LAUNCHER if not os.environ.get(name, "").isdecimal()]
+    numbers = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT")
+    wrong = [name for name in numbers if not os.environ.get(name, "").isdecimal()]
     if wrong := wrong + ["MASTER_ADDR"] * (not os.environ.get("MASTER_ADDR")):
         problem = f"{wrong[0]} = {os.environ.get(wrong[0])!r:.100}: no value of a launcher"
         raise UserError(
@@ -251,7 +247,7 @@ def precision(amp: Amp, device: torch.device) -> str:
 
 def autocast(amp: Amp, device: torch.device) -> torch.autocast:
     """Returns the context of automatic mixed precision for the forward pass; disabled in fp32."""
-    dtype = AMP_DTYPE.get(precision(amp, device))
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision(amp, device))
     return torch.autocast(device.type, dtype, enabled=dtype is not None)
 
 

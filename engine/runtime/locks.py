@@ -21,15 +21,6 @@ from engine.runtime.text import one_line
 if TYPE_CHECKING:
     from engine.runtime.distributed import World
 
-LOCK = re.compile(r"process \d+ on |$")
-"""Beginning of the text of the lock of a run directory; the text is empty while it is made, and may be cut."""
-
-MAX_LOCK = 4096
-"""Characters of the text of a lock, at most."""
-
-LOCK_MINUTES = 10.0
-"""Longest wait (min) for a lock that another process holds for a moment."""
-
 POLL_SECONDS = 0.1
 """Interval (s) at which a process that waits for a lock tries again."""
 
@@ -68,7 +59,7 @@ def _lock(directory: Path, names: Collection[str]) -> tuple[TextIO | None, str]:
             return file, f"{directory}: in use by {lock_holder(directory)}; {remedy}"
         if is_held is None:
             print(f"{directory}: locks do not work here; see that no second run uses it", flush=True)
-        if not LOCK.match(former := file.read(MAX_LOCK)):
+        if not re.match(r"process \d+ on |$", former := file.read(4096)):  # empty while it is made, and may be cut
             return file, f"{directory / 'lock'}: a file of another program; move it away, or choose another directory"
         claim(directory, names)
         if is_held and (token := re.search(r"^unfinished (\S+)\n", former, re.MULTILINE)):
@@ -107,7 +98,7 @@ def lock_holder(directory: Path) -> str:
 
 
 @contextmanager
-def hold_lock(path: Path, wait: bool, minutes: float = LOCK_MINUTES) -> Iterator[bool]:
+def hold_lock(path: Path, wait: bool, minutes: float = 10.0) -> Iterator[bool]:
     """Context that locks the file `path` if it is free, or with `wait` as soon as it is.
 
     A signal whose handler raises ends the wait.

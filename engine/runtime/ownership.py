@@ -23,9 +23,6 @@ from engine.runtime.reading import parsing, read_bounded
 MARKER = "made_by_eav.json"
 """Name of the marker file of a directory: a line of JSON for every claim."""
 
-MAX_MARKER = 2**26
-"""Bytes of a marker file."""
-
 
 def claim(directory: Path, names: Iterable[str]) -> None:
     """Makes the directory, whose files of these names may be replaced or removed later.
@@ -125,7 +122,7 @@ def check_file(path: Path, option: str, suffixes: Collection[str]) -> None:
 def _names(directory: Path) -> set[str]:
     """Returns the names that the claims on `directory` hold."""
     try:
-        lines = read_bounded(directory / MARKER, MAX_MARKER).splitlines()
+        lines = read_bounded(directory / MARKER, 2**26).splitlines()
     except (UserError, FileNotFoundError):
         return set()
     found: set[str] = set()

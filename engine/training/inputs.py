@@ -18,9 +18,6 @@ from engine.runtime.errors import UserError
 from engine.training.device import check_device
 from models import is_host
 
-OPENING = 30.0
-"""Time (s) in which the first rank of a refused launch opens its inputs before others print what they refuse."""
-
 
 def check_launch(draft: Draft, output: Path) -> Run:
     """Returns the run of `draft`, to be trained in `output`.
@@ -37,7 +34,7 @@ def check_launch(draft: Draft, output: Path) -> Run:
         _open(draft, device, output)
     elif draft.problems:
         try:
-            time.sleep(OPENING)
+            time.sleep(30.0)  # until the first rank has opened its inputs
         except KeyboardInterrupt:  # by the launcher, when the first rank has ended
             raise SystemExit(2) from None
     return draft.finish()

@@ -20,12 +20,6 @@ from engine.runtime.distributed import seed_everything
 from engine.runtime.errors import UserError
 from engine.runtime.text import describe_error
 
-FUSED = ("adam", "adamw")
-"""Optimisers of timm that are torch's own and can be fused on CUDA."""
-
-DEVICE_OPTIONS = {"fused", "foreach"}
-"""Options of parameter groups that choose the kernels of an update, not its result."""
-
 
 def create_optimizer(model: nn.Module, optim: Optim, total_batch_size: int) -> Optimizer:
     """Creates timm's optimiser of `model` with the learning rate scaled to the total batch.
@@ -34,9 +28,9 @@ def create_optimizer(model: nn.Module, optim: Optim, total_batch_size: int) -> O
     groups are timm's, by `model.group_matcher()`: their `lr_scale` is the factor that the schedule applies. On CUDA,
     torch's Adam and AdamW are fused: one kernel instead of a dozen.
     """
-    is_fused = next(model.parameters()).is_cuda and optim.opt in FUSED
     given = {name: value for name in ("betas", "eps") if (value := getattr(optim, name)) is not None}
-    fused: dict[str, Any] = {"fused": True} if is_fused else {}
+    if next(model.parameters()).is_cuda and optim.opt in ("adam", "adamw"):
+        given["fused"] = True
     return create_optimizer_v2(
         model,
         optim.opt,
@@ -44,7 +38,6 @@ def create_optimizer(model: nn.Module, optim: Optim, total_batch_size: int) -> O
         weight_decay=optim.weight_decay,
         layer_decay=optim.layer_decay,
         **given,
-        **fused,
     )
 
 
@@ -80,7 +73,8 @@ def restore_optimizer(optimizer: Optimizer, state: Mapping[str, Any], former: Op
         )
     groups = []
     for new, old, saved in zip(here, before, there, strict=True):
-        names, known = new.keys() - {"params", "lr"}, old.keys() & saved.keys() - DEVICE_OPTIONS  # lr: every update
+        names = new.keys() - {"params", "lr"}  # lr: every update
+        known = old.keys() & saved.keys() - {"fused", "foreach"}  # which choose kernels, not results
         changed = {name for name in names if name not in known or new[name] != old[name]}
         groups.append(saved | {name: new[name] for name in changed})
     optimizer.load_state_dict({**state, "param_groups": groups})

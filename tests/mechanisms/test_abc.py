@@ -6,7 +6,6 @@ from attention.mechanisms.abc import abc
 from attention.mechanisms.softmax import softmax
 from tests.support.cases import Case
 from tests.support.comparisons import assert_equal
-from tests.support.growth import Growth
 from tests.support.inputs import B, draw, every_grid, h, tokens
 from tests.support.symmetry import ALL
 
@@ -14,7 +13,6 @@ SMALL, CAUSAL = {"num_landmarks": 6}, {"causal": True}
 CASES = [Case("abc", (5, 7), SMALL), Case("abc", (5, 7), {**SMALL, **CAUSAL})]
 EFFECTS = {"num_landmarks": ({}, 6), "attn_drop": ({}, 0.5), "causal": ({}, True), "local": ({}, True)}
 SYMMETRIES = [(ALL, SMALL), (set(), {**SMALL, **CAUSAL})]
-GROWTH = [Growth(1, 1)]
 SYMBOLS = {"c": 49}
 LEARNED = {"control"}
 

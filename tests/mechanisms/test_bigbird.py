@@ -10,7 +10,6 @@ from attention import create_attention
 from attention.mechanisms.bigbird import choose_blocks, global_blocks
 from attention.parts.geometry import Windows
 from tests.support.cases import PREFIX, Case
-from tests.support.growth import Growth
 from tests.support.inputs import h
 
 case = partial(Case, "bigbird", (5, 7))
@@ -31,7 +30,6 @@ EFFECTS = {
     "local": (SMALL, True),
 }
 SYMMETRIES = [({"within"}, {"block_size": 2, "layout": "2d", "num_random": 0}), (set(), {"block_size": 2})]
-GROWTH = [Growth(1, 1)]
 REFUSED = [
     ({"block_size": 197}, r"block_size = 197: larger than the 14x14 grid; at most 196"),
     ({"block_size": 15, "layout": "2d"}, r"block_size = 15: larger than the 14x14 grid; at most 14"),

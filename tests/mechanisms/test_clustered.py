@@ -10,7 +10,6 @@ from attention.mechanisms.clustered import clustered, hamming_clusters, hash_bit
 from attention.mechanisms.softmax import softmax
 from tests.support.cases import Case
 from tests.support.comparisons import assert_equal
-from tests.support.growth import Growth
 from tests.support.inputs import B, draw, every_grid, h, shuffled, tokens
 from tests.support.symmetry import GRID
 
@@ -26,7 +25,6 @@ EFFECTS = {
     "local": (SMALL, True),
 }
 SYMMETRIES = [(set(), {"num_clusters": 4, "num_top_keys": 5})]  # the first centroids depend on positions; see below
-GROWTH = [Growth(1, 1)]
 REFUSED = [
     ({"num_clusters": 197}, r"num_clusters = 197: more than the tokens .*; at most 196"),
     ({"num_top_keys": 197}, r"num_top_keys = 197: more than the tokens .*; at most 196"),

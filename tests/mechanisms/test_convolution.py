@@ -8,7 +8,6 @@ from attention.mechanisms.convolution import convolution
 from attention.parts.local_term import LocalTerm
 from tests.support.cases import Case
 from tests.support.comparisons import assert_equal
-from tests.support.growth import Growth
 from tests.support.inputs import B, d, draw, h, layer, one_head
 
 case = partial(Case, "convolution", (5, 7), mixes_values=False)
@@ -16,12 +15,10 @@ case = partial(Case, "convolution", (5, 7), mixes_values=False)
 CASES = [case(), case({"kernel_size": 3})]
 EFFECTS = {"kernel_size": ({}, 3)}
 SYMMETRIES = [(set(), {})]
-GROWTH = [Growth(1, 1)]
 REFUSED = [
     ({"kernel_size": 4}, r"attention\(convolution\).kernel_size = 4: must be odd; nearest valid: 3"),
     ({"kernel_size": 29}, r"attention\(convolution\).kernel_size = 29: .*; at most 27"),
 ]
-SYMBOLS = {}
 LEARNED = {"filters"}
 NO_MATRIX = "not linear"  # a bias is added
 

@@ -9,7 +9,6 @@ import torch
 from attention.mechanisms.cosformer import cosformer, reweight
 from tests.support.cases import PREFIX, Case
 from tests.support.comparisons import assert_equal, assert_weights_sum_to_one_or_vanish
-from tests.support.growth import Growth
 from tests.support.inputs import B, d, draw, h, identity, layer, one_head, tokens
 
 # With rectified features, all weights of a query may be zero, which gives 0; rounding may make one positive.
@@ -18,11 +17,9 @@ case = partial(Case, "cosformer", (5, 7), mixes_values=False, well_conditioned=F
 CASES = [case(), case({"layout": "2d"}), case(PREFIX), case({**PREFIX, "layout": "2d"}), case({"causal": True})]
 EFFECTS = {"layout": ({}, "2d"), "causal": ({}, True), "local": ({}, True)}
 SYMMETRIES = [({"transposed"}, {"layout": "2d"}), (set(), {}), (set(), {"causal": True})]
-GROWTH = [Growth(1, 1)]
 REFUSED = [
     ({"causal": True, "layout": "2d"}, r"attention\(cosformer\).layout = 2d: causal attention .*; set layout: 1d")
 ]
-SYMBOLS = {}
 UNSIZED = True
 
 GRID, N = (6, 4), 24

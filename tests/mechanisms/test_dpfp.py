@@ -7,7 +7,6 @@ import torch
 from attention.mechanisms.dpfp import dpfp, projection
 from tests.support.cases import Case
 from tests.support.comparisons import assert_equal, assert_weights_sum_to_one_or_vanish
-from tests.support.growth import Growth
 from tests.support.inputs import d, identity, tokens
 from tests.support.symmetry import ALL
 
@@ -17,7 +16,6 @@ case = partial(Case, "dpfp", (5, 7), mixes_values=False, well_conditioned=False)
 CASES = [case(), case({"nu": 2})]
 EFFECTS = {"nu": ({}, 2), "local": ({}, True)}
 SYMMETRIES = [(ALL, {})]
-GROWTH = [Growth(1, 1)]
 REFUSED = [({"nu": 16}, r"attention\(dpfp\).nu = 16: .*; at most 15")]
 SYMBOLS = {"nu": 1}
 UNSIZED = True

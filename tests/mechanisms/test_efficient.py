@@ -18,7 +18,6 @@ CASES = [case(), case({"local": True}), case(PREFIX), case({**PREFIX, "local": T
 EFFECTS = {"local": ({}, True)}
 SYMMETRIES = [(ALL, {}), (set(), {"local": True})]
 GROWTH = [Growth(1, 1), Growth(1, 1, lambda side: {"local": True})]
-SYMBOLS = {}
 UNSIZED = True
 VISION = {
     "efficient_6x9": (

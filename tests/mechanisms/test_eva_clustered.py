@@ -13,7 +13,6 @@ from attention.parts.geometry import Windows
 from attention.parts.groups import bins, group_mean
 from tests.support.cases import PREFIX, Case
 from tests.support.comparisons import assert_equal
-from tests.support.growth import Growth
 from tests.support.inputs import CPU, B, d, draw, every_grid, h, layer, shuffled, tokens
 
 case = partial(Case, "eva_clustered", (3, 5), stochastic=True, well_conditioned=False)
@@ -36,7 +35,6 @@ EFFECTS = {
     "local": (SMALL, True),
 }
 SYMMETRIES = [(set(), {**SMALL, "position_bias": "none"})]  # the first centroids depend on positions; see below
-GROWTH = [Growth(1, 1)]
 REFUSED = [
     ({"num_landmarks": 197}, r"attention\(eva_clustered\).num_landmarks = 197: more than the tokens .*; at most 196"),
     ({"window_size": 15}, r"attention\(eva_clustered\).window_size = 15: larger than the 14x14 grid; at most 14"),

@@ -29,7 +29,6 @@ CASES = [
 EFFECTS = {"local": ({}, False), "power": ({}, 2.0), "reduction": ({}, 2), "stretch": (SHRUNK, "raster")}
 SYMMETRIES = [(set(), {}), (set(), {"local": False})]
 GROWTH = [Growth(1, 1), Growth(1, 1, lambda side: SHRUNK)]
-SYMBOLS = {}
 LEARNED = {"feature_scale", "key_positions", "local_term"}
 UNSIZED = True
 REFUSED = [

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from attention.mechanisms.hydra import hydra
 from tests.support.cases import PREFIX, Case
 from tests.support.comparisons import assert_equal
-from tests.support.growth import Growth
 from tests.support.inputs import B, d, draw, h, layer, one_head, tokens
 from tests.support.symmetry import ALL
 
@@ -17,8 +16,6 @@ case = partial(Case, "hydra", (5, 7), mixes_values=False)
 CASES = [case(), case({"local": True}), case(PREFIX)]
 EFFECTS = {"local": ({}, True)}
 SYMMETRIES = [(ALL, {}), (set(), {"local": True})]
-GROWTH = [Growth(1, 1)]
-SYMBOLS = {}
 UNSIZED = True
 NO_MATRIX = "channels"  # each has weights of its own
 VISION = {"hydra_7x10_cls": ({}, lambda w: {k.replace("out.", "proj."): x for k, x in w.items() if k != "in.x"})}

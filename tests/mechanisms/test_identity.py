@@ -7,7 +7,6 @@ import torch
 from attention.mechanisms.identity import identity
 from tests.support.cases import Case
 from tests.support.comparisons import assert_equal
-from tests.support.growth import Growth
 from tests.support.inputs import B, d, draw, h, layer, one_head
 from tests.support.symmetry import ALL
 
@@ -16,8 +15,6 @@ case = partial(Case, "identity")
 CASES = [case((5, 7))]
 EFFECTS = {}
 SYMMETRIES = [(ALL, {})]
-GROWTH = [Growth(1, 1)]
-SYMBOLS = {}
 UNSIZED = True
 
 

@@ -25,7 +25,6 @@ GROWTH = [
     Growth(1, 1),
     Growth(1, 0, lambda side: {"local": False}),  # centred keys and values are kept instead of keys and values
 ]
-SYMBOLS = {}
 LEARNED = {"filters"}
 UNSIZED = True
 NO_MATRIX = "channels"  # each has filters of its own

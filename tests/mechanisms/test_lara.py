@@ -16,7 +16,6 @@ from attention.parts.features import log_features, scale
 from attention.parts.groups import group_mean
 from tests.support.cases import CLIP, PREFIX, Case
 from tests.support.comparisons import assert_equal, assert_mean, standard_errors
-from tests.support.growth import Growth
 from tests.support.inputs import draw, one_head
 from tests.support.random_features import random_feature_attention
 from tests.support.symmetry import BLOCKS
@@ -61,7 +60,6 @@ SYMMETRIES = [
     (set(), {**FEW, "local": True}),
 ]
 SYMMETRIES_IN_LAW = [(BLOCKS, FEW)]
-GROWTH = [Growth(1, 1)]
 REFUSED = [
     ({"grid": (4, 6), "num_landmarks": 23}, r"attention\(lara\).num_landmarks = 23 .* 4x6 .* nearest valid: 24"),
     ({"grid": (4, 6), "num_landmarks": 25}, r"attention\(lara\).num_landmarks = 25 .* 4x6 .* nearest valid: 24"),

@@ -21,7 +21,6 @@ EFFECTS = {"local": ({}, True), "causal": ({}, True)}
 SYMMETRIES = [(ALL, {}), (set(), {"local": True}), (set(), {"causal": True})]
 GROWTH = [Growth(1, 1), Growth(1, 1, lambda side: {"causal": True})]
 REFUSED = [({"eps": 1e-6}, r"attention\(linear\).eps: unknown option; known: causal, local")]
-SYMBOLS = {}
 UNSIZED = True
 
 GRID = (6, 4)

@@ -11,7 +11,6 @@ from attention.mechanisms.sra import sra
 from attention.parts.groups import bins, group_mean
 from tests.support.cases import PREFIX, Case
 from tests.support.comparisons import assert_equal
-from tests.support.growth import Growth
 from tests.support.inputs import CPU, B, draw
 
 case = partial(Case, "linear_sra", (5, 7), mixes_values=False, stock_keys=False)  # its keys and values are convolved
@@ -19,7 +18,6 @@ case = partial(Case, "linear_sra", (5, 7), mixes_values=False, stock_keys=False)
 CASES = [case({"pool_size": 3}), case({"pool_size": 3, **PREFIX})]
 EFFECTS = {"pool_size": ({}, 3), "attn_drop": ({}, 0.5)}
 SYMMETRIES = [({"transposed"}, {"pool_size": 3})]
-GROWTH = [Growth(1, 1)]
 SYMBOLS = {"M": 49}
 LEARNED = {"norm", "sr"}
 

@@ -11,7 +11,6 @@ from attention.parts.geometry import resample
 from attention.parts.groups import group_mean
 from tests.support.cases import PREFIX, Case
 from tests.support.comparisons import assert_equal
-from tests.support.growth import Growth
 from tests.support.inputs import averaging, draw, every_grid, layer, tokens
 
 case = partial(Case, "linformer", (5, 7), mixes_values=False)
@@ -26,7 +25,6 @@ CASES = [
 ]
 EFFECTS = {"num_landmarks": ({}, 6), "sharing": ({}, "kv"), "attn_drop": ({}, 0.5), "local": ({}, True)}
 SYMMETRIES = [(set(), FEW)]  # the projection depends on every position
-GROWTH = [Growth(1, 1)]
 SYMBOLS = {"c": 49}
 LEARNED = {"projection"}
 

@@ -12,7 +12,6 @@ from attention.mechanisms.local import local
 from attention.parts.geometry import Windows
 from tests.support.cases import CLIP, PREFIX, Case
 from tests.support.comparisons import assert_equal, under_mask
-from tests.support.growth import Growth
 from tests.support.inputs import GRIDS, one_head, tokens
 from tests.support.symmetry import BLOCKS
 
@@ -53,7 +52,6 @@ SYMMETRIES = [
     ({"between"}, WINDOW),  # a bias depends on positions inside a window, not on the window
     (set(), {"layout": "1d", "window_size": 5, **FREE}),
 ]
-GROWTH = [Growth(1, 1)]
 REFUSED = [
     ({"overlap": 10**12}, r"attention\(local\).overlap = 1000000000000: larger than .*; at most 14"),
     ({"window_size": 15}, r"attention\(local\).window_size = 15: larger than the 14x14 grid; at most 14"),

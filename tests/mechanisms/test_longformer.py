@@ -9,7 +9,6 @@ from attention import create_attention
 from attention.mechanisms.longformer import longformer
 from tests.support.cases import PREFIX, Case
 from tests.support.comparisons import assert_equal, under_mask, weights_of
-from tests.support.growth import Growth
 from tests.support.inputs import CPU, every_grid, h, tokens
 
 case = partial(Case, "longformer", (5, 7))
@@ -29,7 +28,6 @@ EFFECTS = {
     "local": (SMALL, True),
 }
 SYMMETRIES = [({"transposed"}, {"radius": 1, "layout": "2d"}), (set(), {"radius": 2})]
-GROWTH = [Growth(1, 1)]
 REFUSED = [({"num_global": 47}, r"attention\(longformer\).num_global = 47 .* nearest valid: 48")]
 EVERYTHING = [{"radius": 24}, {"radius": 5, "layout": "2d"}, {"radius": 0, "num_global": 24}]
 SYMBOLS = {"w": 3 * 24, "g": 1}  # tiles of rho = 24 queries

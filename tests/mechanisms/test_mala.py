@@ -5,7 +5,7 @@ from functools import partial
 import torch
 
 from attention.mechanisms.mala import mala
-from tests.mechanisms.test_rala import EFFECTS, GROWTH, LEARNED, SYMBOLS, SYMMETRIES, UNSIZED, ours  # noqa: F401  # facts
+from tests.mechanisms.test_rala import EFFECTS, LEARNED, SYMMETRIES, UNSIZED, ours  # noqa: F401  # facts
 from tests.support.cases import PREFIX, Case
 from tests.support.inputs import B, h, identity, one_head, tokens
 

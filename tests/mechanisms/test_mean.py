@@ -8,7 +8,6 @@ from attention.mechanisms.mean import mean
 from attention.mechanisms.softmax import softmax
 from tests.support.cases import PREFIX, Case
 from tests.support.comparisons import assert_equal
-from tests.support.growth import Growth
 from tests.support.inputs import every_grid, one_head, tokens
 from tests.support.symmetry import ALL
 
@@ -17,8 +16,6 @@ case = partial(Case, "mean", (5, 7))
 CASES = [case(), case({"local": True}), case(PREFIX)]
 EFFECTS = {"local": ({}, True)}
 SYMMETRIES = [(ALL, {}), (set(), {"local": True})]
-GROWTH = [Growth(1, 1)]
-SYMBOLS = {}
 UNSIZED = True
 
 

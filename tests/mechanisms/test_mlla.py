@@ -8,7 +8,6 @@ from attention.mechanisms.mlla import mlla, turn
 from attention.parts.features import elu_plus_one
 from tests.support.cases import Case
 from tests.support.comparisons import assert_equal
-from tests.support.growth import Growth
 from tests.support.inputs import B, d, draw, h, identity, layer, one_head, tokens
 
 case = partial(Case, "mlla", (5, 7), mixes_values=False)
@@ -16,8 +15,6 @@ case = partial(Case, "mlla", (5, 7), mixes_values=False)
 CASES = [case(), case({"block": False, "local": False})]
 EFFECTS = {"block": ({}, False), "local": ({}, False)}
 SYMMETRIES = [(set(), {}), (set(), {"block": False, "local": False})]
-GROWTH = [Growth(1, 1)]
-SYMBOLS = {}
 LEARNED = {"convolution", "gate", "local_term"}
 UNSIZED = True
 

@@ -8,7 +8,6 @@ from attention.mechanisms.orthoformer import orthoformer, orthogonal_tokens
 from attention.mechanisms.softmax import softmax
 from tests.support.cases import Case
 from tests.support.comparisons import assert_equal
-from tests.support.growth import Growth
 from tests.support.inputs import B, d, draw, every_grid, h, tokens
 from tests.support.symmetry import ALL
 
@@ -17,7 +16,6 @@ FEW = {"num_landmarks": 6}
 CASES = [Case("orthoformer", (5, 7), FEW, well_conditioned=False)]
 EFFECTS = {"num_landmarks": (FEW, 4), "local": (FEW, True)}
 SYMMETRIES = [(ALL, FEW)]
-GROWTH = [Growth(1, 1)]
 REFUSED = [({"num_landmarks": 197}, r"attention\(orthoformer\).num_landmarks = 197: .* at most 196")]
 SYMBOLS = {"c": 49}
 

@@ -9,7 +9,6 @@ import torch
 from attention.mechanisms.polaformer import polaformer
 from tests.support.cases import PREFIX, Case
 from tests.support.comparisons import assert_equal
-from tests.support.growth import Growth
 from tests.support.inputs import B, d, draw, h, identity, one_head, tokens
 
 # All weights of a query for one kind of sign may be zero; rounding may make one positive.
@@ -18,8 +17,6 @@ case = partial(Case, "polaformer", (5, 7), mixes_values=False, well_conditioned=
 CASES = [case(), case({"local": False, "alpha": 1.5}), case(PREFIX)]
 EFFECTS = {"local": ({}, False), "alpha": ({}, 2.0)}
 SYMMETRIES = [(set(), {}), (set(), {"local": False})]
-GROWTH = [Growth(1, 1)]
-SYMBOLS = {}
 LEARNED = {"key_positions", "feature_scale", "feature_power", "gate", "local_term"}
 UNSIZED = True
 NO_MATRIX = "weights for each"  # half of the channels have the weights of opposite signs

@@ -9,7 +9,6 @@ from attention.mechanisms.mean import mean
 from attention.mechanisms.pooling import pooling
 from tests.support.cases import Case
 from tests.support.comparisons import assert_equal
-from tests.support.growth import Growth
 from tests.support.inputs import B, d, draw, every_grid, h, layer, one_head, tokens
 
 case = partial(Case, "pooling", (5, 7), mixes_values=False)
@@ -17,13 +16,11 @@ case = partial(Case, "pooling", (5, 7), mixes_values=False)
 CASES = [case(), case({"pool_size": 5})]
 EFFECTS = {"pool_size": ({}, 5)}
 SYMMETRIES = [({"transposed"}, {})]
-GROWTH = [Growth(1, 1)]
 REFUSED = [
     ({"pool_size": 4}, r"attention\(pooling\).pool_size = 4: must be odd; nearest valid: 3"),
     ({"pool_size": 1}, r"attention\(pooling\).pool_size = 1: a token less itself is zero; give 3 or more"),
     ({"pool_size": 29}, r"attention\(pooling\).pool_size = 29: .*; at most 27"),
 ]
-SYMBOLS = {}
 
 
 def test_by_hand():

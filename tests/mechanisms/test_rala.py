@@ -10,7 +10,6 @@ from attention.mechanisms.rala import rala
 from attention.parts.features import elu_plus_one
 from tests.support.cases import PREFIX, Case
 from tests.support.comparisons import assert_equal
-from tests.support.growth import Growth
 from tests.support.inputs import B, d, draw, h, identity, layer, one_head, tokens
 
 case = partial(Case, "rala", (5, 7), mixes_values=False)
@@ -18,8 +17,6 @@ case = partial(Case, "rala", (5, 7), mixes_values=False)
 CASES = [case(), case({"local": False}), case(PREFIX)]
 EFFECTS = {"local": ({}, False)}
 SYMMETRIES = [(set(), {}), (set(), {"local": False})]
-GROWTH = [Growth(1, 1)]
-SYMBOLS = {}
 LEARNED = {"gate", "local_term"}
 UNSIZED = True
 

@@ -19,7 +19,6 @@ CASES = [case(), case({"local": True}), case(PREFIX), case({**SCALES, "local": T
 EFFECTS = {"scales": ({}, (3,)), "local": ({}, True)}
 SYMMETRIES = [(ALL, {}), (set(), {"local": True}), (set(), {"scales": (3,)})]
 GROWTH = [Growth(1, 1), Growth(1, 1, lambda side: SCALES)]
-SYMBOLS = {}
 UNSIZED = True
 REFUSED = [
     ({"scales": [3, 4]}, r"attention\(relu_linear\).scales = 4: .* odd; nearest valid: 3"),

@@ -7,7 +7,6 @@ from attention.mechanisms.performer import performer
 from attention.mechanisms.rfa import rfa
 from tests.support.cases import Case
 from tests.support.comparisons import assert_equal, assert_mean
-from tests.support.growth import Growth
 from tests.support.inputs import d, draw, h, tokens
 from tests.support.symmetry import ALL
 
@@ -17,7 +16,6 @@ CASES = [
 ]
 EFFECTS = {"num_samples": ({}, 10), "causal": ({}, True), "local": ({}, True)}
 SYMMETRIES = [(ALL, {}), (set(), {"causal": True})]
-GROWTH = [Growth(1, 1)]
 SYMBOLS = {"s": 64}
 LEARNED = {"log_sigma"}
 

@@ -12,7 +12,6 @@ from attention.mechanisms.smyrf import smyrf
 from tests.mechanisms.test_scatterbrain import S, assert_exact_on_support_and_unbiased_off_it, corrected, features
 from tests.support.cases import PREFIX, Case
 from tests.support.comparisons import assert_equal, same_cluster
-from tests.support.growth import Growth
 from tests.support.inputs import d, draw, every_grid, h, tokens
 from tests.support.symmetry import ALL
 
@@ -38,7 +37,6 @@ EFFECTS = {
     "local": (SMALL, True),
 }
 SYMMETRIES = [(ALL, {"cluster_size": 4, "leave_one_out": x}) for x in ("subtract", "none", "average")]
-GROWTH = [Growth(1, 1)]
 REFUSED = [
     ({"cluster_size": 197}, r"attention\(scatterbrain_lsh\).cluster_size = 197: .* at most 196"),
     (

@@ -12,7 +12,6 @@ from attention.mechanisms.relu_linear import relu_linear
 from tests.mechanisms.test_focused_linear import VISION as FOCUSED
 from tests.support.cases import HEAD_DIM, HEADS, PREFIX, Case
 from tests.support.comparisons import assert_equal
-from tests.support.growth import Growth
 from tests.support.inputs import B, d, draw, h, layer, tokens
 
 # Rectified features; the function is that of relu_linear.
@@ -21,8 +20,6 @@ case = partial(Case, "slab", (5, 7), op="relu_linear", mixes_values=False, well_
 CASES = [case(), case({"local": False}), case(PREFIX)]
 EFFECTS = {"local": ({}, False)}
 SYMMETRIES = [(set(), {}), (set(), {"local": False})]
-GROWTH = [Growth(1, 1)]
-SYMBOLS = {}
 LEARNED = {"key_positions", "local_term"}
 UNSIZED = True
 

@@ -23,7 +23,6 @@ SYMMETRIES = [
 ]
 GROWTH = [Growth(2, 2)]  # by its definition; fused kernels save less, see below
 RELEASED = {"softmax_2d": {}}
-SYMBOLS = {}
 UNSIZED = True
 
 

@@ -5,7 +5,6 @@ import torch
 from attention.mechanisms.t2r import t2r
 from tests.support.cases import Case
 from tests.support.comparisons import assert_equal, assert_weights_sum_to_one_or_vanish
-from tests.support.growth import Growth
 from tests.support.inputs import d, draw, h, identity, tokens
 from tests.support.symmetry import ALL
 
@@ -16,7 +15,6 @@ CASES = [
 ]
 EFFECTS = {"num_features": ({}, 6), "causal": ({}, True), "local": ({}, True)}
 SYMMETRIES = [(ALL, {}), (set(), {"causal": True})]
-GROWTH = [Growth(1, 1)]
 SYMBOLS = {"m": 32}
 LEARNED = {"feature_bias", "feature_weight"}
 

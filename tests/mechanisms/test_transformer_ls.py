@@ -11,7 +11,6 @@ from attention.mechanisms.transformer_ls import normalise, transformer_ls
 from attention.parts.geometry import Windows, merge_heads
 from tests.support.cases import PREFIX, Case
 from tests.support.comparisons import assert_equal
-from tests.support.growth import Growth
 from tests.support.inputs import B, d, draw, every_grid, h, layer, tokens
 from tests.support.symmetry import ALL, BLOCKS
 
@@ -45,7 +44,6 @@ SYMMETRIES = [
     ({"transposed"}, {**FEW, "window_size": 3, "overlap": 1, **FREE}),  # windows that overlap
     ({"between"}, {**FEW, **WINDOW}),  # a bias depends on positions inside a window, not on the window
 ]
-GROWTH = [Growth(1, 1)]
 REFUSED = [
     ({"window_size": 0, "num_landmarks": 0}, r"window_size = 0: .* give one of them"),
     ({"window_size": 15}, r"attention\(transformer_ls\).window_size = 15: larger than the 14x14 grid; at most 14"),

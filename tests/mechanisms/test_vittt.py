@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from attention.mechanisms.vittt import vittt
 from tests.support.cases import Case
 from tests.support.comparisons import assert_equal
-from tests.support.growth import Growth
 from tests.support.inputs import B, d, draw, h, one_head
 
 # Outputs grow with the square of queries.
@@ -18,8 +17,6 @@ case = partial(Case, "vittt", mixes_values=False, bounded=False)
 CASES = [case((5, 7)), case((4, 9))]
 EFFECTS = {}
 SYMMETRIES = [(set(), {})]
-GROWTH = [Growth(1, 1)]
-SYMBOLS = {}
 LEARNED = {"qkv_conv", "proj_conv", "w", "w_3"}
 UNSIZED = True
 NO_MATRIX = "not linear"  # norms of gradients

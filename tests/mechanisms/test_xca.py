@@ -7,15 +7,12 @@ from attention.mechanisms.softmax import softmax
 from attention.mechanisms.xca import xca
 from tests.support.cases import Case
 from tests.support.comparisons import assert_equal
-from tests.support.growth import Growth
 from tests.support.inputs import d, draw, tokens
 from tests.support.symmetry import ALL
 
 CASES = [Case("xca", (5, 7), mixes_values=False)]
 EFFECTS = {"attn_drop": ({}, 0.5), "local": ({}, True)}
 SYMMETRIES = [(ALL, {})]
-GROWTH = [Growth(1, 1)]
-SYMBOLS = {}
 LEARNED = {"temperature"}
 UNSIZED = True
 NO_MATRIX = "channels"  # which it mixes

@@ -13,17 +13,18 @@ import pytest
 
 from attention import ATTENTION
 from tests.support.cases import Case
+from tests.support.growth import Growth
 from tests.support.outside import OUTSIDE
 
 REQUIRED = {
     "CASES": "a list of Case: what the uniform suites run over, the ordinary one first",
     "EFFECTS": "for every option, options that give it its context and a value other than there (grid 5 x 7)",
     "SYMMETRIES": "a list of (rearrangements of tokens that commute with the layer, options), see symmetry.py",
-    "GROWTH": "a list of Growth: orders of multiply-accumulates and of memory",
-    "SYMBOLS": "what the letters of the docstring's formula of cost are at default options, beside N, C, h and d; "
-    "some are functions of N",
 }
 OPTIONAL = {
+    "GROWTH": "a list of Growth: orders of multiply-accumulates and of memory, where both are not linear",
+    "SYMBOLS": "what the letters of the docstring's formula of cost are at default options, beside N, C, h and d; "
+    "some are functions of N",
     "REFUSED": "a list of (options, pattern of the message): refused for 16 channels, 2 heads, a grid of 14 x 14",
     "EVERYTHING": "a list of options under which every token of a 4 x 6 grid attends to every token exactly",
     "SYMMETRIES_IN_LAW": "a list as SYMMETRIES: what commutes with the distribution of the outputs in training",
@@ -50,6 +51,8 @@ def load(name: str) -> ModuleType:
     for constant, meaning in REQUIRED.items():
         if getattr(facts, constant, []) == []:
             raise LookupError(f"{file} lacks {constant}, {meaning}")
+    for constant, usual in {"GROWTH": [Growth(1, 1)], "SYMBOLS": {}}.items():
+        vars(facts).setdefault(constant, usual)
     for case in facts.CASES:
         if case.name != name:
             raise LookupError(f"{file}: CASES holds one of {case.name!r}")
