@@ -41,6 +41,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if SLOW.intersection(getattr(item, "fixturenames", ())) and not item.get_closest_marker("quick"):
             item.add_marker("complete")
+        if item.get_closest_marker("gpu"):
+            from torch.cuda import is_available
+
+            item.add_marker(pytest.mark.skipif(not is_available(), reason="needs a CUDA device"))
     files = [Path(file).resolve() for file in config.getoption("--mechanism-facts")]
     if files:
         theirs = [item for item in items if item.path in files or any(name in item.name for name in OUTSIDE)]

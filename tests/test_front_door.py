@@ -21,8 +21,6 @@ from attention.option_tables import describe
 from engine.config.schema import SECTIONS
 from models import MODELS
 
-FACTORY = {"name"}
-"""Keywords of `create_attention` that are neither of the context nor of a mechanism."""
 ROOT = Path(__file__).parents[1]
 
 
@@ -30,7 +28,7 @@ def test_the_signature_has_every_field_of_the_context():
     parameters = inspect.signature(create_attention).parameters
     given = {name: parameter for name, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY}
     kinds, expected = typing.get_type_hints(create_attention), typing.get_type_hints(LayerContext)
-    assert parameters.keys() - given.keys() == FACTORY | {"options"}
+    assert parameters.keys() - given.keys() == {"name", "options"}
     assert [*given] == [field.name for field in dataclasses.fields(LayerContext)]
     for field in dataclasses.fields(LayerContext):
         if field.name == "shared":  # a dict of its own for every call

@@ -228,17 +228,12 @@ def test_claims_add_up_and_a_cut_line_spoils_none(tmp_path: Path):
         claim(tmp_path, ["a", "c"])
 
 
-HOLD = "import sys, time; from pathlib import Path; from engine.runtime.locks import hold_lock\n"
-
-
 def hold_elsewhere(path: Path, code: str) -> subprocess.Popen:
     """A process that runs `code` and has printed a line."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLD + code, str(path)],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )
+    code = f"import sys, time; from pathlib import Path; from engine.runtime.locks import hold_lock\n{code}"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", code, str(path)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, env=environment)
     assert process.stdout.readline()
     return process
 

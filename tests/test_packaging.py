@@ -23,10 +23,9 @@ from tests.test_layers import EVERY_FILE, LIBRARIES, ROOT, SCRIPTS, imports
 
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT = PYPROJECT["project"]
-EXTRAS = ("triton", "export", "hf")
 REQUIREMENTS = {
     canonicalize_name(requirement.name): requirement
-    for extra in (PROJECT["dependencies"], *(PROJECT["optional-dependencies"][name] for name in EXTRAS))
+    for extra in (PROJECT["dependencies"], *(PROJECT["optional-dependencies"][x] for x in ("triton", "export", "hf")))
     for requirement in map(Requirement, extra)
 }
 PACKAGED = [path for package in (*LIBRARIES, "configs") for path in (ROOT / package).rglob("*") if path.is_file()]

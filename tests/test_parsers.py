@@ -15,8 +15,6 @@ PARSERS = {
     *("tarfile.open", "zipfile.ZipFile", "gzip.open", "gzip.decompress", "zlib.decompress", "tomllib.loads"),
     *("Image.open", "ast.literal_eval", "struct.unpack", "struct.unpack_from"),
 }
-OPENERS = {"open", "read_text", "read_bytes"}
-"""Functions and methods that open a file, which may be a pipe or a device and of any size."""
 
 OF_READER = "engine.data.splits.refusing, in which every split is opened, refuses whatever a reader raises"
 OF_CHECKPOINT = "engine.checkpoints.files.load_checkpoint refuses whatever a file raises"
@@ -57,7 +55,7 @@ def direct_calls(tree: ast.AST) -> tuple[set[str], set[str]]:
         if isinstance(node, ast.Call):
             name, texts = ast.unparse(node.func), [x.value for x in node.args if isinstance(x, ast.Constant)]
             mode = next((text for text in texts if isinstance(text, str)), "r")
-            is_opener = name == "open" or ("." in name and name.rpartition(".")[2] in OPENERS and name != "os.open")
+            is_opener = name == "open" or (name.endswith((".open", ".read_text", ".read_bytes")) and name != "os.open")
             if name in PARSERS:
                 parsed.update(() if is_guarded else [name])
             elif is_opener and not {*mode} & {*"wax"}:

@@ -12,8 +12,6 @@ from analysis.hybrids import OWN, Choices
 
 STORED = Path(__file__).parents[2] / "docs/data/search.csv"
 SHARES = 0.68, 0.72, 0.8, 0.85, 0.9
-EVALUATIONS = 43
-"""A fifth of all assignments."""
 BY_DEFAULT = 56
 """The layers alone, and `PER_BUDGET` for each budget."""
 
@@ -39,7 +37,7 @@ def prices() -> Prices:
     return Prices(OWN_MACS, of_own | added, operator.add)
 
 
-def regrets(limit: int = EVALUATIONS) -> list[tuple[float, float]]:
+def regrets(limit: int = 43) -> list[tuple[float, float]]:  # by default a fifth of all assignments
     """Top-1 points and loss that are lost to the best assignment within each budget, by loss."""
     evaluated: list[Choices] = []
 

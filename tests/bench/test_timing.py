@@ -86,7 +86,6 @@ def test_nothing_to_time():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_times_on_a_gpu():
     device = torch.device("cuda")
     x = torch.randn(2**20, device=device)
@@ -96,7 +95,6 @@ def test_times_on_a_gpu():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_captured_call_on_a_gpu():
     device = torch.device("cuda")
     weight = torch.ones(3, device=device, requires_grad=True)

@@ -31,17 +31,8 @@ from engine.runtime.ownership import claim
 from engine.runtime.processes import run_to_end
 from engine.runtime.signals import STOPPED
 from tests.support.partition import chosen
-from tests.support.sweeps import BASE, finish, read, read_table
+from tests.support.sweeps import BASE, GRID, finish, read, read_table
 
-ABLATION = """\
-caption: Windows
-base: base.yaml
-grid:
-  attention.window_size: [1, 2]
-  attention.position_bias: [table]
-runs:
-  - {attention: {name: softmax}, paper: 77.16}
-"""
 NAMES = [
     "attention.window_size=1,attention.position_bias=table",
     "attention.window_size=2,attention.position_bias=table",
@@ -55,7 +46,7 @@ STOPPING = shlex.join([sys.executable, "-c", f"raise SystemExit({STOPPED})"])
 def config(tmp_path) -> Path:
     (tmp_path / "base.yaml").write_text(BASE)
     path = tmp_path / "windows.yaml"
-    path.write_text(ABLATION)
+    path.write_text(GRID)
     return path
 
 
@@ -156,7 +147,7 @@ def test_runs_are_trained_tabulated_and_skipped_once_finished(config, launcher, 
 @pytest.mark.parametrize("trace", ["metrics.jsonl", pytest.param("step_4.pt", marks=pytest.mark.complete)])
 def test_runs_made_with_other_options_are_refused_before_any_run(config, launcher, capsys, trace):
     """By overrides, or an edited base: the results stay, and no other row is trained as theirs is not."""
-    output = announce(config, "schedule.epochs=2", text=ABLATION + "  - {schedule.epochs: 3}\n")
+    output = announce(config, "schedule.epochs=2", text=GRID + "  - {schedule.epochs: 3}\n")
     (config.parent / "fail").touch()  # so that the first run alone is not finished
     sweep(config, launcher, "schedule.epochs=2", status=f"error: 1 of 4 runs failed: {output / NAMES[0]}")
     directory, others = output / NAMES[1], trained(config)
@@ -534,7 +525,7 @@ def test_a_disk_that_is_full_ends_a_sweep_in_one_line(config, launcher, capsys, 
 def test_a_failed_run_is_reported_and_the_others_go_on(config, launcher, pictures, capfd):
     (config.parent / "fail").touch()
     # nothing to plot when the first run has failed
-    output = announce(config, text=ABLATION.replace(", paper: 77.16", ""))
+    output = announce(config, text=GRID.replace(", paper: 77.16", ""))
     sweep(config, launcher, status=f"error: 1 of 3 runs failed: {output / NAMES[0]}")
     lines = capfd.readouterr().err.splitlines()
     assert lines[:3] == ["====", "error: out of memory", "===="]

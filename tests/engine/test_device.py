@@ -149,7 +149,6 @@ def test_kernels_that_cannot_run_are_refused(capability, is_there, reason, monke
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_run_on_a_gpu_chooses_trains_and_resumes(tmp_path, capsys):
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(TWO))
     command = [str(tmp_path / "run.yaml"), "train.device=cuda", "train.amp=bf16", "model.embed_dim=48"]

@@ -33,10 +33,6 @@ def test_any_sequence_of_ranks_reads_every_image_once():
         assert len({index for index, _, _ in seen}) == 96
 
 
-ELASTIC = ["--allow-change", "processes", "train.total_batch_size=12", "augment.mixup=0", "augment.cutmix=0"]
-"""Four updates an epoch, of the 50 digits that the launcher leaves."""
-
-
 def images_of_epochs(log: Path, num_ranks: int) -> tuple[dict[int, Counter], dict[int, int]]:
     """Returns, for every epoch, how often the updates that stand have read each image, and the ranks of each update.
 
@@ -69,7 +65,8 @@ def test_fewer_and_more_ranks_go_on_by_themselves(fork_server: ForkServer, tmp_p
     """Two ranks are killed in their sixth update, one goes on for two updates, and three train to the end."""
     config, output, log = tmp_path / "run.yaml", tmp_path / "run", tmp_path / "log"
     config.write_text(yaml.safe_dump(RUN))
-    command = [str(config), *ELASTIC, "--output", str(output)]
+    options = ["train.total_batch_size=12", "augment.mixup=0", "augment.cutmix=0"]  # four updates of the 50 digits left
+    command = [str(config), "--allow-change", "processes", *options, "--output", str(output)]
     kill = ("engine.training.exchange.UpdateExchange.send", 6, "SIGKILL")
     launches = [(2, [kill], None), (1, [("train.nn.utils.clip_grad_norm_", 1, "SIGTERM")], [75]), (3, [], [0] * 3)]
     for number, (ranks, faults, expected) in enumerate(launches):

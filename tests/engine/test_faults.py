@@ -132,10 +132,6 @@ def session_of(text: str) -> set[int]:
     return found
 
 
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-"""The last variable keeps restarted ranks from looking for the addresses of dead ones."""
-
-
 @contextmanager
 def torchrun(directory: Path, faults: dict[int, list[Fault]], *flags: str, options: Sequence[str] = ()):
     """torchrun with two ranks of RUN in the directory: its process, and the job."""
@@ -145,10 +141,12 @@ def torchrun(directory: Path, faults: dict[int, list[Fault]], *flags: str, optio
         (directory / name).write_text("")
     request = {"start": "train", "command": command, "log": str(directory / "log"), "faults": faults}
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *flags]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # else restarted ranks look for the addresses of dead ones
     with (directory / "torchrun.log").open("w") as log:
         process = subprocess.Popen(
             [*launcher, str(ROOT / "tests" / "support" / "launcher.py"), json.dumps(request)],
-            cwd=ROOT, stdout=log, stderr=log, env=os.environ | ENVIRONMENT,
+            cwd=ROOT, stdout=log, stderr=log, env=environment,
         )  # fmt: skip
     try:
         yield process, Job(None, [0, 0], directory / "log")

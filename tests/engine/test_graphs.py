@@ -28,8 +28,6 @@ from tests.engine.test_resume import Runs
 from tests.engine.test_train import RUN, relative_rms, start
 from tests.support.launcher import ForkServer
 
-ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
 
 class FakeCapture:
     """Replays a pass by running it again, and writes its results where those of the first run are, as a graph does."""
@@ -232,7 +230,6 @@ GPU_RUN = (
 
 
 @pytest.mark.gpu
-@ON_GPU
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo asks for it
 @pytest.mark.parametrize("name", ["softmax", "eva", "lara", "performer", "local"])
 @pytest.mark.parametrize(
@@ -256,7 +253,6 @@ def test_graphs_on_a_gpu_train_as_without(name: str, overrides: tuple[str, ...],
 
 
 @pytest.mark.gpu
-@ON_GPU
 def test_replays_on_a_gpu_draw_anew(tmp_path: Path):
     network = Noisy().train().cuda()
     inputs = torch.randn(64, 3, device="cuda")
@@ -274,7 +270,6 @@ def test_replays_on_a_gpu_draw_anew(tmp_path: Path):
 
 
 @pytest.mark.gpu
-@ON_GPU
 @pytest.mark.parametrize(
     "act", [lambda module: module.norm.running_var.sum().item(), lambda module: torch.ones(9).cuda()]
 )
@@ -285,7 +280,6 @@ def test_what_waits_on_a_gpu_is_refused(act):
 
 
 @pytest.mark.gpu
-@ON_GPU
 @pytest.mark.parametrize("name", ["eva", "performer"])
 def test_a_graphed_run_on_a_gpu_resumes_to_the_same_bits(name: str, fork_server: ForkServer, tmp_path: Path):
     overrides = f"attention={name}", *GPU_RUN[:2], "train.cuda_graph=true", "train.deterministic=true"

@@ -13,7 +13,7 @@ from ablation.runs import in_order
 from ablation.sweep import count_ranks, read_ablation, to_directory
 from ablation.tables import tabulate
 from engine.runtime.errors import ConfigError
-from tests.support.sweeps import BASE, finish, read, refusal
+from tests.support.sweeps import BASE, GRID, finish, read, refusal
 
 SWEEP = """\
 caption: Windows
@@ -23,15 +23,6 @@ runs:
   - {attention: softmax}
   - {attention.window_size: 1}
   - {schedule.epochs: 2}
-"""
-GRID = """\
-caption: Windows
-base: base.yaml
-grid:
-  attention.window_size: [1, 2]
-  attention.position_bias: [table]
-runs:
-  - {attention: {name: softmax}, paper: 77.16}
 """
 PYRAMID = """\
 model: {name: pvtv2_b0, img_size: 64}

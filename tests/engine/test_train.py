@@ -114,7 +114,6 @@ def test_mixed_precision_trains_like_fp32(amp: str, tmp_path: Path):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo asks for it
 @pytest.mark.parametrize(
     "overrides",

@@ -67,7 +67,6 @@ def test_the_log_shows_the_share(clock, tmp_path, capsys, share):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_on_cuda_work_that_is_queued_is_no_wait():
     """The device is busy for longer than the first batch takes, and idle for the second."""
 

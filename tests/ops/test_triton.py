@@ -39,10 +39,6 @@ ROOT = Path(__file__).parents[2]
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
 
 
-def gpu(test):
-    return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")(test))
-
-
 @pytest.fixture(scope="module")
 def interpreted(pytestconfig, tmp_path_factory) -> dict:
     """The output of `interpreted.py`, which runs once for all workers of pytest-xdist."""
@@ -206,7 +202,7 @@ def test_what_the_kernels_of_the_joint_softmax_do_not_cover(changed, of_q, monke
     assert not covers(changed, **of_q)
 
 
-@gpu
+@pytest.mark.gpu
 @every_case
 def test_kernels_on_a_gpu_equal_the_literal_twin_in_value_and_all_gradients(case):
     for name, (error, plain_error) in errors(case, torch.device("cuda")).items():
@@ -216,7 +212,7 @@ def test_kernels_on_a_gpu_equal_the_literal_twin_in_value_and_all_gradients(case
 HALF, BF16 = (torch.bfloat16, torch.float16), (torch.bfloat16,)
 
 
-@gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     ("case", "dtype", "d"),
     [
@@ -238,7 +234,7 @@ def test_kernels_on_a_gpu_at_the_papers_sizes(case, dtype, d):
         assert excess(case, error, plain_error) <= 1, (name, error, plain_error)
 
 
-@gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     "case",
     [
@@ -261,7 +257,7 @@ def test_kernels_on_a_gpu_are_deterministic_and_compile(case):
     assert all((graph[name] - x).norm() < 0.01 * x.norm() for name, x in first.items())
 
 
-@gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", ["eva", "local", "lara", "performer"])
 def test_the_default_path_on_a_gpu(name):
     runs = torch.cuda.get_device_capability() >= kernels.LOWEST_CAPABILITY

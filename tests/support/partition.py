@@ -5,8 +5,6 @@ from typing import Any
 
 import pytest
 
-PARAMETER = type(pytest.param())
-
 
 def chosen(values: Iterable[Any], choose: Callable[..., bool]) -> list[Any]:
     """Parameters of a test; those for which `choose` is false are marked `complete`.
@@ -16,7 +14,7 @@ def chosen(values: Iterable[Any], choose: Callable[..., bool]) -> list[Any]:
     """
     parameters = []
     for value in values:
-        if not isinstance(value, PARAMETER):
+        if not isinstance(value, type(pytest.param())):
             value = pytest.param(*value) if isinstance(value, tuple) else pytest.param(value)
         if not choose(*value.values):
             value = pytest.param(*value.values, id=value.id, marks=[*value.marks, pytest.mark.complete])

@@ -21,6 +21,15 @@ augment: {auto_augment: null, mixup: 0.0, cutmix: 0.0}
 schedule: {epochs: 1, warmup_epochs: 0}
 train: {total_batch_size: 64, amp: null, device: cpu}
 """
+GRID = """\
+caption: Windows
+base: base.yaml
+grid:
+  attention.window_size: [1, 2]
+  attention.position_bias: [table]
+runs:
+  - {attention: {name: softmax}, paper: 77.16}
+"""
 
 
 def read(config: Path, text: str = "") -> tuple[Ablation, list[Setting], list[str]]:

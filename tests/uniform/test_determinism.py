@@ -9,7 +9,6 @@ from tests.support.facts import CASES, FACTS
 from tests.support.partition import one_of_a_kind
 
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
-stochastic_case = pytest.mark.parametrize("case", [case for case in CASES if case.stochastic], ids=str)
 
 
 @every_case
@@ -23,7 +22,7 @@ def test_evaluation_is_deterministic_and_survives_a_state_dict(case):
     assert torch.equal(y, other(x, case.grid))
 
 
-@stochastic_case
+@pytest.mark.parametrize("case", [case for case in CASES if case.stochastic], ids=str)
 def test_training_draws_anew(case):
     x, runs = case.tokens(), []
     for _ in range(2):

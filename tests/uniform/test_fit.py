@@ -28,9 +28,6 @@ every_grid = pytest.mark.parametrize(
     "grid", chosen(map(pytest.param, SMALL), lambda grid: grid in ((1, 1), (3, 5), (7, 5))), ids=str
 )
 
-NOTHING_FITS = {"complement": "a window leaves only 0 tokens outside it", "pool_size": "a token less itself is zero"}
-"""Word of the options or the message -> why no size fits the smallest grids."""
-
 
 def on_grid(case: Case, grid: Grid) -> Case:
     return dataclasses.replace(case, grid=grid)
@@ -76,7 +73,8 @@ def test_the_largest_sizes_are_taken_that_the_grid_allows(case, grid):
     given, strict = with_options(on_grid(case, grid), fit=True), on_grid(case, grid)
     asked, attn = case.build().config, build(given)
     if isinstance(attn, OptionError):
-        assert any(word in str(given) + attn.key and why in str(attn) for word, why in NOTHING_FITS.items())
+        reasons = {"complement": "a window leaves only 0 tokens outside", "pool_size": "a token less itself is zero"}
+        assert any(word in str(given) + attn.key and why in str(attn) for word, why in reasons.items())
         assert max(grid) <= 4
         return
     config = {name: value for name, value in dataclasses.asdict(attn.config).items() if name != "fit"}

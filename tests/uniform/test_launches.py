@@ -94,7 +94,6 @@ def test_a_wait_is_noticed():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
 @pytest.mark.parametrize("case", ORDINARY, ids=str)
 def test_nothing_waits_for_the_gpu_there_is(case: Case):
