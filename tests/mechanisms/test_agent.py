@@ -11,7 +11,7 @@ from attention.mechanisms.agent import agent
 from attention.mechanisms.softmax import softmax
 from attention.parts.groups import bins, group_mean
 from tests.mechanisms.test_sra import average
-from tests.support.cases import PREFIX, Case
+from tests.support.cases import PREFIX, Case, effects
 from tests.support.comparisons import assert_equal
 from tests.support.growth import Growth
 from tests.support.inputs import CPU, B, d, draw, every_grid, h, identity, layer, one_head, tokens
@@ -25,12 +25,8 @@ CASES = [
     case({**FEW, "reduction": 2, **PREFIX}, stock_keys=False),
 ]
 EFFECTS = {
-    "num_landmarks": (FEW, 4),
-    "released": ({"num_landmarks": 4}, True),
-    "released_pools": ({"num_landmarks": 4}, True),
-    "reduction": (FEW, 2),
-    "local": (FEW, False),
-    "attn_drop": (FEW, 0.5),
+    **effects(FEW, num_landmarks=4, reduction=2, local=False, attn_drop=0.5),
+    **effects({"num_landmarks": 4}, released=True, released_pools=True),
 }
 SYMMETRIES = [(set(), FEW), (set(), {**FEW, "local": False})]  # biases depend on positions
 GROWTH = [Growth(1, 1), Growth(1, 1, lambda side: {"reduction": 2})]

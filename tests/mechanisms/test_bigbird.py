@@ -9,7 +9,7 @@ from torch import Tensor
 from attention import create_attention
 from attention.mechanisms.bigbird import choose_blocks, global_blocks
 from attention.parts.geometry import Windows
-from tests.support.cases import PREFIX, Case
+from tests.support.cases import PREFIX, Case, effects
 from tests.support.inputs import h
 
 case = partial(Case, "bigbird", (5, 7))
@@ -20,15 +20,7 @@ CASES = [
     case({"block_size": 2, "layout": "2d", "num_window": 1, "num_global": 1}),
     case({"block_size": 3, "num_random": 2, **PREFIX}),
 ]
-EFFECTS = {
-    "block_size": (SMALL, 4),
-    "layout": (SMALL, "2d"),
-    "num_window": (SMALL, 1),
-    "num_global": (SMALL, 1),
-    "num_random": (SMALL, 1),
-    "attn_drop": (SMALL, 0.5),
-    "local": (SMALL, True),
-}
+EFFECTS = effects(SMALL, block_size=4, layout="2d", num_window=1, num_global=1, num_random=1, attn_drop=0.5, local=True)
 SYMMETRIES = [({"within"}, {"block_size": 2, "layout": "2d", "num_random": 0}), (set(), {"block_size": 2})]
 REFUSED = [
     ({"block_size": 197}, r"block_size = 197: larger than the 14x14 grid; at most 196"),

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from attention.mechanisms.bilevel_routing import bilevel_routing, route
 from attention.mechanisms.local import local
 from attention.parts.geometry import Windows
-from tests.support.cases import PREFIX, Case
+from tests.support.cases import PREFIX, Case, effects
 from tests.support.comparisons import assert_equal, under_mask
 from tests.support.growth import Growth
 from tests.support.inputs import CPU, d, draw, every_grid, h, identity, layer, one_head, tokens
@@ -22,14 +22,7 @@ THREE = {"num_regions": 2, "topk": 3}  # of four, of up to 3 x 4 tokens; roundin
 GLOBAL = {"local": False}
 
 CASES = [case((5, 7), THREE), case((6, 8), {"num_regions": 2, "topk": 1, **GLOBAL}), case((5, 7), {**THREE, **PREFIX})]
-EFFECTS = {
-    "num_regions": (FEW, 2),
-    "topk": (FEW, 3),
-    "released": (FEW, True),
-    "scale": (FEW, "dim"),
-    "local": (FEW, False),
-    "attn_drop": (FEW, 0.5),
-}
+EFFECTS = effects(FEW, num_regions=2, topk=3, released=True, scale="dim", local=False, attn_drop=0.5)
 SYMMETRIES = [(BLOCKS, {**FEW, **GLOBAL}), (set(), FEW)]
 GROWTH = [Growth(2, 2, lambda side: {"num_regions": 2}), Growth(1, 1, lambda side: {"num_regions": side // 7})]
 REFUSED = [({"num_regions": 3, "topk": 10}, r"attention\(bilevel_routing\).topk = 10: of 9 regions; at most so many")]

@@ -8,7 +8,7 @@ import torch
 
 from attention.mechanisms.clustered import clustered, hamming_clusters, hash_bits
 from attention.mechanisms.softmax import softmax
-from tests.support.cases import Case
+from tests.support.cases import Case, effects
 from tests.support.comparisons import assert_equal
 from tests.support.inputs import B, draw, every_grid, h, shuffled, tokens
 from tests.support.symmetry import GRID
@@ -17,13 +17,7 @@ case = partial(Case, "clustered", (5, 7), stochastic=True, well_conditioned=Fals
 SMALL = {"num_clusters": 5, "num_top_keys": 3, "num_iterations": 2}
 
 CASES = [case({"num_clusters": 5, "num_top_keys": 6}), case({"num_clusters": 5, "num_top_keys": 0})]
-EFFECTS = {
-    "num_clusters": (SMALL, 4),
-    "num_top_keys": (SMALL, 0),
-    "num_bits": (SMALL, 8),
-    "num_iterations": (SMALL, 0),
-    "local": (SMALL, True),
-}
+EFFECTS = effects(SMALL, num_clusters=4, num_top_keys=0, num_bits=8, num_iterations=0, local=True)
 SYMMETRIES = [(set(), {"num_clusters": 4, "num_top_keys": 5})]  # the first centroids depend on positions; see below
 REFUSED = [
     ({"num_clusters": 197}, r"num_clusters = 197: more than the tokens .*; at most 196"),

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from attention.parts.geometry import Windows
-from tests.support.cases import PREFIX, Case
+from tests.support.cases import PREFIX, Case, effects
 from tests.support.comparisons import assert_equal
 from tests.support.growth import Growth
 from tests.support.inputs import B, d, draw, every_grid, h, layer
@@ -26,14 +26,9 @@ CASES = [
     case((5, 7), {"window_size": 3, **PREFIX}),
 ]
 EFFECTS = {
-    "window_size": (SMALL, 2),
-    "layout": (SMALL, "1d"),
-    "summary": (SMALL, "identity"),
-    "pool": (SMALL, "mean"),
-    "position_bias": (SMALL, "none"),
-    "causal": ({**SMALL, "layout": "1d"}, True),
-    "attn_drop": (SMALL, 0.5),
+    **effects(SMALL, window_size=2, layout="1d", summary="identity", pool="mean", position_bias="none", attn_drop=0.5),
     "local": (SMALL, True),
+    "causal": ({**SMALL, "layout": "1d"}, True),
 }
 SYMMETRIES = [
     *((BLOCKS, {**WINDOW, **FREE, "pool": x}) for x in ("max", "mean")),

@@ -14,7 +14,7 @@ from attention.ops.joint_softmax.op import window_logits
 from attention.parts.features import log_features, scale
 from attention.parts.geometry import Windows
 from attention.parts.groups import Groups, bins, bins_outside, chunks_outside, gather_groups, group_mean
-from tests.support.cases import CLIP, PREFIX, Case
+from tests.support.cases import CLIP, PREFIX, Case, effects
 from tests.support.comparisons import assert_equal
 from tests.support.growth import Growth
 from tests.support.inputs import CPU, B, d, draw, every_grid, h, layer, one_head, tokens
@@ -57,25 +57,12 @@ CASES = [
     Case("eva", CLIP, {"window_size": 2, "num_landmarks": 4, "partition": "mask"}, stochastic=True),
 ]
 EFFECTS = {
-    "released": (SMALL, True),
-    "window_size": (SMALL, 2),
-    "num_landmarks": (SMALL, 4),
-    "layout": (SMALL, "1d"),
-    "overlap": (SMALL, 1),
-    "position_bias": (SMALL, "none"),
-    "partition": (SMALL, "mask"),
-    "landmark_transform": (SMALL, "linear"),
-    "pool": (SMALL, "max"),
-    "num_samples": (SMALL, 2),
-    "mu": (SMALL, "q"),
-    "mu_scale": (SMALL, 0.5),
-    "log_count": (SMALL, True),
-    "noise": (SMALL, "released"),
+    **effects(SMALL, released=True, window_size=2, num_landmarks=4, layout="1d", overlap=1, position_bias="none"),
+    **effects(SMALL, partition="mask", landmark_transform="linear", pool="max", num_samples=2, mu="q", mu_scale=0.5),
+    **effects(SMALL, log_count=True, noise="released", attn_drop=0.5, local=True),
     "released_overlap_groups": ({**SMALL, "overlap": 1}, True),
     "causal": ({**SMALL, "layout": "1d"}, True),
     "visibility": ({**SMALL, "layout": "1d", "window_size": 8, "causal": True}, "released"),
-    "attn_drop": (SMALL, 0.5),
-    "local": (SMALL, True),
 }
 SYMMETRIES = [
     (BLOCKS, {**FEW, **WINDOW, **FREE}),

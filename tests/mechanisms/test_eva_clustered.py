@@ -11,7 +11,7 @@ from attention.mechanisms.eva_clustered import eva_clustered, one_set_of_means
 from attention.mechanisms.softmax import softmax
 from attention.parts.geometry import Windows
 from attention.parts.groups import bins, group_mean
-from tests.support.cases import PREFIX, Case
+from tests.support.cases import PREFIX, Case, effects
 from tests.support.comparisons import assert_equal
 from tests.support.inputs import CPU, B, d, draw, every_grid, h, layer, shuffled, tokens
 
@@ -20,18 +20,8 @@ SMALL = {"window_size": 2, "num_landmarks": 4, "num_iterations": 2}
 
 CASES = [case({**SMALL, "overlap": 1}), case({**SMALL, **PREFIX, "position_bias": "none"})]
 EFFECTS = {
-    "window_size": (SMALL, 3),
-    "num_landmarks": (SMALL, 3),
-    "released": (SMALL, True),
-    "layout": (SMALL, "1d"),
-    "overlap": (SMALL, 1),
-    "position_bias": (SMALL, "none"),
-    "num_bits": (SMALL, 3),
-    "num_iterations": (SMALL, 0),
-    "landmark_transform": (SMALL, "linear"),
-    "mu": (SMALL, "q"),
-    "mu_scale": (SMALL, 0.5),
-    "noise": (SMALL, "released"),
+    **effects(SMALL, window_size=3, num_landmarks=3, released=True, layout="1d", overlap=1, position_bias="none"),
+    **effects(SMALL, num_bits=3, num_iterations=0, landmark_transform="linear", mu="q", mu_scale=0.5, noise="released"),
     "local": (SMALL, True),
 }
 SYMMETRIES = [(set(), {**SMALL, "position_bias": "none"})]  # the first centroids depend on positions; see below

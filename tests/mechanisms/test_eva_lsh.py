@@ -9,7 +9,7 @@ from attention.parts.features import xi
 from attention.parts.geometry import Windows
 from attention.parts.groups import bins, group_mean
 from attention.parts.hashing import hash_clusters
-from tests.support.cases import PREFIX, Case
+from tests.support.cases import PREFIX, Case, effects
 from tests.support.comparisons import assert_equal, same_cluster
 from tests.support.growth import Growth
 from tests.support.inputs import CPU, B, d, draw, every_grid, h, tokens
@@ -20,17 +20,8 @@ SMALL = {"cluster_size": 4, "num_landmarks": 3}
 
 CASES = [case(SMALL), case({**SMALL, **PREFIX, "partition": "mask", "num_samples": 2, "pool": "max"})]
 EFFECTS = {
-    "cluster_size": (SMALL, 5),
-    "num_landmarks": (SMALL, 4),
-    "released": (SMALL, True),
-    "partition": (SMALL, "mask"),
-    "landmark_transform": (SMALL, "linear"),
-    "pool": (SMALL, "max"),
-    "num_samples": (SMALL, 2),
-    "mu": (SMALL, "q"),
-    "mu_scale": (SMALL, 0.5),
-    "noise": (SMALL, "released"),
-    "local": (SMALL, True),
+    **effects(SMALL, cluster_size=5, num_landmarks=4, released=True, partition="mask", landmark_transform="linear"),
+    **effects(SMALL, pool="max", num_samples=2, mu="q", mu_scale=0.5, noise="released", local=True),
 }
 SYMMETRIES = [(ALL, {"cluster_size": 5, "num_landmarks": 4, "num_samples": 2})]
 GROWTH = [Growth(1, 1)]  # sorting, N log N, is no MAC and saves N indices

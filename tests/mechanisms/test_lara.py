@@ -14,7 +14,7 @@ from attention.mechanisms.ra import ra
 from attention.ops.random_features.proposals import log_weights, own_ratio, propose, query_weights
 from attention.parts.features import log_features, scale
 from attention.parts.groups import group_mean
-from tests.support.cases import CLIP, PREFIX, Case
+from tests.support.cases import CLIP, PREFIX, Case, effects
 from tests.support.comparisons import assert_equal, assert_mean, standard_errors
 from tests.support.inputs import draw, one_head
 from tests.support.random_features import random_feature_attention
@@ -40,18 +40,10 @@ CASES = [
     Case("lara", CLIP, {**FEW, **PREFIX}, stochastic=True),
 ]
 EFFECTS = {
-    "num_landmarks": (FEW, 4),
-    "landmark_transform": (FEW, "none"),
-    "proposal": (FEW, "pool"),
-    "weighting": (FEW, "coupled"),
-    "beta": (FEW, 1.0),
-    "samples_per_proposal": (FEW, 2),
-    "features": (FEW, "hyperbolic"),
-    "antithetic": ({**FEW, "samples_per_proposal": 2}, True),
-    "released": (FEW, True),
-    "noise": (FEW, "released"),
-    "released_pools": (FEW, True),
+    **effects(FEW, num_landmarks=4, landmark_transform="none", proposal="pool", weighting="coupled", beta=1.0),
+    **effects(FEW, samples_per_proposal=2, features="hyperbolic", released=True, noise="released", released_pools=True),
     "local": (FEW, True),
+    "antithetic": ({**FEW, "samples_per_proposal": 2}, True),
 }
 SYMMETRIES = [
     *((BLOCKS, {**FEW, "proposal": x}) for x in ("pool", "pool_mixed", "attended_keys", "mixture")),

@@ -10,7 +10,7 @@ from torch import Tensor
 from attention import Grid
 from attention.mechanisms.local import local
 from attention.parts.geometry import Windows
-from tests.support.cases import CLIP, PREFIX, Case
+from tests.support.cases import CLIP, PREFIX, Case, effects
 from tests.support.comparisons import assert_equal, under_mask
 from tests.support.inputs import GRIDS, one_head, tokens
 from tests.support.symmetry import BLOCKS
@@ -36,14 +36,9 @@ CASES = [
     case(CLIP, {"window_size": (2, 1, 4), "overlap": 1}),
 ]
 EFFECTS = {
-    "window_size": ({"window_size": 3}, 2),
-    "released": ({"window_size": 3}, True),
-    "layout": ({"window_size": 3}, "1d"),
-    "overlap": ({"window_size": 3}, 1),
-    "position_bias": ({"window_size": 3}, "none"),
+    **effects({"window_size": 3}, window_size=2, released=True, layout="1d", overlap=1, position_bias="none"),
+    **effects({"window_size": 3}, attn_drop=0.5, local=True),
     "causal": ({"window_size": 3, "layout": "1d"}, True),
-    "attn_drop": ({"window_size": 3}, 0.5),
-    "local": ({"window_size": 3}, True),
 }
 SYMMETRIES = [
     (BLOCKS, {**WINDOW, **FREE}),

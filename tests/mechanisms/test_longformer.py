@@ -7,7 +7,7 @@ import torch
 
 from attention import create_attention
 from attention.mechanisms.longformer import longformer
-from tests.support.cases import PREFIX, Case
+from tests.support.cases import PREFIX, Case, effects
 from tests.support.comparisons import assert_equal, under_mask, weights_of
 from tests.support.inputs import CPU, every_grid, h, tokens
 
@@ -20,13 +20,7 @@ CASES = [
     case({"radius": 1, "layout": "2d"}),
     case({"radius": 4, "num_global": 2, **PREFIX}),
 ]
-EFFECTS = {
-    "radius": (SMALL, 2),
-    "layout": (SMALL, "2d"),
-    "num_global": (SMALL, 2),
-    "attn_drop": (SMALL, 0.5),
-    "local": (SMALL, True),
-}
+EFFECTS = effects(SMALL, radius=2, layout="2d", num_global=2, attn_drop=0.5, local=True)
 SYMMETRIES = [({"transposed"}, {"radius": 1, "layout": "2d"}), (set(), {"radius": 2})]
 REFUSED = [({"num_global": 47}, r"attention\(longformer\).num_global = 47 .* nearest valid: 48")]
 EVERYTHING = [{"radius": 24}, {"radius": 5, "layout": "2d"}, {"radius": 0, "num_global": 24}]

@@ -11,7 +11,7 @@ from attention import Grid
 from attention.mechanisms.local import local
 from attention.mechanisms.neighborhood import neighborhood
 from attention.parts.geometry import Windows
-from tests.support.cases import PREFIX, Case
+from tests.support.cases import PREFIX, Case, effects
 from tests.support.comparisons import assert_equal, under_mask
 from tests.support.growth import Growth
 from tests.support.inputs import draw, h, identity, one_head, tokens
@@ -26,13 +26,7 @@ CASES = [
     case((7, 8), {"kernel_size": (3, 1), "dilation": 2, **FREE}),
     case((5, 7), {**SMALL, **PREFIX}),
 ]
-EFFECTS = {
-    "kernel_size": (SMALL, (3, 5)),
-    "dilation": (SMALL, (1, 2)),
-    "position_bias": (SMALL, "none"),
-    "attn_drop": (SMALL, 0.5),
-    "local": (SMALL, True),
-}
+EFFECTS = effects(SMALL, kernel_size=(3, 5), dilation=(1, 2), position_bias="none", attn_drop=0.5, local=True)
 SYMMETRIES = [({"transposed"}, {**SMALL, **FREE}), (set(), SMALL)]
 GROWTH = [Growth(1, 1), Growth(1, 1, lambda side: {"kernel_size": 3, "dilation": 7})]
 REFUSED = [

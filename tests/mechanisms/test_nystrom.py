@@ -10,7 +10,7 @@ import torch
 from attention.mechanisms.nystrom import Nystrom, nystrom, pseudo_inverse
 from attention.mechanisms.softmax import softmax
 from attention.parts.groups import bins, group_mean
-from tests.support.cases import PREFIX, Case
+from tests.support.cases import PREFIX, Case, effects
 from tests.support.comparisons import assert_equal, rms_ratio
 from tests.support.growth import Growth
 from tests.support.inputs import CPU, averaging, d, draw, every_grid, h, tokens
@@ -27,13 +27,7 @@ CASES = [
     case({**FEW, "conv_size": 33, "conv": "none"}),
     case({**SMALL, **PREFIX}),
 ]
-EFFECTS = {
-    "num_landmarks": (SMALL, 4),
-    "segments": (SMALL, "1d"),
-    "pinv_iterations": (SMALL, 5),
-    "conv": (SMALL, "2d"),
-    "conv_size": (SMALL, 5),
-}
+EFFECTS = effects(SMALL, num_landmarks=4, segments="1d", pinv_iterations=5, conv="2d", conv_size=5)
 SYMMETRIES = [
     (BLOCKS, {**FEW, "conv": "none"}),
     ({"transposed"}, {"num_landmarks": 2, "conv": "none"}),  # segments that are not blocks

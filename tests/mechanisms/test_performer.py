@@ -10,7 +10,7 @@ from torch import Tensor
 from attention import create_attention
 from attention.mechanisms.performer import performer, performer_reference
 from attention.parts.features import scale
-from tests.support.cases import Case
+from tests.support.cases import Case, effects
 from tests.support.comparisons import assert_equal
 from tests.support.growth import Growth
 from tests.support.inputs import draw, one_head
@@ -46,15 +46,9 @@ CASES = [
     replace(case(features="favorp"), mixes_values=False, gradients_are_slopes=False),
 ]
 EFFECTS = {
-    "num_samples": ({}, 10),
-    "released": ({}, True),
-    "features": ({}, "hyperbolic"),
+    **effects({}, num_samples=10, released=True, features="hyperbolic", omega_sampling="orthogonal"),
+    **effects({}, eval_omega_sampling="orthogonal", feature_redraw="fixed", local=True, causal=True),
     "released_clamp": ({"features": "trigonometric"}, True),
-    "omega_sampling": ({}, "orthogonal"),
-    "eval_omega_sampling": ({}, "orthogonal"),
-    "feature_redraw": ({}, "fixed"),
-    "local": ({}, True),
-    "causal": ({}, True),
 }
 SYMMETRIES = [
     *((ALL, {"features": x}) for x in ("positive", "hyperbolic", "trigonometric", "relu", "favorp")),

@@ -12,7 +12,7 @@ from attention.mechanisms.ra import ra
 from attention.mechanisms.softmax import softmax
 from attention.parts.features import scale
 from tests.support.calls import assert_paths_agree
-from tests.support.cases import Case
+from tests.support.cases import Case, effects
 from tests.support.comparisons import assert_equal, assert_mean, standard_errors
 from tests.support.growth import Growth
 from tests.support.inputs import draw, one_head
@@ -35,14 +35,8 @@ CASES = [
     averaged((3, 5), {"proposal": "mean_key", "num_samples": 2}),
 ]
 EFFECTS = {
-    "num_samples": ({}, 2),
-    "num_eval_samples": ({}, 2),
-    "proposal": ({}, "biased"),
-    "features": ({}, "hyperbolic"),
-    "released": ({}, True),
-    "noise": ({}, "released"),
-    "eval_noise": ({}, False),
-    "local": ({}, True),
+    **effects({}, num_samples=2, num_eval_samples=2, proposal="biased", features="hyperbolic", released=True),
+    **effects({}, noise="released", eval_noise=False, local=True),
 }
 SYMMETRIES = [
     *((ALL, {"proposal": x}) for x in ("biased", "mean_key")),

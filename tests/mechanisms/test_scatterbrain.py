@@ -16,7 +16,7 @@ from attention.mechanisms.scatterbrain import scatterbrain
 from attention.parts.features import log_features, scale
 from attention.parts.geometry import Windows
 from attention.parts.leave_one_out import merge_all_but_one, merge_before
-from tests.support.cases import PREFIX, Case
+from tests.support.cases import PREFIX, Case, effects
 from tests.support.comparisons import assert_equal, assert_mean, standard_errors
 from tests.support.growth import Growth
 from tests.support.inputs import CPU, B, d, draw, every_grid, h, layer, tokens
@@ -40,19 +40,9 @@ CASES = [
     case((5, 7), {"window_size": 4, "causal": True, "overlap": 3, "features": "elu"}, stochastic=False),
 ]
 EFFECTS = {
-    "num_samples": (SMALL, 10),
-    "window_size": (SMALL, 2),
-    "layout": (SMALL, "1d"),
-    "released": (SMALL, True),
-    "overlap": (SMALL, 1),
-    "position_bias": (SMALL, "none"),
-    "leave_one_out": (SMALL, "released"),
-    "causal": (SMALL, True),
-    "features": (SMALL, "hyperbolic"),
-    "omega_sampling": (SMALL, "orthogonal"),
-    "eval_omega_sampling": (SMALL, "orthogonal"),
-    "feature_redraw": (SMALL, "fixed"),
-    "local": (SMALL, True),
+    **effects(SMALL, num_samples=10, window_size=2, layout="1d", released=True, overlap=1, position_bias="none"),
+    **effects(SMALL, leave_one_out="released", causal=True, features="hyperbolic", omega_sampling="orthogonal"),
+    **effects(SMALL, eval_omega_sampling="orthogonal", feature_redraw="fixed", local=True),
 }
 SYMMETRIES = [
     *((BLOCKS, {**WINDOW, **FREE, "leave_one_out": x}) for x in ("merge", "subtract", "none", "released")),

@@ -10,7 +10,7 @@ from attention.mechanisms.performer import performer
 from attention.mechanisms.scatterbrain_lsh import scatterbrain_lsh
 from attention.mechanisms.smyrf import smyrf
 from tests.mechanisms.test_scatterbrain import S, assert_exact_on_support_and_unbiased_off_it, corrected, features
-from tests.support.cases import PREFIX, Case
+from tests.support.cases import PREFIX, Case, effects
 from tests.support.comparisons import assert_equal, same_cluster
 from tests.support.inputs import d, draw, every_grid, h, tokens
 from tests.support.symmetry import ALL
@@ -27,14 +27,8 @@ CASES = [
     case({**SAMPLES, **SMALL, **PREFIX, "leave_one_out": "average"}),
 ]
 EFFECTS = {
-    "num_samples": (SMALL, 10),
-    "cluster_size": (SMALL, 8),
-    "num_rounds": (SMALL, 1),
-    "leave_one_out": (SMALL, "none"),
-    "features": (SMALL, "hyperbolic"),
-    "omega_sampling": (SMALL, "orthogonal"),
-    "feature_redraw": (SMALL, "fixed"),
-    "local": (SMALL, True),
+    **effects(SMALL, num_samples=10, cluster_size=8, num_rounds=1, leave_one_out="none", features="hyperbolic"),
+    **effects(SMALL, omega_sampling="orthogonal", feature_redraw="fixed", local=True),
 }
 SYMMETRIES = [(ALL, {"cluster_size": 4, "leave_one_out": x}) for x in ("subtract", "none", "average")]
 REFUSED = [

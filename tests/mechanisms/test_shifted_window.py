@@ -10,7 +10,7 @@ from torch import Tensor
 from attention import Grid, create_attention
 from attention.mechanisms.shifted_window import shifted_window
 from attention.parts.geometry import Windows
-from tests.support.cases import PREFIX, Case
+from tests.support.cases import PREFIX, Case, effects
 from tests.support.comparisons import assert_equal, under_mask
 from tests.support.growth import Growth
 from tests.support.inputs import every_grid, one_head, tokens
@@ -28,11 +28,8 @@ CASES = [
     case((5, 7), {**SMALL, **ODD, **PREFIX}),
 ]
 EFFECTS = {
-    "window_size": (SMALL, 2),
+    **effects(SMALL, window_size=2, position_bias="none", attn_drop=0.5, local=True),
     "shift": ({**SMALL, **ODD}, False),
-    "position_bias": (SMALL, "none"),
-    "attn_drop": (SMALL, 0.5),
-    "local": (SMALL, True),
 }
 SYMMETRIES = [
     (BLOCKS, {"window_size": 2, **FREE}),

@@ -9,7 +9,7 @@ from attention import Grid
 from attention.mechanisms.softmax import softmax
 from attention.mechanisms.transformer_ls import normalise, transformer_ls
 from attention.parts.geometry import Windows, merge_heads
-from tests.support.cases import PREFIX, Case
+from tests.support.cases import PREFIX, Case, effects
 from tests.support.comparisons import assert_equal
 from tests.support.inputs import B, d, draw, every_grid, h, layer, tokens
 from tests.support.symmetry import ALL, BLOCKS
@@ -29,14 +29,8 @@ CASES = [
     case((5, 7), {**FEW, "window_size": 3, **PREFIX}),
 ]
 EFFECTS = {
-    "num_landmarks": (SMALL, 4),
-    "window_size": (SMALL, 2),
-    "layout": (SMALL, "1d"),
-    "overlap": (SMALL, 1),
-    "dual_norm": (SMALL, False),
-    "position_bias": (SMALL, "none"),
-    "attn_drop": (SMALL, 0.5),
-    "local": (SMALL, True),
+    **effects(SMALL, num_landmarks=4, window_size=2, layout="1d", overlap=1, dual_norm=False, position_bias="none"),
+    **effects(SMALL, attn_drop=0.5, local=True),
 }
 SYMMETRIES = [
     (ALL, {**FEW, "window_size": 0}),

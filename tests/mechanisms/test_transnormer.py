@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from attention.mechanisms.linear import linear
 from attention.mechanisms.transnormer import rela, transnormer
 from attention.parts.geometry import Windows
-from tests.support.cases import PREFIX, Case
+from tests.support.cases import PREFIX, Case, effects
 from tests.support.comparisons import assert_equal
 from tests.support.growth import Growth
 from tests.support.inputs import d, draw, h, layer, tokens
@@ -33,12 +33,8 @@ CASES = [
     diag_layer({**CAUSAL, "depth": 2, "window_size": 8}),
 ]
 EFFECTS = {
-    "variant": ({}, "t1"),
-    "window_size": (SMALL, 2),
-    "norm": ({}, "heads"),
-    "layout": (SMALL, "1d"),
-    "causal": ({}, True),
-    "local": ({}, True),
+    **effects({}, variant="t1", norm="heads", causal=True, local=True),
+    **effects(SMALL, window_size=2, layout="1d"),
 }
 SYMMETRIES = [
     (ALL, {}),

@@ -72,6 +72,11 @@ class Case:
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
+def effects(context: dict[str, Any], **values: Any) -> dict[str, tuple[dict[str, Any], Any]]:
+    """Rows of EFFECTS, see facts.py, whose options have one context: option -> (context, value)."""
+    return {name: (context, value) for name, value in values.items()}
+
+
 def with_options(case: Case, **options: Any) -> Case:
     """The case with further options."""
     return replace(case, options={**case.options, **options})
