@@ -76,7 +76,7 @@ def run_wave(tasks: Sequence[str], output: Path, smoke: bool, end: float) -> Non
     processes = [Process(task, output, smoke) for task in tasks]
     try:
         building, ready = {each.connection: each for each in processes}, []
-        end = min(time.monotonic() + BUILD * (10 if smoke else 1), end - 2.0 * len(tasks))  # s of turns
+        end = min(time.monotonic() + BUILD * (10 if smoke else 1), end - 2.0 * len(tasks))  # 2 s for the turns of each
         while building and (left := end - time.monotonic()) > 0:
             for connection in wait([*building], left):
                 process: Any = building.pop(connection)

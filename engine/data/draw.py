@@ -128,7 +128,7 @@ def draw_graded(
     scale = side / tokens
     image = np.zeros((PIXELS * tokens, PIXELS * tokens), np.uint8)
     corner = PIXELS * rng.integers(tokens - count * side + 1, size=2)
-    distractors, attempts = (distractors, ATTEMPTS) if count == 1 else (0, 8)  # a few are fastest
+    distractors, attempts = (distractors, ATTEMPTS) if count == 1 else (0, 8)  # then new ends; a few are fastest
     for offset in np.ndindex(count, count):
         y, x = corner + PIXELS * side * np.array(offset)
         scene = draw(rng, label, side, length * scale, distractors, int(separation * scale), attempts)
