@@ -78,11 +78,11 @@ def test_options_are_described(name):
 
 
 def test_an_option_for_a_program():
-    window, layout = (options_of("eva")[name] for name in ("window_size", "layout"))
-    assert (window.kind, window.default, window.low, window.high, window.choices) == (int, 7, 0, None, ())
+    groups, layout = (options_of("eva")[name] for name in ("num_landmarks", "layout"))
+    assert (groups.kind, groups.default, groups.low, groups.high, groups.choices) == (int, 49, 0, None, ())
     assert (layout.kind, layout.choices) == (typing.Literal["1d", "2d"] | None, ("1d", "2d"))
-    assert (window.values, layout.values) == ("integer, ≥ 0", "one of `1d`, `2d`, or null")
-    assert (layout.follows, window.follows) == (True, False)
+    assert (groups.values, layout.values) == ("integer, ≥ 0", "one of `1d`, `2d`, or null")
+    assert (layout.follows, groups.follows) == (True, False)
     with pytest.raises(OptionError, match=r"attention.name: unknown mechanism 'evaa'; did you mean 'eva'\?"):
         options_of("evaa")
 
@@ -102,7 +102,7 @@ def test_a_mechanism_in_full(capsys):
     printed = capsys.readouterr().out
     assert printed.startswith("EVA (Zheng et al. 2023, arXiv:2302.04542): a window exactly, and c groups of tokens")
     assert "\nCost: 2 N (|E| + c) C multiply-accumulates" in printed
-    assert "\n| `window_size` | integer, ≥ 0 | `7` | side of the window E in tokens; 0: no window |\n" in printed
+    assert "\n| `window_size` | integer or list of integers, ≥ 0 | `7` | side of the window E in tokens, or" in printed
     assert all(f"| `{name}` |" in printed for name in options_of("eva"))
     main([])
     assert capsys.readouterr().out == table() + "\n"
