@@ -202,7 +202,7 @@ def _check(kind: Any, value: Any, key: str, others: tuple[str, ...] = ()) -> Any
         for argument in kinds:
             with collecting(problems):
                 return _check(argument, value, key, ("null",) * has_null)
-        raise max(problems, key=lambda problem: len(problem.key))  # of the kind that fits best
+        raise max(reversed(problems), key=lambda problem: len(problem.key))  # of the kind that fits best
     if origin is tuple:
         if not isinstance(value, list | tuple):
             raise OptionError(key, f"expected a list, got {value!r}")

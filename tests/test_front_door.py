@@ -102,7 +102,7 @@ def test_a_mechanism_in_full(capsys):
     printed = capsys.readouterr().out
     assert printed.startswith("EVA (Zheng et al. 2023, arXiv:2302.04542): a window exactly, and c groups of tokens")
     assert "\nCost: 2 N (|E| + c) C multiply-accumulates" in printed
-    assert "\n| `window_size` | integer or list of integers, ≥ 0 | `7` | side of the window E in tokens, or" in printed
+    assert "\n| `window_size` | list of integers or integer, ≥ 0 | `7` | side of the window E in tokens, or" in printed
     assert all(f"| `{name}` |" in printed for name in options_of("eva"))
     main([])
     assert capsys.readouterr().out == table() + "\n"

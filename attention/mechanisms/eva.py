@@ -93,7 +93,7 @@ class Eva(Attention):
     takes_clips = True
 
     class Config(Options):
-        window_size: int | tuple[int, ...] = option(
+        window_size: tuple[int, ...] | int = option(
             7, "side of the window E in tokens, or one for each axis; 0: no window", low=0
         )
         num_landmarks: int = option(49, "number of groups C; 0: none (local attention)", low=0)

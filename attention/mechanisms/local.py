@@ -41,7 +41,7 @@ class Local(Attention):
     takes_clips = True
 
     class Config(Options):
-        window_size: int | tuple[int, ...] = option(
+        window_size: tuple[int, ...] | int = option(
             7, "window side w in tokens, or one for each axis; block length where layout is 1d", low=1
         )
         released: bool = released_option()
