@@ -242,6 +242,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
             without_and_with, "local_term.csv", "local", ("false", "true"), ("without (%)", "with the local term (%)")
         ),
         "tasks of long range": tasks,
+        "moving digits": partial(over_seeds, "moving_digits.csv"),
         "pre-training": partial(without_and_with, "simmim.csv", "start", *PRETRAINED, "masked_l1"),
         "survey": partial(without_and_with, "survey.csv", "start", *PRETRAINED, "masked_l1"),
     },
