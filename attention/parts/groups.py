@@ -47,10 +47,10 @@ class Groups(NamedTuple):
 def up_to_bins(count: int, grid: Grid) -> tuple[int, str]:
     """The largest number up to `count` with factors that fit the grid, and what an error says of another `count`."""
     near = min(count, math.prod(grid))
-    most = next((c for c in range(near, 0, -1) if _bin_counts(c, grid)), 0)
     valid = next((c for far in range(near) for c in (near - far, near + far) if _bin_counts(c, grid)), 0)
-    sides, axes = "x".join([f"{side}" for side in grid]), " x ".join(["frames", "rows", "columns"][-len(grid) :])
-    return most, f" does not divide the {sides} grid into {axes} of bins; nearest valid: {valid}"
+    T, frames = ("", "") if len(grid) == 2 else (f"{grid[0]}x", "frames x ")
+    sides = f"{T}{grid[-2]}x{grid[-1]} grid into {frames}rows x columns"
+    return _most_bins(count, grid), f" does not divide the {sides} of bins; nearest valid: {valid}"
 
 
 def bin_counts(count: int, grid: Grid, key: str, fit: bool = False) -> Grid:
@@ -64,23 +64,26 @@ def bin_counts(count: int, grid: Grid, key: str, fit: bool = False) -> Grid:
     Raises:
         OptionError: no factors fit the grid; names `key`, both numbers and the nearest count with such factors.
     """
-    most, problem = up_to_bins(count, grid)
+    most = _most_bins(count, grid)
     if most != count and not fit:
-        raise OptionError(key, f" = {count}{problem}")
+        raise OptionError(key, f" = {count}{up_to_bins(count, grid)[1]}")
     choices = _bin_counts(most, grid)
     equal = [counts for counts in choices if not any(map(operator.mod, grid, counts))]
     choices = equal if equal and len({*grid}) > 1 else choices
 
-    def stretch(counts: Grid) -> float:
-        pairs = itertools.combinations(zip(grid, counts, strict=True), 2)
-        return max(abs(math.log(H * columns / (W * rows))) for (H, rows), (W, columns) in pairs)
+    axes = list(itertools.combinations(range(len(grid)), 2))
+    # loops for torch 2.11, whose compiler has no `min` by such a key
+    stretches = [max([abs(math.log(grid[y] * c[x] / (grid[x] * c[y]))) for y, x in axes]) for c in choices]
+    return choices[stretches.index(min(stretches))]
 
-    return min(choices, key=stretch)
+
+def _most_bins(count: int, grid: Grid) -> int:
+    return next((c for c in range(min(count, math.prod(grid)), 0, -1) if _bin_counts(c, grid)), 0)
 
 
 def _bin_counts(count: int, grid: Grid) -> list[Grid]:
     if len(grid) == 1:
-        return [(count,)] * (count <= grid[0])
+        return [(count,)] if count <= grid[0] else []
     firsts = [a for a in range(1, min(count, grid[0]) + 1) if count % a == 0]
     return [(a, *others) for a in firsts for others in _bin_counts(count // a, grid[1:])]
 
@@ -183,7 +186,9 @@ def _chunks(total: Tensor, most: int, count: int, margin: int = 0, overlapping: 
     edge = torch.arange(count + 1, device=total.device) * total[..., None]
     start = edge[..., :-1, None] // count - margin
     stop = (edge[..., 1:, None] + (count - 1) * overlapping) // count + margin
-    longest = max(-(-most // count), 1) + (overlapping and most % count > 1)
+    longest = max(-(-most // count), 1)
+    if overlapping and most % count > 1:
+        longest += 1
     position = start + torch.arange(longest + 2 * margin, device=total.device)
     valid = (position < stop) & (position >= 0) & (position < total[..., None, None])
     return position.minimum(total[..., None, None] - 1).clamp(min=0), valid
