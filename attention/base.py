@@ -96,10 +96,8 @@ def at_most(limit: Callable[[LayerContext, Any], Any], problem: str) -> Callable
 
     def rule(value: Any, context: LayerContext, config: Any) -> tuple[Any, str]:
         (*sides, W), limits = context.grid, limit(context, config)
-        by_axis = [len(x) for x in (value, limits) if isinstance(x, tuple)]
-        axes = by_axis[0] if by_axis else 1
-        most: Any = tuple(map(min, each_axis(value, axes), each_axis(limits, axes)))
-        most = most if by_axis else most[0]
+        axes = next((len(x) for x in (value, limits) if isinstance(x, tuple)), 0)
+        most = tuple(map(min, each_axis(value, axes), each_axis(limits, axes))) if axes else min(value, limits)
         text = f": {problem}; at most {most}".format(H="x".join(map(str, sides)), W=W, most=most, config=config)
         return value if most in (value, each_axis(value, axes)) else most, text
 
