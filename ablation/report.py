@@ -12,8 +12,8 @@ from ablation.figures import draw_heat_map, draw_pareto, draw_results
 from ablation.names import short_names
 from ablation.runs import Case, Setting, changed_options, in_order
 from ablation.tables import Table, list_best, list_notes, list_runs, tabulate, tabulate_match
+from attention.option_tables import markdown_table
 from engine.reporting.plots import encode
-from engine.reporting.tables import markdown_table
 from engine.runtime.files import to_csv, write_file
 from engine.runtime.locks import hold_lock
 from engine.runtime.ownership import remove_owned

@@ -23,7 +23,7 @@ from analysis.approximation import Row, attend_by_softmax, measure
 from analysis.command_line import read_mechanisms
 from analysis.drop_in import attended, layer_inputs, outputs
 from analysis.trained import Sample, Trained, load_trained, read_sample
-from engine.reporting.plots import encode, in_style, label_ends, label_points, line_style, new_figure
+from engine.reporting.plots import encode, in_style, label_points, line_style, name_lines, new_figure
 from engine.reporting.tables import compact_table, mean_and_std, over_draws, plus_minus
 from engine.runtime.errors import UserError
 from engine.runtime.files import dicts_to_csv, write_file
@@ -193,5 +193,5 @@ def draw(title: str, rows: Sequence[Row], against: str, budgets: Sequence[int], 
             axes.xaxis.set_major_locator(MaxNLocator(5))
         label_points(axes, ends, list(lines), points, drawn)
     else:
-        label_ends(axes, list(lines.values()), list(lines))
+        name_lines(axes, lines)
     return figure

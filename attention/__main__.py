@@ -12,11 +12,12 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from . import ATTENTION, AttentionFactory, Grid, LayerContext, OptionError, options_of
 from .base import Cost
+from .option_tables import markdown_table
 from .option_tables import table as option_table
 from .plugins import take_plugins
 
@@ -33,13 +34,8 @@ def table() -> str:
     Raises:
         ValueError: a mechanism's docstring does not have the expected shape.
     """
-    return markdown([row(name) for name in ATTENTION if config(name)])
-
-
-def markdown(rows: Sequence[Mapping[str, str]]) -> str:
-    """A table in Markdown of rows with the same columns."""
-    lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    rows = [row(name) for name in ATTENTION if config(name)]
+    return markdown_table(rows[0], (cells.values() for cells in rows))
 
 
 def row(name: str) -> dict[str, str]:

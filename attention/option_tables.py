@@ -3,6 +3,7 @@
 import dataclasses
 import types
 import typing
+from collections.abc import Iterable
 from typing import Any, Literal
 
 from .options import to_yaml
@@ -64,12 +65,17 @@ def describe(cls: type) -> dict[str, OptionInfo]:
 
 def table(cls: type) -> str:
     """A table in Markdown with a row for every option of the dataclass `cls`: name, values, default and meaning."""
-    header = ("option", "value", "default", "meaning")
-    rows = [header, ("---",) * len(header)]
+    rows = []
     for name, about in describe(cls).items():
         default = "as follows from the others" if about.follows else f"`{to_yaml(about.default)}`"
-        rows.append((f"`{name}`", about.values, default, about.meaning))
-    return "\n".join("| " + " | ".join(cell.replace("|", r"\|") for cell in row) + " |" for row in rows)
+        rows.append([cell.replace("|", r"\|") for cell in (f"`{name}`", about.values, default, about.meaning)])
+    return markdown_table(["option", "value", "default", "meaning"], rows)
+
+
+def markdown_table(titles: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """Formats a table in Markdown."""
+    titles = [*titles]
+    return "\n".join(f"| {' | '.join(line)} |" for line in (titles, ["---"] * len(titles), *rows))
 
 
 def to_words(kind: Any) -> str:

@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 
 from attention import OptionError
+from attention.option_tables import markdown_table
 from bench.workload import read_options
 from engine.config.papers import PaperRow
-from engine.reporting.tables import markdown_table
 from engine.run.load import load_run
 from models import is_host
 from models.costs import Costs, costs_of, count_costs

@@ -14,7 +14,8 @@ from functools import partial
 from pathlib import Path
 
 from attention import ATTENTION, AttentionFactory, options_of
-from attention.__main__ import config, markdown, row
+from attention.__main__ import config, row
+from attention.option_tables import markdown_table
 from engine.config.option_pages import index, page, sections
 from engine.config.papers import read_papers
 from engine.reporting.result_tables import TABLES
@@ -36,7 +37,7 @@ def all_mechanisms() -> str:
     for name, cells in rows.items():
         cells["config"] = cells["config"].replace("](", "](../")
         cells["ImageNet top-1 (%)"] = quote(name)
-    return markdown(list(rows.values()))
+    return markdown_table(next(iter(rows.values())), (cells.values() for cells in rows.values()))
 
 
 def quote(name: str) -> str:

@@ -3,7 +3,7 @@
 import io
 import textwrap
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -63,10 +63,6 @@ def line_style(number: int) -> dict[str, str]:
     return marker_style(number) | {"linestyle": LINES[number // len(COLORS) % len(LINES)]}
 
 
-LEADER = {"arrowstyle": "-", "linewidth": 0.8, "shrinkA": 1, "shrinkB": 2, "relpos": (0, 0.5)}
-"""Line from the left of a name to what it names."""
-
-
 def new_figure(title: str, height: float, width: float = PAGE) -> Figure:
     """Returns an empty figure of a size in inches. Lines of the title are broken where they are too long."""
     figure = Figure((width, height), layout="constrained")
@@ -112,41 +108,11 @@ def label_points(
     )
 
 
-def label_ends(axes: Axes, lines: Sequence[Line2D], names: Sequence[str]) -> None:
-    """Names lines beside the axes, at their right ends, which thin lines of their colours join to the names.
-
-    Names keep the order of the ends, a line of text apart at least. Call it when the limits of the axes are final.
-    """
-    figure = axes.get_figure(root=True)
-    assert figure is not None
-    figure.draw_without_rendering()  # places the axes, so that distances are known
-    height = 1.25 * POINTS / 72 * figure.dpi / axes.bbox.height  # of a line of text, as a share of the axes
-    to_axes = axes.transData + axes.transAxes.inverted()
-    ends: list[Any] = [to_axes.transform(np.asarray(line.get_xydata())[-1]) for line in lines]
-    order = sorted(range(len(lines)), key=lambda number: ends[number][1])
-    for number, at in zip(order, spread_out([ends[number][1] for number in order], height), strict=True):
-        axes.annotate(
-            names[number],
-            ends[number],
-            (1.04, at),
-            *("axes fraction", "axes fraction"),
-            va="center",
-            parse_math=False,
-            annotation_clip=False,
-            arrowprops={"color": lines[number].get_color(), **LEADER},
-        )
-
-
-def spread_out(places: Sequence[float], distance: float) -> list[float]:
-    """Returns ascending places at least `distance` apart, near `places`, which ascend: groups keep their means."""
-    groups: list[tuple[float, int]] = []  # centre and number of neighbours that touch
-    for place in places:
-        centre, count = place, 1
-        while groups and centre - groups[-1][0] < distance * (count + groups[-1][1]) / 2:
-            before, others = groups.pop()
-            centre, count = (before * others + centre * count) / (others + count), others + count
-        groups.append((centre, count))
-    return [centre + distance * (i - (count - 1) / 2) for centre, count in groups for i in range(count)]
+def name_lines(axes: Axes, lines: Mapping[str, Line2D]) -> None:
+    """Names lines in a legend beside the axes, in the order of their right ends."""
+    names = sorted(lines, key=lambda name: np.asarray(lines[name].get_ydata())[-1], reverse=True)
+    place: Any = {"loc": "center left", "bbox_to_anchor": (1, 0.5)}
+    axes.legend([lines[name] for name in names], names, labelspacing=0.25, frameon=False, **place)
 
 
 def write_cell(image: AxesImage, x: float, y: float, value: float, text: str) -> None:

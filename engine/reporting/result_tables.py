@@ -9,7 +9,8 @@ from functools import partial
 from pathlib import Path
 from statistics import mean
 
-from engine.reporting.tables import Spread, as_cells, compact_table, holm, markdown_table, plus_minus, spread, verdict
+from attention.option_tables import markdown_table
+from engine.reporting.tables import Spread, as_cells, compact_table, holm, plus_minus, spread, verdict
 from engine.runtime.reading import read_csv
 
 DATA = Path(__file__).parents[2] / "docs/data"
@@ -161,15 +162,9 @@ def scratch() -> str:
     return table(columns, own)
 
 
-def equal_macs(tokens: str) -> dict[str, Series]:
-    """Top-1 by seed at equal multiply-accumulates; runs at 196 tokens are those of one machine."""
-    where = {"processor": "xeon"} if tokens == "196" else {}
-    return series("equal_macs.csv", seed="seed", name="name", tokens=tokens, **where)
-
-
 def at_equal_macs() -> str:
     """Top-1 at equal multiply-accumulates on two grids, and of the models of the smaller grid on the larger one."""
-    small, large = equal_macs("196"), equal_macs("784")
+    small, large = (series("equal_macs.csv", seed="seed", name="name", tokens=n) for n in ("196", "784"))
     columns = {
         "196 tokens (%)": means(small),
         "difference at 196": less_one(small, "softmax"),

@@ -12,10 +12,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from attention.__main__ import row as describe
+from attention.option_tables import markdown_table
 from engine.config.papers import read_papers
-from engine.reporting.plots import PAGE, encode, in_style, label_ends, line_style, new_figure
+from engine.reporting.plots import PAGE, encode, in_style, line_style, name_lines, new_figure
 from engine.reporting.result_tables import DATA, Column, read, table
-from engine.reporting.tables import markdown_table
 from engine.runtime.files import write_file
 
 TEN = ["softmax", "eva", "lara", "performer", "ra", "local", "nystrom", "combiner", "transformer_ls", "scatterbrain"]
@@ -183,7 +183,7 @@ def draw(
     ticks: Mapping[float, str],
     first: int = 0,
 ) -> None:
-    """Draws a line for each label over the sizes that have its value, if there are two, with its name at its end.
+    """Draws a line for each label over the sizes that have its value, if there are two, with its name beside.
 
     Args:
         values: size -> name -> value. ticks: value -> its text. first: number of the first line's style.
@@ -198,7 +198,7 @@ def draw(
     axes.set_yticks([*ticks], [*ticks.values()])
     axes.minorticks_off()
     axes.grid()
-    label_ends(axes, [*drawn.values()], [*drawn])
+    name_lines(axes, drawn)
 
 
 def by_case(cell: Callable[[dict[str, str]], str]) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import mean, stdev
 from typing import Any, NamedTuple
 
+from attention.option_tables import markdown_table
 from engine.runtime.text import one_line
 
 
@@ -99,11 +100,6 @@ def verdict(difference: Spread | None) -> str:
 def over_draws(count: int) -> str:
     """Returns what numbers of a title are, over `count` draws."""
     return f"mean ± standard deviation over draws: {count}" if count > 1 else "one draw"
-
-
-def markdown_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Formats a table in Markdown."""
-    return "\n".join(f"| {' | '.join(line)} |" for line in (titles, ["---"] * len(titles), *rows))
 
 
 def compact_table(rows: Sequence[Mapping[str, str]]) -> str:

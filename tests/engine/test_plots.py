@@ -7,7 +7,7 @@ from matplotlib.text import Text
 from matplotlib.transforms import Bbox
 from PIL import Image
 
-from engine.reporting.plots import PAGE, POINTS, encode, in_style, label_ends, label_points, new_figure
+from engine.reporting.plots import PAGE, POINTS, encode, in_style, label_points, name_lines, new_figure
 
 
 @in_style
@@ -26,17 +26,16 @@ def test_names_beside_points_do_not_overlap():
 
 
 @in_style
-def test_names_at_the_ends_of_lines_are_in_the_order_of_the_ends():
+def test_names_beside_lines_are_in_the_order_of_the_ends():
     figure = new_figure("", 3.0)
     axes = figure.add_subplot()
     ends = [3.0, 1.0, 1.001, 1.002, 9.0]
-    lines = [axes.plot([0, 1], [5, end])[0] for end in ends]
-    label_ends(axes, lines, list(map(str, ends)))
+    name_lines(axes, {str(end): axes.plot([0, 1], [5, end])[0] for end in ends})
     figure.draw_without_rendering()
-    boxes = sorted((Text.get_window_extent(text) for text in axes.texts), key=lambda box: box.y0)
-    assert all(below.y1 < above.y0 for below, above in pairwise(boxes))
-    heights = {text.get_text(): Text.get_window_extent(text).y0 for text in axes.texts}
-    assert sorted(heights, key=heights.__getitem__) == list(map(str, sorted(ends)))
+    texts, frame = axes.get_legend().get_texts(), axes.bbox
+    assert [text.get_text() for text in texts] == ["9.0", "3.0", "1.002", "1.001", "1.0"]
+    boxes = [text.get_window_extent() for text in texts]
+    assert all(above.y0 > below.y1 and above.x0 > frame.x1 for above, below in pairwise(boxes))
 
 
 @in_style
