@@ -36,7 +36,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--macs", action="store_true", help="parameters and multiply-accumulates beside the papers' figures")
     add("--attention", **entries, metavar=layers, help="single layers, or all; PATH: fast paths, as train.kernels")
     add("--models", **entries, metavar="MODEL", help=f"{models}, timm:NAME[:OPTION=VALUE,...], or a YAML file")
-    add("--tokens", **many, type=token_grid, default=[(28, 28)], metavar="N|HxW", help="tokens of a layer")
+    add("--tokens", **many, type=token_grid, default=[(28, 28)], metavar="N|HxW|TxHxW", help="tokens of a layer")
     pixels = "images of models, in pixels; default: 224"
     add("--image-sizes", **many, type=image_size, default=[(224, 224)], metavar="SIDE|HxW", help=pixels)
     add("--dim", type=positive, default=192, help="channels of a layer")
@@ -55,7 +55,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     return parser.parse_args(arguments)
 
 
-def image_size(text: str) -> tuple[int, int]:
+def image_size(text: str) -> tuple[int, ...]:
     """Parses ``"224"`` or ``"224x320"`` as rows and columns."""
     sides = [positive(side) for side in text.split("x")]
     if len(sides) > 2:
@@ -63,14 +63,14 @@ def image_size(text: str) -> tuple[int, int]:
     return sides[0], sides[-1]
 
 
-def token_grid(text: str) -> tuple[int, int]:
-    """Parses ``"784"``, a square number, or ``"14x28"`` as rows and columns."""
+def token_grid(text: str) -> tuple[int, ...]:
+    """Parses ``"784"``, a square number, ``"14x28"`` as rows and columns, or ``"8x14x28"`` as frames of them."""
     if "x" in text:
-        return image_size(text)
+        return tuple(map(positive, text.split("x"))) if text.count("x") == 2 else image_size(text)
     side = math.isqrt(positive(text))
     if side**2 != int(text):
         nearest = round(int(text) ** 0.5) ** 2
-        raise argparse.ArgumentTypeError(f"{text} is no square number; nearest: {nearest}; or give HxW")
+        raise argparse.ArgumentTypeError(f"{text} is no square number; nearest: {nearest}; or give HxW or TxHxW")
     return side, side
 
 

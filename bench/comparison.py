@@ -29,7 +29,7 @@ class Comparison:
     Attributes:
         kind: "attention" for layers, or "model".
         baseline: name of the subject that speed-ups are relative to. costs: costs of each subject.
-        size: (H, W) tokens of a layer, or pixels of an image. batch: number of images.
+        size: (H, W) or (T, H, W) tokens of a layer, or pixels of an image. batch: number of images.
     """
 
     kind: str
@@ -84,9 +84,9 @@ def compare(comparison: Comparison, rounds: int, device: torch.device) -> list[d
     """Measures all subjects. Returns a row of results.csv for each; None for subjects that exceed the memory."""
     calls, counts = set_up(comparison, device)
     times = time_rounds(calls, rounds, device)
-    height, width = comparison.size
-    square = height if comparison.kind == "model" else height * width  # pixels along a side, or tokens
-    size = str(square) if height == width else f"{height}x{width}"
+    H = comparison.size[0]
+    square = H if comparison.kind == "model" else H * H  # pixels along a side, or tokens
+    size = str(square) if comparison.size == (H, H) else "x".join(map(str, comparison.size))
     rows, macs = [], {each.name: costs.macs for each, costs in zip(comparison.subjects, comparison.costs, strict=True)}
     for subject, costs in zip(comparison.subjects, comparison.costs, strict=True):
         row = {name: getattr(comparison, name, None) for name in COLUMNS}

@@ -39,8 +39,8 @@ class Subject:
     Attributes:
         name: entry of the command line, and the place of a layer of `layers_that_differ`. path: path of
             attention.kernels. build: size -> network.
-        example: network, size, batch, device -> random arguments of its call. A size is the (H, W) tokens of a layer,
-            or the pixels of an image.
+        example: network, size, batch, device -> random arguments of its call. A size is the (H, W) or
+            (T, H, W) tokens of a layer, or the pixels of an image.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Subject:
         except OptionError:
             raise
         except (AssertionError, RuntimeError, TypeError, ValueError) as error:  # timm's ways to refuse
-            raise ConfigError(f"{self.name} at {size[0]}x{size[1]}: {str(error).splitlines()[0]}") from None
+            raise ConfigError(f"{self.name} at {'x'.join(map(str, size))}: {str(error).splitlines()[0]}") from None
 
 
 def attention_layer(text: str, dim: int, num_heads: int, layer: int | None = None) -> Subject:

@@ -18,8 +18,11 @@ from engine.reporting.plots import PAGE, encode, in_style, line_style, name_line
 from engine.reporting.result_tables import DATA, Column, read, table
 from engine.runtime.files import write_file
 
-TEN = ["softmax", "eva", "lara", "performer", "ra", "local", "nystrom", "combiner", "transformer_ls", "scatterbrain"]
-"""Mechanisms of the first page: softmax attention, those of the papers, and their rivals in EVA's table 2."""
+SHOWN = ["softmax", "eva", "lara", "performer", "ra", "local", "scatterbrain"]
+SHOWN += ["nystrom", "monarch", "agent", "linformer", "transformer_ls"]
+"""Mechanisms of the first page: softmax attention, those of the papers, and rivals that lead a table: with a trained
+model's weights (Nystrom, monarch), aligned (agent), at equal multiply-accumulates (Linformer), on ImageNet.
+"""
 
 MODEL = "deit_tiny_p8"
 """Model of the top-1 on the first page."""
@@ -57,19 +60,19 @@ def ratios(file: str, value: str = "speedup", power: int = 1, **where: str) -> C
     return {row["name"]: f"{marks[row['name']]}{float(row[value]) ** power:.2f}" for row in rows}
 
 
-def ten_mechanisms() -> str:
+def shown_mechanisms() -> str:
     """Cost of a layer at 784 tokens, relative times with the backward pass, and top-1 in the papers."""
     top1 = {paper.config: paper.top1 for paper in reversed(read_papers()) if paper.top1 and not paper.overrides}
     updates = trained("tiny8")
     columns = {
-        "MACs (M)": {name: describe(name)["MACs (M)"] for name in TEN},
-        "training, H100": {name: over(updates, "softmax", name) for name in TEN},
+        "MACs (M)": {name: describe(name)["MACs (M)"] for name in SHOWN},
+        "training, H100": {name: over(updates, "softmax", name) for name in SHOWN},
         "time, CPU core": ratios("efficiency.csv", power=-1, size="784", **ON_CPU),
         "ImageNet top-1 (%), printed": {
-            name: f"{top1[config]:.2f}" for name in TEN if (config := f"{MODEL}/{name}.yaml") in top1
+            name: f"{top1[config]:.2f}" for name in SHOWN if (config := f"{MODEL}/{name}.yaml") in top1
         },
     }
-    return table(columns, TEN)
+    return table(columns, SHOWN)
 
 
 def every_mechanism() -> str:
@@ -242,7 +245,7 @@ OF_HOSTS: dict[str, Callable[[], str]] = {
 """Tables of docs/integration.md."""
 
 SPEED_TABLES: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"ten mechanisms": ten_mechanisms},
+    "README.md": {"mechanisms": shown_mechanisms},
     "docs/reproducing.md": {"hours on ImageNet": hours_on_imagenet},
     "docs/speed.md": {
         "GPU in short": gpu_in_short,

@@ -135,7 +135,7 @@ def test_the_help_of_a_question_has_an_example(question, tmp_path, monkeypatch, 
     assert refusal(analyze.main, shlex.split(example), capsys).startswith("error: runs/softmax: no such run")
 
 
-@pytest.mark.parametrize("text", ["0", "-4", 30 * "9", "4x0", "x", "4x", "4x4x4", f"4x{30 * '9'}"])
+@pytest.mark.parametrize("text", ["0", "-4", 30 * "9", "4x0", "x", "4x", "4x4x4x4", "4x4x0", f"4x{30 * '9'}"])
 @pytest.mark.parametrize("kind", [token_grid, image_size])
 def test_sizes_are_whole_numbers(kind, text):
     with pytest.raises(argparse.ArgumentTypeError):
