@@ -150,7 +150,10 @@ def draw(layers: Sequence[LayerMaps | NoMatrix], title: str) -> Figure:
                 text += f"\nprefix {100 * weights[:P].sum():.2g} %"
             axes.set_axis_on()
             values = (weights[P:] / weights[P:].max().clamp(min=1e-300)).view(layer.keys).numpy()
-            axes.imshow(values, cmap=colormaps["viridis"].with_extremes(under="white"), vmin=0, vmax=1)
+            shape = layer.keys[1] / layer.keys[0]
+            aspect = min(max(1.0, shape / 2), 2 * shape)  # a panel is at most twice as high as it is wide, or as wide
+            colors = colormaps["viridis"].with_extremes(under="white")
+            axes.imshow(values, cmap=colors, vmin=0, vmax=1, aspect=aspect)
             axes.set_title(text)
             if layer.query >= P:
                 mark(axes, layer.query - P, layer.grid, layer.keys)

@@ -1,6 +1,7 @@
 """analyze.py maps on a tiny model: its weights, its figures, and what it refuses."""
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -65,6 +66,17 @@ def test_figures_show_the_weights_of_the_grid():
     for array, weights in zip(shown, expected, strict=True):
         torch.testing.assert_close(torch.from_numpy(array.data), weights)
     assert [patch.get_xy() for patch in figure.axes[0].patches] == [(2.5, -0.5)] * 2  # token 4 is row 0, column 3
+
+
+@pytest.mark.parametrize("grid", [(32, 4), (2, 40)])
+def test_numbers_of_a_narrow_grid_do_not_overlap(grid):
+    figure = draw([LayerMaps(grid, grid, 0, 4, torch.rand(3, grid[0] * grid[1]))], "")
+    figure.draw_without_rendering()
+    for axes in (axes for axes in figure.axes if axes.images):
+        for axis, side in ((axes.xaxis, "x"), (axes.yaxis, "y")):
+            boxes = [text.get_window_extent() for text in axis.get_ticklabels()]
+            ends = sorted(sorted(getattr(box, f"interval{side}")) for box in boxes)
+            assert all(end < start for (_, end), (start, _) in pairwise(ends)), (grid, side)
 
 
 def test_a_layer_without_a_matrix_says_so_in_the_figure():
