@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -146,7 +147,10 @@ def _bounded_by(directory: Path) -> AbstractContextManager[Any]:
 
 def describe_unnamed(classes: Sequence[str]) -> str:
     """Returns a note that a classifier without class names is taken for that of the data's `classes`."""
-    return f"not known from this file; the {len(classes)} of its classifier are taken for the data's, in order"
+    note = f"not known from this file; the {len(classes)} of its classifier are taken for the data's, in order"
+    if wrong := next((pair for pair in pairwise(classes) if pair[0] > pair[1]), None):
+        note += f"; warning: torchvision's ImageFolder has {wrong[1]!r} before {wrong[0]!r}, see data.classes"
+    return note
 
 
 def _read_state(found: Found, weights: Weights | None) -> Source:

@@ -12,9 +12,11 @@ from engine.checkpoints.weight_sources import read_weights
 from engine.config.objective_options import TEACHER_OF_INIT
 from engine.config.schema import Run
 from engine.data.splits import Splits, open_splits
+from engine.reporting.recorder import RUN_FILES
 from engine.run.draft import Draft
 from engine.runtime.distributed import World, choose_device
 from engine.runtime.errors import UserError
+from engine.runtime.ownership import check_claim
 from engine.training.device import check_device
 from models import is_host
 
@@ -44,11 +46,13 @@ def open_inputs(draft: Draft, world: World, output: Path) -> Splits:
     """Opens the data of a run that `check_launch` has checked.
 
     Raises:
-        UserError: a device, data or files that cannot be used on one of the ranks, a line for each problem.
+        UserError: a device, data or files that cannot be used on one of the ranks, a line for each problem; or
+            `output` has files of others.
     """
     with world.refusing():
         splits = _open(draft, world.device, output)
         draft.finish()
+        check_claim(output, RUN_FILES)
     return splits[0]
 
 

@@ -13,7 +13,7 @@ from engine.checkpoints.adapt import fit_weights, summarize
 from engine.checkpoints.files import WEIGHTS, open_weights
 from engine.checkpoints.identify import FOREIGN, Kind, identify
 from engine.checkpoints.local_dir import read_label_names
-from engine.checkpoints.weight_sources import load_timm, read_weights
+from engine.checkpoints.weight_sources import describe_unnamed, load_timm, read_weights
 from engine.checkpoints.weights import build_model, check_predicts_classes
 from engine.config.objective_options import TEACHER_OF_INIT
 from engine.config.schema import Run, num_channels, per_channel
@@ -89,7 +89,7 @@ def create_teacher(run: Run, model: nn.Module, images: Images, world: World) -> 
         if teacher.note:
             line += f"; {teacher.note}"
         if teacher.classes is None and not is_aligned:
-            line += "; its classes are not known, and are taken for the data's, in order"
+            line += f"; its classes are {describe_unnamed(classes_of(images))}"
         print(line, flush=True)
     return teacher
 

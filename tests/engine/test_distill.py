@@ -201,7 +201,7 @@ def test_a_name_of_timms_hub(monkeypatch, capsys):
     mean, std = (torch.tensor(stock.pretrained_cfg[key])[:, None, None] for key in ("mean", "std"))
     torch.testing.assert_close(criterion.teacher(images), stock((images * 0.5 + 0.5 - mean) / std))
     about = "trained with images of 3 x 176 x 176, asked about 3 x 16 x 16"
-    about += "; its classes are not known, and are taken for the data's, in order"
+    about += "; its classes are not known from this file; the 10 of its classifier are taken for the data's, in order"
     assert capsys.readouterr().out == f"distill.teacher=timm:resnet10t.c3_in1k: hard, alpha 0.5; {about}\n"
 
 

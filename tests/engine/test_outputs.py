@@ -247,13 +247,19 @@ IN_ORDER = "not known from this file; the 4 of its classifier are taken for the 
         (WNIDS, ["n01", "n02", "n03", "x"], [0, 1, 2, 3], OTHERS),
         (None, ["a", "b", "c", "d"], [0, 1, 2, 3], f"classes: {IN_ORDER}"),
         (None, ["2", "1", "0", "3"], [0, 1, 2, 3], f"classes: {IN_ORDER}"),  # the order that data.classes gives
-        (None, ["c10", "c2", "e", "f"], [0, 1, 2, 3], f"classes: {IN_ORDER}"),  # as torchvision sorts them
+        (
+            None,
+            ["c2", "c10", "e", "f"],
+            [0, 1, 2, 3],
+            f"classes: {IN_ORDER}; warning: torchvision's ImageFolder has 'c10'",
+        ),
+        (None, ["c10", "c2", "e", "f"], [0, 1, 2, 3], f"classes: {IN_ORDER}\n"),  # as torchvision sorts them
     ],
 )
 def test_classes_of_other_data(known, here, columns, note):
     found, line = match_classes(known, here, 4)
     assert found == columns
-    assert line.startswith(note)
+    assert f"{line}\n".startswith(note)
     assert (bool(line), line.count("\n")) == (bool(note), 0)
 
 

@@ -82,6 +82,17 @@ def test_weights_that_do_not_fit_are_refused_as_by_a_launch(tmp_path: Path, caps
         assert problem in refusal(train.main, [*begin, *arguments], capsys)
 
 
+def test_files_of_others_are_refused_as_by_a_launch(tmp_path: Path, capsys: pytest.CaptureFixture):
+    output = tmp_path / "run"
+    output.mkdir()
+    (output / "config.yaml").write_text("mine")
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(RUN))
+    for dry in (["--dry-run"], []):
+        arguments = [str(tmp_path / "run.yaml"), "--output", str(output), *dry]
+        assert f"{output / 'config.yaml'}: is there already" in refusal(train.main, arguments, capsys)
+        assert [path.name for path in output.iterdir()] == ["config.yaml"]  # not even a lock
+
+
 def run_with(**train_options: object) -> Run:
     run = parse_run(RUN | {"attention": {"name": "eva", "window_size": 7, "num_landmarks": 49}}, "a test")
     return dataclasses.replace(run, train=dataclasses.replace(run.train, **train_options))
