@@ -66,7 +66,10 @@ def image_size(text: str) -> tuple[int, ...]:
 def token_grid(text: str) -> tuple[int, ...]:
     """Parses ``"784"``, a square number, ``"14x28"`` as rows and columns, or ``"8x14x28"`` as frames of them."""
     if "x" in text:
-        return tuple(map(positive, text.split("x"))) if text.count("x") == 2 else image_size(text)
+        sides = tuple(map(positive, text.split("x")))
+        if len(sides) > 3:
+            raise argparse.ArgumentTypeError(f"{text!r} is neither HxW nor TxHxW")
+        return sides
     side = math.isqrt(positive(text))
     if side**2 != int(text):
         nearest = round(int(text) ** 0.5) ** 2

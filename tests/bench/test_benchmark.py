@@ -341,7 +341,7 @@ def test_refuses_with_one_line(arguments, message, capsys):
     [
         ("", "give --attention, --models or --macs"),
         ("--attention eva --tokens 50", "50 is no square number; nearest: 49"),
-        ("--attention eva --tokens 2x3x4", "neither a side nor HxW"),
+        ("--attention eva --tokens 2x3x4x5", "is neither HxW nor TxHxW"),
         ("--attention eva --models deit_tiny_p8 --budget ms=5", "--budget: give --attention, without --models"),
         ("--macs --budget ms=5", "--budget: give --attention, without --models"),
         ("--device cuda --attention eva", "train.device: cuda is not available here; use auto or cpu"),
