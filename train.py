@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         world = init_distributed(run.train.device, run.train.timeout_minutes)
         # Report refusals before the process group is destroyed; otherwise another rank fails first.
         with world.ending(), refuse_bad_input(), explain_failures(run.train, world), ExitStack() as cleanup:
-            splits = open_inputs(draft, world, args.output)
+            splits = open_inputs(draft, world, args.output, RUN_FILES)
             if args.dry_run:
                 with refuse_bad_input():  # a closed pipe ends a plan, and fails a run
                     return print_plan(run, world, splits, args.output, args.allow_change, quoted_top1(args.config))

@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -12,7 +13,6 @@ from engine.checkpoints.weight_sources import read_weights
 from engine.config.objective_options import TEACHER_OF_INIT
 from engine.config.schema import Run
 from engine.data.splits import Splits, open_splits
-from engine.reporting.recorder import RUN_FILES
 from engine.run.draft import Draft
 from engine.runtime.distributed import World, choose_device
 from engine.runtime.errors import UserError
@@ -42,17 +42,17 @@ def check_launch(draft: Draft, output: Path) -> Run:
     return draft.finish()
 
 
-def open_inputs(draft: Draft, world: World, output: Path) -> Splits:
+def open_inputs(draft: Draft, world: World, output: Path, names: Collection[str]) -> Splits:
     """Opens the data of a run that `check_launch` has checked.
 
     Raises:
         UserError: a device, data or files that cannot be used on one of the ranks, a line for each problem; or
-            `output` has files of others.
+            `output` has files of others that are called as those of `names`.
     """
     with world.refusing():
         splits = _open(draft, world.device, output)
         draft.finish()
-        check_claim(output, RUN_FILES)
+        check_claim(output, names)
     return splits[0]
 
 

@@ -56,7 +56,8 @@ def test_every_field_and_kind_is_documented_and_there(
     """The records are those of a run, and of rare events, as on a GPU."""
     for name in ("allocated", "reserved"):
         monkeypatch.setattr(torch.cuda, f"max_memory_{name}", lambda device: 2**20)
-    monkeypatch.setattr("engine.reporting.recorder.provenance", lambda device: provenance(CPU) | {"cuda": "13.0"})
+    rare = {"cuda": "13.0", "plugins": {}}
+    monkeypatch.setattr("engine.reporting.recorder.provenance", lambda device: provenance(CPU) | rare)
     monkeypatch.setattr(World, "gather", lambda self, values: [values, values])
     world = World(CPU)
     with pytest.raises(ValueError, match="a reason"), Recorder(tmp_path, RUN, Progress(), 1, world):
@@ -66,7 +67,7 @@ def test_every_field_and_kind_is_documented_and_there(
         recorder.num_gpus, recorder.speed.device = 1, torch.device("cuda")
         recorder.begin_epoch(1)
         recorder.end_step()
-        recorder.train(1, loss=1.0, error_N=0.5)
+        recorder.train(1, loss=1.0, loss_largest=0.5, error_N=0.5)
         recorder.eval(1, {"broken": 1, "not_finite": 1, "ema_not_finite": 1})
         metrics = ("loss", "balanced_accuracy")
         best = {f"best_{kind}{name}": 0.5 for kind in ("", "ema_") for name in metrics}
