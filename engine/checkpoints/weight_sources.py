@@ -20,7 +20,7 @@ from engine.config.schema import Run
 from engine.run.described import parse_described
 from engine.run.load import MissingOptions
 from engine.runtime.errors import UserError
-from engine.runtime.text import describe_error, one_line
+from engine.runtime.text import describe_error, numbers_of, one_line
 from models import MODELS, create_model, parse_model
 from models.hosted import TIMM, bounded
 from models.of_transformers import HF, image_statistics, pretrained_host
@@ -148,7 +148,8 @@ def _bounded_by(directory: Path) -> AbstractContextManager[Any]:
 def describe_unnamed(classes: Sequence[str]) -> str:
     """Returns a note that a classifier without class names is taken for that of the data's `classes`."""
     note = f"not known from this file; the {len(classes)} of its classifier are taken for the data's, in order"
-    if wrong := next((pair for pair in pairwise(classes) if pair[0] > pair[1]), None):
+    wrong = next((pair for pair in pairwise(classes) if pair[0] > pair[1]), None)
+    if wrong and numbers_of(classes, [""] * len(classes)) is None:  # numbers are positions
         note += f"; warning: torchvision's ImageFolder has {wrong[1]!r} before {wrong[0]!r}, see data.classes"
     return note
 

@@ -246,7 +246,7 @@ IN_ORDER = "not known from this file; the 4 of its classifier are taken for the 
         (WNIDS, ["1", "2", "3", "4"], [0, 1, 2, 3], OTHERS),
         (WNIDS, ["n01", "n02", "n03", "x"], [0, 1, 2, 3], OTHERS),
         (None, ["a", "b", "c", "d"], [0, 1, 2, 3], f"classes: {IN_ORDER}"),
-        (None, ["2", "1", "0", "3"], [0, 1, 2, 3], f"classes: {IN_ORDER}"),  # the order that data.classes gives
+        (None, ["2", "1", "0", "3"], [0, 1, 2, 3], f"classes: {IN_ORDER}\n"),  # the order that data.classes gives
         (
             None,
             ["c2", "c10", "e", "f"],
