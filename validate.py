@@ -66,6 +66,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if not runs:
             problem = " = all: the model was trained for its own size only; give another as attention.OPTION=SIZE"
             raise OptionError("--budgets", problem)
+        if budgets and with_budget(run.attention, [*budgets.values()][-1]) != run.attention:
+            problem = " = all evaluates the sizes of train.budgets; leave attention's sizes out, or --budgets"
+            raise OptionError("--budgets", problem)
         world = init_distributed(run.train.device)
         records: dict[Weights, PredictionTable] | None = {} if outputs else None
         with world.ending(), refuse_bad_input():  # refusals are reported before the process group ends, see train.py
@@ -127,7 +130,7 @@ def validate(
         results[kind] = {**source, **metrics, **speed}
         if records is not None:
             records[kind] = gather_predictions(rows, indices_read(loader), shown, names, world)
-        if broken := count_broken(loader, math.inf, world):
+        if broken := count_broken(loader, world):
             results[kind]["broken"] = broken
     return results
 

@@ -38,8 +38,6 @@ ESCAPES = {
     ">": r"\textgreater{}",
 }
 
-NUMBER = re.compile(r"([+-]?\d[\d.]*(?:e[+-]?\d+)?)(?: ± (\d[\d.]*))?(?= |$)")
-
 
 def make_report(settings: Sequence[Setting], left_out: Sequence[str] = ()) -> tuple[Table, str, list[str]]:
     """Returns the table of a sweep without columns of given values that all rows share, a text of those, and notes.
@@ -92,7 +90,7 @@ def to_latex(caption: str, settings: Sequence[Setting], left_out: Sequence[str] 
 
 def to_cell(text: str, is_bold: bool) -> str:
     """Formats a cell: a number, or mean and deviation, in mathematics, so that signs are; the rest is escaped."""
-    if not (found := NUMBER.match(text)):
+    if not (found := re.match(r"([+-]?\d[\d.]*(?:e[+-]?\d+)?)(?: ± (\d[\d.]*))?(?= |$)", text)):
         return escape(text)
     mean, deviation = found.groups()
     number = f"${mean}" + (f" \\pm {deviation}" if deviation else "") + "$"

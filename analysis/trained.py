@@ -64,7 +64,7 @@ class Sample:
 
 
 def load_trained(args: argparse.Namespace, reads_images: bool = True) -> Trained:
-    """Loads the model of a command line, see `command_line.add_run`.
+    """Loads the model of a command line, see `command_line.add_arguments`.
 
     Args:
         reads_images: the images of its run will be read.

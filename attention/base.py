@@ -37,8 +37,6 @@ from .parts.transforms import softmax_attention
 if TYPE_CHECKING:
     from .ops.packed.op import Packing
 
-PrefixTokens = Literal["refused", "plain", "exact"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class LayerContext:
@@ -143,7 +141,7 @@ class Attention(nn.Module):
     """
 
     Config: ClassVar[type]
-    prefix_tokens: ClassVar[PrefixTokens] = "refused"
+    prefix_tokens: ClassVar[Literal["refused", "plain", "exact"]] = "refused"
     """Treatment of prefix tokens by the mechanism.
 
     refused: a layer with prefix tokens cannot be built. plain: prefix tokens are ordinary tokens, as for mechanisms

@@ -52,13 +52,19 @@ class Process:
         try:
             self.connection.recv()
         except (EOFError, ConnectionResetError):
-            self.say("ended")
-            return False
+            return self.has_ended()
         return True
+
+    def has_ended(self) -> bool:
+        self.say("ended")
+        return False
 
     def measure(self) -> bool:
         """Gives the process a turn, and returns whether it waits for another."""
-        self.connection.send("go")
+        try:
+            self.connection.send("go")
+        except BrokenPipeError:
+            return self.has_ended()
         if self.connection.poll(self.turn):
             return self.is_ready()
         self.end()

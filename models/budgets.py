@@ -16,6 +16,7 @@ from attention.options import to_yaml
 from models import create_model
 from models.assignment import as_option, factories_of
 from models.base import attention_layers
+from models.costs import count_costs
 
 Budget = int | Mapping[str, int] | Sequence[int | Mapping[str, int]]
 """Size of all mechanisms that have one, or a size for each of them, in the order of the entries of `attention`: a value
@@ -28,6 +29,11 @@ def with_budget(attention: Any, budget: Budget) -> Any:
     Raises:
         OptionError: no mechanism has a size, or `budget` has sizes for another number of them.
     """
+    return as_option([{**entry, **sizes} for entry, sizes in _sizes(attention, budget)], attention)
+
+
+def _sizes(attention: Any, budget: Budget) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    """The entries of `attention`, each with the options of its size."""
     entries = [attention] if isinstance(attention, Mapping) else attention or []
     options = [factory.size_option for factory in factories_of([{"name": x["name"]} for x in entries])]
     count = len(options) - options.count(None)
@@ -35,11 +41,29 @@ def with_budget(attention: Any, budget: Budget) -> Any:
     if not count or len(sizes) != count:
         problem = f"mechanisms of attention that have a size: {count}; give a size, or one for each of them"
         raise OptionError("train.budgets", f" = {to_yaml(budget)}: {problem}")
-    changed = []
+    found = list[tuple[Mapping[str, Any], Mapping[str, Any]]]()
     for entry, name in zip(entries, options, strict=True):
-        size = sizes.pop(0) if name else {}
-        changed.append({**entry, **({name: size} if isinstance(size, int) else size)})
-    return as_option(changed, attention)
+        size: Any = sizes.pop(0) if name else {}
+        found.append((entry, {str(name): size} if isinstance(size, int) else size))
+    return found
+
+
+def check_order(options: Mapping[str, Any], attention: Any, sizes: Sequence[Budget]) -> None:
+    """Refuses sizes of which two are the same, the first is not the cheapest, or the last not the dearest.
+
+    Raises:
+        OptionError: the first of these.
+    """
+    changed = [with_budget(attention, size) for size in sizes]
+    macs = [count_costs(options, each).macs for each in changed]
+    problems = {
+        "the first is not the cheapest": macs[0] > min(macs),
+        "the last is not the dearest": macs[-1] < max(macs),
+    }
+    problems = {"two are the same": len({*map(to_yaml, changed)}) < len(changed)} | problems
+    if problem := next((text for text, applies in problems.items() if applies), ""):
+        costs = ", ".join(f"{x:,}" for x in macs)
+        raise OptionError("train.budgets", f" = {to_yaml(sizes)}: {problem} (MACs: {costs}); give each once, in order")
 
 
 class Budgets:
@@ -57,7 +81,9 @@ class Budgets:
     def __init__(self, model: nn.Module, options: Mapping[str, Any], attention: Any, sizes: Sequence[Budget] | None):
         self.number, self.choices = 0, [list[tuple[nn.Module, dict[str, Any]]]() for _ in sizes or [0]]
         if sizes and with_budget(attention, sizes[-1]) != attention:
-            problem = f" = {to_yaml(sizes[-1])}, the last, is not the model's own size; write that last"
+            own = [{name: entry.get(name) for name in x} for entry, x in _sizes(attention, sizes[-1]) if x]
+            text = to_yaml(own if own[1:] else own[0])
+            problem = f" = {to_yaml(sizes[-1])}, the last, is not the model's own size; write {text} last"
             raise OptionError("train.budgets", problem)
         for size, choice in zip(sizes or (), self.choices, strict=False):
             twin, changed = model, with_budget(attention, size)
@@ -69,6 +95,7 @@ class Budgets:
                 raise OptionError("train.budgets", f" = {to_yaml(size)}: {error}") from None
             for layers in zip(attention_layers(model), attention_layers(twin), strict=True):
                 here, there = (layer.core for layer in layers)
+                there = here if here.config == there.config else there  # it may use weights of other layers
                 states = cut_weights(here.state_dict(), there), there.state_dict()
                 shapes = [{(name, x.shape) for name, x in state.items()} for state in states]
                 if names := sorted({name for name, _ in shapes[0] ^ shapes[1]}):

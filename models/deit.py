@@ -120,7 +120,9 @@ class Deit(Backbone):
         """
         pos_embed: Tensor = self.pos_embed
         if key_mask is not None:
-            self._check_key_mask(key_mask, (x.shape[0], *grid))
+            check_key_mask(key_mask, (x.shape[0], *grid))
+            if self.config.stem == "conv":
+                raise ValueError("key_mask: model.stem = conv sees the padding beside a patch; use stem: linear")
         if self.config.dynamic_img_size and key_mask is not None:
             parts = unmasked_parts(key_mask)
             own = {part: pad_positions(self._positions(part), part, grid) for part in set(parts)}
@@ -133,11 +135,6 @@ class Deit(Backbone):
     def _positions(self, grid: Grid) -> Tensor:
         """Position embeddings (1, prefix + H W, C), resampled for an (H, W) grid."""
         return resample_abs_pos_embed(self.pos_embed, grid, self.grid, self.num_prefix_tokens)
-
-    def _check_key_mask(self, key_mask: Tensor, shape: Grid) -> None:
-        check_key_mask(key_mask, shape)
-        if self.config.stem == "conv":
-            raise ValueError("key_mask: model.stem = conv sees the padding beside a patch; use stem: linear")
 
     def prefix_tokens(self) -> list[nn.Parameter]:
         """Existing prefix tokens, each (1, tokens, C), in order: class, distillation, registers."""

@@ -19,8 +19,8 @@ from ..base import Attention, Cost, LayerContext, up_to_tokens
 from ..ops.random_features.maps import log_kernel, of_both
 from ..options import Options, fit_option, local_option, option
 from ..parts.features import full_precision, phi
-from ..parts.geometry import Grid, split_prefix
-from ..parts.hashing import at_ranks, cluster_mask, hash_clusters, ranks, to_clusters
+from ..parts.geometry import Grid, gather_tokens, split_prefix
+from ..parts.hashing import at_ranks, cluster_mask, hash_clusters, ranks
 from ..parts.sampling import OmegaSampling, gaussian, omega_sampling_option, redrawn
 from .scatterbrain import check_features, feature_cost, features_option, redraw_option, sample_omega, samples
 from .smyrf import cluster_macs, same_cluster
@@ -53,8 +53,8 @@ def scatterbrain_lsh(
     low_shift, average = log_q.detach().amax(-1, keepdim=True), leave_one_out == "average"
     q, (of_q, of_k) = q * d**-0.5, hash_clusters(q, k, directions, cluster_size)
     of_rank, of_rank_k = ranks(torch.stack([of_q, of_k]), N)
-    k, low_keys, v_own = to_clusters(torch.cat([k, low_k, v], -1), of_k).split([d, low_k.shape[-1], v.shape[-1]], -1)
-    logits, padded = to_clusters(q, of_q) @ k.mT, None
+    k, low_keys, v_own = gather_tokens(torch.cat([k, low_k, v], -1), of_k).split([d, low_k.shape[-1], v.shape[-1]], -1)
+    logits, padded = gather_tokens(q, of_q) @ k.mT, None
     if N % cluster_size:  # queries too: the shift fits only in their own cluster
         valid = cluster_mask(N, cluster_size, q.device)
         padded = ~(valid[:, :, None] & valid[:, None])
@@ -64,12 +64,12 @@ def scatterbrain_lsh(
     shift = torch.cat([largest, on_prefix.detach(), *([] if average else [low_shift])], -1).amax(-1, keepdim=True)
     low_q = (log_q - (low_shift if average else shift)).exp()
     low, low_mass = low_q @ (low_k.mT @ v), low_q.sum(-1, keepdim=True)
-    meetings = [to_clusters(x.mT // cluster_size, y) for x, y in ((of_rank, of_q), (of_rank_k, of_k))]
+    meetings = [gather_tokens(x.mT // cluster_size, y) for x, y in ((of_rank, of_q), (of_rank_k, of_k))]
     times = (meetings[0][..., None, :] == meetings[1][..., None, :, :]).sum(-1).clamp(min=1)
-    weights = (logits - to_clusters(shift, of_q)).exp() / times
+    weights = (logits - gather_tokens(shift, of_q)).exp() / times
     sums = [weights.sum(-1, keepdim=True)]
     if leave_one_out == "subtract":
-        estimate = to_clusters(low_q, of_q) @ low_keys.mT / times
+        estimate = gather_tokens(low_q, of_q) @ low_keys.mT / times
         estimate = estimate if padded is None else estimate.masked_fill(padded, 0)
         weights, sums = weights - estimate, [*sums, estimate.sum(-1, keepdim=True)]
     of_query = at_ranks(torch.cat([weights @ v_own, *sums], -1), of_rank).sum(2)

@@ -18,8 +18,8 @@ from torch import Tensor
 from ..base import Attention, Cost, LayerContext, up_to_tokens
 from ..options import Options, attn_drop_option, fit_option, local_option, option
 from ..parts.features import full_precision
-from ..parts.geometry import Grid
-from ..parts.hashing import at_ranks, cluster_mask, hash_clusters, ranks, to_clusters
+from ..parts.geometry import Grid, gather_tokens
+from ..parts.hashing import at_ranks, cluster_mask, hash_clusters, ranks
 from ..parts.sampling import gaussian, redrawn
 
 
@@ -31,10 +31,10 @@ def smyrf(q: Tensor, k: Tensor, v: Tensor, directions: Tensor, *, cluster_size: 
     """
     N, d = v.shape[2:]
     of_q, of_k = hash_clusters(q, k, directions, cluster_size)
-    logits = to_clusters(q * q.shape[-1] ** -0.5, of_q) @ to_clusters(k, of_k).mT  # (B, h, r, g, c, c)
+    logits = gather_tokens(q * q.shape[-1] ** -0.5, of_q) @ gather_tokens(k, of_k).mT  # (B, h, r, g, c, c)
     if N % cluster_size:
         logits = logits.masked_fill(~cluster_mask(N, cluster_size, q.device)[:, None], -torch.inf)
-    y = F.dropout(logits.softmax(-1), attn_drop) @ to_clusters(v, of_k)
+    y = F.dropout(logits.softmax(-1), attn_drop) @ gather_tokens(v, of_k)
     y, log_mass = at_ranks(torch.cat([y, logits.logsumexp(-1, keepdim=True)], -1), ranks(of_q, N)).split([d, 1], -1)
     return (log_mass.softmax(2) * y).sum(2)
 

@@ -197,9 +197,8 @@ def resolved() -> str:
     if _path == "auto" and _speedups:
         taken = (f"{'triton' if x > 1 else 'torch'} for {key} ({x:.2f}x)" for key, x in sorted(_speedups.items()))
         return f"{_path}: {', '.join(taken)}; fast {', '.join(sorted(_fast)) or 'none'}"
-    runs_kernels = _path == "auto" and torch.cuda.is_initialized() and refusal_of(None) is None
-    half = "" if _path == "triton" else " in half precision"
-    on_gpu = f"on a GPU{half} Triton's {', '.join(TRITON_MODULES)}; " if _path == "triton" or runs_kernels else ""
+    runs_kernels = _path == "triton" or (_path == "auto" and torch.cuda.is_initialized() and refusal_of(None) is None)
+    on_gpu = f"on a GPU in half precision Triton's {', '.join(TRITON_MODULES)}; " if runs_kernels else ""
     return f"{_path}: {on_gpu}fast {', '.join(sorted(_fast)) or 'none'}"
 
 

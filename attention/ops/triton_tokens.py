@@ -9,6 +9,7 @@ Comments beside products give the shapes of blocks: q queries, k keys, c landmar
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -93,4 +94,6 @@ def launch_options(S: Any) -> dict[str, Any]:
 
 
 def launch(kernel, programs: tuple[int, ...], *arguments) -> None:
-    kernel[programs](*arguments, **launch_options(arguments[-1]))
+    first = arguments[0][0] if isinstance(arguments[0], tuple) else arguments[0]
+    with torch.cuda.device_of(first):  # Triton launches on the current device
+        kernel[programs](*arguments, **launch_options(arguments[-1]))

@@ -55,7 +55,7 @@ def select_tokens(x: Tensor, index: Tensor) -> Tensor:
 
 
 def gather_tokens(x: Tensor, index: Tensor) -> Tensor:
-    """Tokens (B, h, N, d) at index (B, h, n, s): (B, h, n, s, d)."""
+    """Tokens (B, h, N, d) at index (B, h, ...): (B, h, ..., d)."""
     return x.gather(2, index.flatten(2)[..., None].expand(-1, -1, -1, x.shape[-1])).unflatten(2, index.shape[2:])
 
 

@@ -54,12 +54,6 @@ def ranks(clusters: Tensor, tokens: int) -> Tensor:
     return clusters.flatten(-2)[..., :tokens].argsort(-1)
 
 
-def to_clusters(x: Tensor, clusters: Tensor) -> Tensor:
-    """Tokens (B, h, N, d) -> members of clusters (B, h, r, g, c, d)."""
-    index = clusters.flatten(2)[..., None].expand(-1, -1, -1, x.shape[-1])
-    return x.gather(2, index).unflatten(2, clusters.shape[2:])
-
-
 def at_ranks(y: Tensor, ranks: Tensor) -> Tensor:
     """Members of clusters (B, h, r, g, c, d) -> tokens (B, h, r, N, d), which have these `ranks` (B, h, r, N)."""
     return y.flatten(3, 4).gather(3, ranks[..., None].expand(*ranks.shape, y.shape[-1]))

@@ -56,8 +56,13 @@ def restore_model(run: Run, checkpoint: Mapping, weights: Weights) -> tuple[nn.M
     there = parse_model(*split_name({key: run.model[key] if x == MISSING else x for key, x in stated.items()}))
     place, state = WEIGHTS[weights], checkpoint[WEIGHTS[weights]]
     is_part, budget, note = _compare_sizes(run, checkpoint["config"].get("attention"))
+    if to_yaml(run.train.budgets) != to_yaml((checkpoint["config"].get("train") or {}).get("budgets")):
+        raise UserError("train.budgets: the sizes for which a checkpoint was trained cannot be changed; leave it out")
     if to_2tuple(there.img_size) == to_2tuple(run.model["img_size"]):
-        model = build_model(run, state, place, is_part)
+        try:
+            model = build_model(run, state, place, is_part)
+        except UserError as error:
+            raise UserError("; ".join(filter(None, [note, str(error)]))) from None
         check_heads(there.num_heads, parse_model(*split_name(run.model)).num_heads, "the checkpoint")
         return model, note
     trained = parse_described(checkpoint["config"], "the checkpoint's configuration")
@@ -83,6 +88,8 @@ def _compare_sizes(run: Run, trained: Any) -> tuple[bool, Budget | None, str]:
         which the model was not trained.
     """
     options = {"window_size", "overlap", *(factory.size_option for factory in factories_of(run.attention))}
+    for each in run.train.budgets or ():
+        options.update(*(x for x in (each if isinstance(each, tuple) else [each]) if isinstance(x, Mapping)))
 
     def split(attention: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         flat = flatten(attention, "attention")
@@ -97,7 +104,8 @@ def _compare_sizes(run: Run, trained: Any) -> tuple[bool, Budget | None, str]:
     budget = next((x for x in budgets if split(with_budget(trained, x))[0] == here), None)
     changed, note = [path for path, size in here.items() if size != there[path]], ""
     if changed and budget is None:
-        known = ", ".join(map(to_yaml, budgets or [there[path] for path in changed]))
+        sets = [split(with_budget(trained, x))[0] for x in budgets] or [there]
+        known = "; ".join(", ".join(dict.fromkeys(to_yaml(each[path]) for each in sets)) for path in changed)
         sizes = ", ".join(f"{path} = {here[path]}" for path in changed)
         note = f"{sizes}: the model was not trained for it, but for {known}"
     return others == their_others, budget, note
@@ -169,7 +177,9 @@ def _adapt(
         tables, reasons = convert.resample_bias_tables(state, model, source.model)
         state |= tables | convert.resample_position_tables(state, model, source.model)
         heads, strange = match_heads(state, expected, source.classes, classes, head_names(model))
-        return original, state | heads, reasons | strange | _list_learned(source.model, model)
+        learned = set() if source.model is None else {name for name, _ in source.model.named_parameters()}
+        learned_there = {name: "learned there" for name, _ in model.named_buffers() if name in learned}
+        return original, state | heads, reasons | strange | learned_there
     except (AssertionError, AttributeError, LookupError, RuntimeError, ValueError) as error:  # a malformed model
         problem = f"weights that cannot be adapted to the model ({describe_error(error)})"
         raise UserError(f"{place}: {problem}; {OF_ANOTHER}") from None
@@ -237,12 +247,6 @@ def list_heads(model: nn.Module) -> int | list[int]:
     layers = {name.rpartition("blocks.")[0]: layer for name, layer in model.named_modules() if name.endswith(".attn")}
     heads = [getattr(layer, "num_heads", 0) for layer in layers.values()]
     return heads[0] if len(heads) == 1 else heads
-
-
-def _list_learned(source: nn.Module | None, model: nn.Module) -> dict[str, str]:
-    """Returns name -> reason for random numbers of `model` that are parameters of `source`: they were learned there."""
-    learned = set() if source is None else {name for name, _ in source.named_parameters()}
-    return {name: "learned there" for name, _ in model.named_buffers() if name in learned}
 
 
 def check_heads(there: int | Sequence[int], here: int | Sequence[int], place: str) -> None:

@@ -22,6 +22,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -51,6 +52,7 @@ from engine.runtime.files import write_file
 from engine.runtime.ownership import check_claim, check_file, write_together
 from engine.runtime.text import one_line
 from models import is_host
+from models.budgets import with_budget
 
 PACKAGES = {"/": (), ".safetensors": (), ".onnx": ("onnx", "onnxscript", "onnxruntime")}
 """A directory, or a suffix of files -> the packages that its export needs besides the project's own."""
@@ -127,6 +129,10 @@ def export(target: str, run: Run, checkpoint: Mapping[str, Any], weights: Weight
     if line:
         print(line, file=sys.stderr)
     model.eval()
+    if (
+        run.train.budgets and with_budget(run.attention, run.train.budgets[-1]) != run.attention
+    ):  # a part of the weights
+        run = replace(run, train=replace(run.train, budgets=None, budget_distill=False))
     own = {TRAINED: trained_config(checkpoint), "config": dump_run(run), state: model.state_dict()}
     checkpoint = {**checkpoint, **own}
     if kind == ".safetensors":

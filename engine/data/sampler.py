@@ -44,9 +44,8 @@ class EpochSampler(Sampler[Place]):
         """Number of whole total batches in an epoch."""
         return self.num_images // self.total_batch_size
 
-    def order(self, positions: range | None = None) -> Tensor:
-        """Returns the image indices at `positions` of the epoch, for all ranks, (n,) int64; None: at all of them."""
-        positions = range(self.num_images) if positions is None else positions
+    def order(self, positions: range) -> Tensor:
+        """Returns the image indices at `positions` of the epoch, for all ranks, (n,) int64."""
         places = torch.arange(positions.start, positions.stop, positions.step) // self.repeats
         generator = torch.Generator().manual_seed(self.order_seed)
         return torch.randperm(self.num_images, generator=generator)[places]

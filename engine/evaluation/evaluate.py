@@ -1,6 +1,5 @@
 """Exact evaluation: every image counts once, at any number of processes and any batch size."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 
@@ -42,7 +41,7 @@ def evaluate_all(
         if found is None:
             return None
         metrics |= {f"{prefix}{name}": value for name, value in found.items()}
-    if broken := count_broken(loader, math.inf, world):
+    if broken := count_broken(loader, world):
         metrics["broken"] = broken
     return metrics
 

@@ -253,10 +253,8 @@ class Recorder(SilentRecorder):
         if kind == "train":
             seconds = (self.total_steps - self.step) * values["step_seconds"]
             text += f"  ETA {timedelta(seconds=round(seconds))}"
-        line = f"{kind:5}  {self._place(epoch)}  {text}".rstrip()
-        if kind == "train":
             self.bar.set_postfix_str(SHOWN["loss"].format(values["loss"]), refresh=False)
-        print_fields(line)
+        print_fields(f"{kind:5}  {self._place(epoch)}  {text}".rstrip())
 
 
 def _short(value: Any) -> Any:

@@ -26,7 +26,7 @@ from engine.runtime.errors import ConfigError
 from models import create_model, is_host, parse_model, split_name
 from models.assignment import Entry, as_option, assign, parse_entries, split_place
 from models.base import attention_layers
-from models.budgets import Budgets
+from models.budgets import Budgets, check_order
 from models.freeze import freeze
 from models.hosted import described
 
@@ -82,6 +82,7 @@ def draft_run(
         with draft.step(), torch.device("meta"):  # not of a checkpoint, which may be asked for other sizes
             if (run := draft.run).train.budgets is not None:
                 Budgets(create_model(attention=run.attention, **run.model), run.model, run.attention, run.train.budgets)
+                check_order(run.model, run.attention, run.train.budgets)
     return draft
 
 

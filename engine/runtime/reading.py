@@ -47,14 +47,14 @@ def parse_json(content: bytes | str, place: str | Path, remedy: str = "") -> Any
         return json.loads(content)
 
 
-def read_csv(path: Path, limit: int = MAX_TEXT, remedy: str = "") -> list[dict[str, str]]:
+def read_csv(path: Path, remedy: str = "") -> list[dict[str, str]]:
     """Reads the rows of a CSV file, column -> text; a cell that a short row lacks is "".
 
     Raises:
         UserError: it is not there, cannot be parsed, or a row has more cells than the header.
     """
     with parsing(path, remedy):
-        text = io.StringIO(read_bounded(path, limit).decode("utf-8-sig"), newline="")
+        text = io.StringIO(read_bounded(path, MAX_TEXT).decode("utf-8-sig"), newline="")
         rows = list(csv.DictReader(text, restval="", strict=True))
         if long := next((number for number, row in enumerate(rows, 2) if None in row), None):
             raise ValueError(f"row {long} has more cells than the header")

@@ -10,9 +10,9 @@ def one_line(text: str, length: int = 500) -> str:
     return text if len(text) < length else f"{text[: length - 3]}..."
 
 
-def describe_error(error: BaseException, length: int = 200) -> str:
-    """Returns the class and the message of `error` in one printable line of at most `length` characters."""
-    return one_line(" ".join(f"{type(error).__name__}: {error}".split()), length)
+def describe_error(error: BaseException) -> str:
+    """Returns the class and the message of `error` in one printable line of at most 200 characters."""
+    return one_line(" ".join(f"{type(error).__name__}: {error}".split()), 200)
 
 
 def describe_difference(

@@ -26,7 +26,7 @@ def describe_compilation(run: Run, world: World) -> str:
         return "off: no CUDA GPU"
     if reason := kernels.refusal_of(world.device.index):  # torch's compiler needs what our kernels need
         return f"off: {reason}"
-    return "on"
+    return "on" if run.model.get("pad_token") is None else "off: model.pad_token"
 
 
 @contextmanager
@@ -56,6 +56,7 @@ def compiled_blocks(models: Sequence[Backbone], run: Run, world: World, **option
         # Gradients are averaged block by block anyway: dynamo need not cut graphs for that.
         with (
             torch._dynamo.config.patch(recompile_limit=num_graphs, optimize_ddp=False),
+            torch._dynamo.config.patch(accumulated_recompile_limit=max(num_graphs, 256)),  # 256: its default
             torch._inductor.config.patch(deterministic=run.train.deterministic),
         ):
             yield found

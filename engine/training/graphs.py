@@ -155,7 +155,8 @@ class GraphedNetwork(nn.Module):
                     self.replay_backward, self.gradients = capture.record(self._backward_pass)
         finally:
             for name, buffer in network.named_buffers():
-                buffer.copy_(buffers[name])
+                if name in buffers:  # otherwise the first pass registered it
+                    buffer.copy_(buffers[name])
         self.outputs = ()
 
     def _warm_up(self, capture: Capture) -> None:

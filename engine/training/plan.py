@@ -1,6 +1,5 @@
 """Plan of a run: what `train.py --dry-run` says about it. Nothing is started and nothing is written."""
 
-import functools
 import re
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -87,7 +86,12 @@ def print_plan(
         found = f"nothing; {output} has no checkpoint, and the run starts from the beginning"
     else:
         found = resumed.resumption.describe(describe_place(run, progress.epoch, progress.step, steps))
-    build = functools.partial(create_model, attention=run.attention, **run.model)
+
+    def build() -> nn.Module:
+        model = create_model(attention=run.attention, **run.model)
+        freeze(model, run.train.freeze)
+        return model
+
     with chosen_kernels(run, build, progress, world) as taken:
         pass
     facts = {
@@ -100,7 +104,7 @@ def print_plan(
         "precision": precision(run.train.amp, world.device),
         "kernels": taken,
         "compile": describe_compilation(run, world),
-        "CUDA graph": f"off: {reason}" if (reason := why_eager(run, world.on_cuda)) else "on",
+        "CUDA graph": f"off: {reason}" if (reason := why_eager(run, world.on_cuda)) else "on, unless a pass waits",
         "memory": describe_memory(run, world, images),
         "resumes": found,
     }
@@ -177,6 +181,7 @@ def estimate_memory(run: Run, world: World, images: int) -> dict[str, int]:
         saved = stack.enter_context(saved_storages())
         torch.func.functional_call(model, state, (batch,))
         activations = sum(storage.nbytes() for key, storage in saved.items() if key not in known)
+        activations *= min(3, len(run.train.budgets or "1")) if run.train.budget_distill else 1
     copies = (run.train.grad_accum_steps > 1) + (world.size > 1)
     return {
         "weights": weights,

@@ -4,6 +4,7 @@ import csv
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,20 @@ def test_a_failure_is_a_row_and_another_execution_follows(worker, tmp_path, monk
     found = rows(tmp_path)
     assert [row["execution"] for row in found] == [gpu_tasks.BEST, "cuda-graph", "compiled", "eager"]
     assert all("too bad" in row["failure"] and row["name"] == "eva" and not row["seconds"] for row in found)
+
+
+def test_a_process_that_dies_while_it_waits_loses_only_its_own_rows(tmp_path, monkeypatch, capfd):
+    def work(task, output, smoke, connection):
+        connection.send(None)
+        if task != "dies":
+            connection.recv()
+            time.sleep(0.5)  # meanwhile the next one dies
+            (output / task).touch()
+
+    monkeypatch.setattr(gpu_tasks, "main", work)
+    gpu_run.run_wave(["first", "dies", "last"], tmp_path, False, time.monotonic() + 60)
+    assert {path.name for path in tmp_path.iterdir()} == {"first", "last"}
+    assert "dies: ended" in capfd.readouterr().out
 
 
 @pytest.mark.complete

@@ -30,6 +30,7 @@ from engine.runtime import files
 from engine.runtime.ownership import claim
 from engine.runtime.processes import run_to_end
 from engine.runtime.signals import STOPPED
+from tests.support.launcher import no_space
 from tests.support.partition import chosen
 from tests.support.sweeps import BASE, GRID, finish, read, read_table
 
@@ -510,10 +511,7 @@ def test_what_cannot_begin_is_one_line_before_any_run(config, launcher, capsys, 
 def test_a_disk_that_is_full_ends_a_sweep_in_one_line(config, launcher, capsys, monkeypatch):
     output = announce(config)
 
-    def fill_disk(path: Path, content: bytes) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(ablate, "store_sweep", lambda *_: monkeypatch.setattr(files, "write_atomically", fill_disk))
+    monkeypatch.setattr(ablate, "store_sweep", lambda *_: monkeypatch.setattr(files, "write_atomically", no_space))
     sweep(config, launcher, status=2)
     shown = capsys.readouterr()
     problem = f"{output}/table.md: cannot be written: No space left on device; what was there is unchanged"

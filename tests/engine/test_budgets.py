@@ -192,6 +192,18 @@ def test_the_gradient_is_that_of_the_sum_written_out():
         torch.testing.assert_close(weight.grad, total, rtol=1e-8, atol=1e-12, msg=name)
 
 
+@pytest.mark.parametrize("sharing", ["kv", "layers"])
+def test_a_layer_that_keeps_its_size_keeps_what_it_borrows(sharing: str):
+    """Linformer's layers share a projection, which one of them owns."""
+    linformer = f"{{name: linformer, num_landmarks: 4, sharing: {sharing}, blocks: '1-2'}}"
+    entries = f"attention=[{{blocks: 0, name: eva, num_landmarks: 9, window_size: 3}}, {linformer}]"
+    run = load_run(CONFIG, [*FAST, "model.depth=3", entries, "train.budgets=[[1, 4], [9, 4]]"])
+    model = create_model(attention=run.attention, **run.model)
+    Budgets(model, run.model, run.attention, run.train.budgets).use(0)
+    model(torch.zeros(1, 3, 24, 24)).sum().backward()
+    assert all(weight.grad is not None for name, weight in model.named_parameters() if "projection" in name)
+
+
 def test_every_size_is_drawn_for_all_layers():
     """Also one for each entry of a list. The sandwich has every size between in turn."""
     entries = "{blocks: 0, name: eva, num_landmarks: 9, window_size: 3}, {blocks: 1, name: lara, num_landmarks: 4}"
@@ -207,7 +219,11 @@ def test_every_size_is_drawn_for_all_layers():
 @pytest.mark.parametrize(
     ("overrides", "problem"),
     [
-        ([EVA, "train.budgets=[9, 4]"], "= 4, the last, is not the model's own size; write that last"),
+        ([EVA, "train.budgets=[9, 4]"], "= 4, the last, is not the model's own size; write {num_landmarks: 9} last"),
+        ([EVA, "train.budgets=[{window_size: 3}, {window_size: 2}]"], "write {window_size: 3} last"),
+        ([EVA, "train.budgets=[4, {num_landmarks: 4}, 9]"], "4}, 9]: two are the same (MACs: "),
+        ([EVA, "train.budgets=[4, 1, 9]"], "[4, 1, 9]: the first is not the cheapest (MACs: "),
+        ([EVA, "train.budgets=[1, 36, 9]"], "[1, 36, 9]: the last is not the dearest (MACs: "),
         ([EVA, "train.budgets=[[1, 2], 9]"], ": train.budgets = [1, 2]: mechanisms of attention that have a size: 1;"),
         ([EVA, "train.budgets=[7, 9]"], "train.budgets = 7: attention(eva).num_landmarks = 7 does not divide the 6x6"),
         ([EVA, "train.budgets=[{windw_size: 2}, 9]"], "(eva).windw_size: unknown option; did you mean 'window_size'?"),
@@ -277,9 +293,30 @@ def test_a_checkpoint_serves_every_size(tmp_path, capsys):
         assert losses[1:] == [each["loss"] for each in found.values()]
         assert losses[0] == losses[1] != losses[2]
     line = "attention.window_size = 2: the model was not trained for it, but for"
-    assert results(run, two)[1] == f"{line} {{{small}}}, {{{own}}}\n"
+    assert results(run, two)[1] == f"{line} 2, 3\n"
+    for source, more, problem in (
+        (file, ["--budgets", "all"], "--budgets = all: the model was trained for its own size only"),
+        (run, ["--budgets", "all", *options], "--budgets = all evaluates the sizes of train.budgets; leave"),
+        (
+            run,
+            ["attention.window_size=6"],
+            "attention.window_size = 6: the model was not trained for it, but for 2, 3; ",
+        ),
+        (
+            run,
+            ["train.budgets=[4, 5]"],
+            "train.budgets: the sizes for which a checkpoint was trained cannot be changed",
+        ),
+    ):
+        assert problem in refusal(validate.main, [source, *more], capsys)
     trained(run := tmp_path / "alone", f"attention={{name: eva, {own}}}")
     assert results(run, two)[1] == f"{line} 3\n"
+    small, own = (f"window_size: {w}, num_landmarks: {c}, num_iterations: {n}" for w, c, n in ((2, 4, 2), (3, 9, 10)))
+    trained(
+        run := tmp_path / "many", f"attention={{name: eva_clustered, {own}}}", f"train.budgets=[{{{small}}}, {{{own}}}]"
+    )
+    found, notes = results(run, "--budgets", "all")
+    assert ([*found], notes) == ([f"plain {{{small}}}", f"plain {{{own}}}"], "")
 
 
 @pytest.mark.complete

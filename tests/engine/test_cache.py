@@ -82,7 +82,7 @@ def read_training(dataset: str, root) -> tuple[torch.Tensor, torch.Tensor]:
 def read_validation(dataset: str, root) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
     loader = create_val_loader(make_run(dataset, root), CPU, img_size=14, batch_size=8)
     ((images, labels),) = loader
-    assert count_broken(loader, 1, CPU) == 1
+    assert count_broken(loader, CPU) == 1
     return images, labels, loader.broken
 
 

@@ -8,6 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import yaml
+from torch import nn
 
 import train
 from attention import kernels
@@ -16,6 +17,7 @@ from attention.options import OptionError
 from engine.checkpoints.files import newest_checkpoint
 from engine.checkpoints.progress import check_progress
 from engine.run.load import parse_run
+from engine.runtime.distributed import World
 from engine.training import device
 from tests.engine.test_train import RUN
 from tests.support.launcher import ForkServer
@@ -81,6 +83,19 @@ def test_times_choose_once_and_stand_in_the_records(tmp_path, monkeypatch):
     assert run_two(tmp_path, "schedule.epochs=3", *more, gpu="another GPU") == {"performer"}
     kept = newest_checkpoint(tmp_path / "run")[1]["progress"]["kernels"]
     assert kept == {"GPU": CHOSEN, "another GPU": CHOSEN}
+
+
+def test_the_timed_pass_keeps_no_activations():
+    class Network(nn.Linear):
+        def forward(self, images):
+            y = super().forward(images).exp()
+            passes.append(y.grad_fn)
+            return y
+
+    passes: list = []
+    device.time_kernels(parse_run(RUN, "run.yaml", []), Network(28, 2), {}, World(torch.device("cpu")))
+    with pytest.raises(TypeError, match="None"):
+        passes[0]._saved_result  # noqa: B018
 
 
 def test_the_plan_says_what_a_run_would_take(tmp_path, capsys):

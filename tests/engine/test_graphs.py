@@ -91,6 +91,12 @@ def test_a_capture_leaves_everything_as_it_was():
     assert network.linear.weight.grad.eq(1).all()
 
 
+def test_the_first_pass_may_register_a_buffer():
+    network = Noisy(lambda module: hasattr(module, "late") or module.register_buffer("late", torch.ones(1))).train()
+    graphed(network)
+    assert network.late == 1
+
+
 @pytest.fixture
 def process_group() -> Iterator[None]:
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())

@@ -2,7 +2,6 @@
 
 import errno
 import io
-import math
 import os
 import re
 
@@ -14,7 +13,7 @@ from PIL import Image
 from engine.config.schema import Augment, Data, Run, Train
 from engine.data import verify
 from engine.data.images import BrokenImage, DataError, decode
-from engine.data.loaders import count_broken, create_loaders, create_val_loader
+from engine.data.loaders import check_broken, count_broken, create_loaders, create_val_loader
 from engine.data.splits import classes_of, open_split
 from engine.runtime.distributed import World, seed_everything
 from tests.support.image_files import IMAGE_FILES, WHITE
@@ -112,7 +111,7 @@ def test_training_skips_and_counts(root, capsys, size, workers):
         ]
         assert names_of(loader.dataset.dataset, batches) == [name for name in order if name in WHOLE]
         assert [line.split("/")[0] for line in loader.broken] == [name for name in order if name in BROKEN]
-        assert count_broken(loader, NUM, CPU) == len(loader.broken)
+        assert count_broken(loader, CPU) == len(loader.broken)
         for images, labels in batches:
             mixed, targets = augment(images, labels)
             assert len(mixed) == len(targets)
@@ -129,9 +128,9 @@ def test_training_stops_above_the_limit(root):
     loader = create_loaders(make_run(root, NUM, 0, NUM), CPU, img_size=16, num_classes=NUM)[0]
     (batch,) = loader
     assert (len(batch[1]), len(loader.broken)) == (len(WHOLE), len(BROKEN))
-    assert count_broken(loader, len(BROKEN), CPU) == len(BROKEN)
+    assert count_broken(loader, CPU) == len(BROKEN)
     with pytest.raises(BrokenImage, match=rf"^{len(BROKEN)} images of this epoch are broken, more than"):
-        count_broken(loader, len(BROKEN) - 1, CPU)
+        check_broken(count_broken(loader, CPU), len(BROKEN) - 1)
     for max_broken in (0, len(BROKEN) - 1):
         loader = create_loaders(make_run(root, max_broken, 0, NUM), CPU, img_size=16, num_classes=NUM)[0]
         with pytest.raises(BrokenImage, match=rf"data.max_broken = {max_broken} of an epoch"):
@@ -160,7 +159,7 @@ def test_validation_leaves_out_on_demand(root, size, batch_size, figure):
         loader = create_val_loader(run, World(CPU.device, rank, size), img_size=16, batch_size=batch_size)
         for _ in range(2):  # plain weights and averaged ones
             names = names_of(loader.dataset, loader)
-            assert len(names) + count_broken(loader, math.inf, CPU) == len(range(rank, NUM, size))
+            assert len(names) + count_broken(loader, CPU) == len(range(rank, NUM, size))
         whole += names
         broken += loader.broken
     assert sorted(whole) == sorted(WHOLE)

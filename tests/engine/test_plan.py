@@ -126,6 +126,8 @@ def test_weights_gradients_and_optimiser():
     assert frozen["optimiser"] < 0.1 * size
     activations = "activations of 16 images"
     assert frozen[activations] < 0.5 * plain[activations]
+    several = estimate_memory(run_with(budgets=(1, 4, 16, 49), budget_distill=True), WORLD, 16)
+    assert several[activations] == 3 * plain[activations]
     assert estimate_memory(run_with(grad_checkpointing=True), WORLD, 16)[activations] < 0.5 * plain[activations]
 
 

@@ -1,7 +1,6 @@
 """The records of a run: console, metrics.jsonl and TensorBoard, by the primary rank alone."""
 
 import csv
-import errno
 import fcntl
 import io
 import json
@@ -41,6 +40,7 @@ from engine.runtime.distributed import World, precision
 from engine.runtime.files import append_whole
 from engine.runtime.provenance import provenance
 from engine.runtime.terminal import ConsoleLog
+from tests.support.launcher import no_space
 from train import Trainer
 
 ROOT = Path(__file__).parents[2]
@@ -214,13 +214,9 @@ def test_the_last_record_says_how_a_launch_ended(tmp_path: Path, capsys: pytest.
     assert names_files == (error is None)  # the error is the last line of a launch that fails
 
 
-def fill_disk(*args) -> None:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
 def test_a_full_disk_does_not_hide_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     recorder = launch(tmp_path, Progress())
-    monkeypatch.setattr(os, "write", fill_disk)
+    monkeypatch.setattr(os, "write", no_space)
     with pytest.raises(OSError, match="No space left"), recorder:
         recorder.eval(1, {"top1": 50.0})
     with pytest.raises(KeyError, match="first"), recorder:

@@ -21,12 +21,13 @@ from engine.checkpoints.files import load_checkpoint, newest_checkpoint
 from engine.checkpoints.progress import Progress
 from engine.config.schema import Data, Optim, Schedule, Train
 from engine.objectives.classification import Classification
-from engine.run.load import parse_run
+from engine.run.load import load_run, parse_run
 from engine.runtime.distributed import World
 from engine.training.compilation import CompilationFailed, compiled_blocks, describe_compilation
 from engine.training.exchange import UpdateExchange
 from engine.training.optim import create_average, create_optimizer, create_schedule
 from models import create_model
+from tests.support.launcher import ROOT
 from tests.support.launches import Launches
 from tests.support.refusals import refusal
 
@@ -215,6 +216,12 @@ def test_automatic_compilation(override: str, capability, triton: bool, expected
     kernels.refusal_of.cache_clear()
     assert describe_compilation(parse_run(RUN, "run.yaml", [override]), world).startswith(expected)
     kernels.refusal_of.cache_clear()
+
+
+def test_blocks_of_sequences_with_padding_are_not_compiled(monkeypatch):
+    monkeypatch.setattr(kernels, "refusal_of", lambda gpu: None)
+    run = load_run(ROOT / "configs/listops/softmax.yaml")
+    assert describe_compilation(run, World(torch.device("cuda"))) == "off: model.pad_token"
 
 
 @pytest.mark.complete

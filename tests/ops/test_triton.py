@@ -8,7 +8,9 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,6 +24,7 @@ from attention import create_attention, kernels
 from attention.ops import memory
 from attention.ops import triton_tokens as tiles
 from attention.ops.packed import triton_packed
+from attention.ops.random_features import triton_features
 from attention.parts.geometry import Windows
 from engine.runtime.locks import hold_lock
 from tests.support.kernel_cases import (
@@ -200,6 +203,23 @@ def test_what_the_kernels_of_the_joint_softmax_do_not_cover(changed, of_q, monke
     assert covers({})
     assert covers({"logits": torch.zeros(6, 1, 3)})
     assert not covers(changed, **of_q)
+
+
+def test_what_the_kernels_of_random_features_do_not_cover(monkeypatch):
+    monkeypatch.setattr(tiles.INTERPRETED, "value", True)
+    q, omega = torch.zeros(1, 2, 35, 16, dtype=torch.bfloat16), torch.zeros(1, 2, 128, 16)
+    assert triton_features.covers_performer(q, q, q, omega)
+    assert not triton_features.covers_performer(q, q, q[..., :8], omega)
+    assert not triton_features.covers_performer(q, q, q, torch.cat([omega, omega], 2))
+    assert not triton_features.covers_performer(q, q, q.float(), omega)
+
+
+def test_kernels_are_launched_on_the_gpu_of_their_tensors(monkeypatch):
+    devices, x = [], torch.zeros(1)
+    monkeypatch.setattr(torch.cuda, "device_of", lambda x: (devices.append(x), nullcontext())[1])
+    for first in x, (x, 1, 1, 1):
+        tiles.launch({(1,): lambda *arguments, **options: None}, (1,), first, SimpleNamespace(num_stages=1))
+    assert devices == [x, x]
 
 
 @pytest.mark.gpu

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from attention.parts.hashing import asymmetric_transform, at_ranks, cluster_mask, equal_clusters, ranks, to_clusters
+from attention.parts.geometry import gather_tokens
+from attention.parts.hashing import asymmetric_transform, at_ranks, cluster_mask, equal_clusters, ranks
 from tests.support.comparisons import assert_equal
 from tests.support.inputs import CPU, B, d, draw, every_grid, h, tokens
 
@@ -27,5 +28,5 @@ def test_clusters_hold_every_token_once_in_order_of_its_hash(size):
     assert valid.sum() == 24
     for index, of in zip(clusters.flatten(0, 2), order.flatten(0, 2), strict=True):
         assert torch.equal(index[valid], of.argsort())
-    again = at_ranks(to_clusters(x, clusters), ranks(clusters, 24))
+    again = at_ranks(gather_tokens(x, clusters), ranks(clusters, 24))
     assert torch.equal(again, x[:, :, None].expand(-1, -1, 2, -1, -1))

@@ -125,7 +125,7 @@ def _bad_sector(*args: Any, **kwargs: Any) -> None:
     raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
-def _no_space(*args: Any, **kwargs: Any) -> None:
+def no_space(*args: Any, **kwargs: Any) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
@@ -181,7 +181,7 @@ ACTIONS: dict[str, Callable] = {
     "slow": _sleep,
     "hold": _hold,
     "half": _kill_within_writing,
-    "full": _no_space,
+    "full": no_space,
     "bad sector": _bad_sector,
     "raise": _fail,
     "memory": _no_memory,

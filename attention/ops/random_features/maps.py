@@ -17,11 +17,7 @@ def of_both(feature_map: Callable[[Tensor], Tensor], q: Tensor, k: Tensor) -> tu
     return phi_q, phi_k
 
 
-def _of_exponentials(dy: Tensor, y: Tensor) -> tuple[Tensor]:
-    return (dy * y.clamp(max=1),)
-
-
-elu_plus_one = with_gradients(_of_exponentials, keep=lambda y, x: (y,))(features.elu_plus_one)
+elu_plus_one = with_gradients(lambda dy, y: (dy * y.clamp(max=1),), keep=lambda y, x: (y,))(features.elu_plus_one)
 
 
 def _of_powers(dy: Tensor, y: Tensor, x: Tensor, scale: Tensor, power: Tensor) -> tuple[Tensor, ...]:

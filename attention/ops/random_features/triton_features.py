@@ -178,7 +178,8 @@ def _supported(q: Tensor, k: Tensor, v: Tensor, held: int) -> bool:
 
     Other types than bfloat16 need weights and gradients in float32, for which registers are too few.
     """
-    return held <= MOST and supported(q, k, v) and all(x.dtype == torch.bfloat16 for x in (q, k, v))
+    fit = held <= MOST and q.shape[3] == k.shape[3] == v.shape[3]
+    return fit and supported(q, k, v) and all(x.dtype == torch.bfloat16 for x in (q, k, v))
 
 
 def covers_performer(q, k, v, omega, **options) -> bool:
