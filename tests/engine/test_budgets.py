@@ -194,7 +194,6 @@ def test_the_gradient_is_that_of_the_sum_written_out():
 
 @pytest.mark.parametrize("sharing", ["kv", "layers"])
 def test_a_layer_that_keeps_its_size_keeps_what_it_borrows(sharing: str):
-    """Linformer's layers share a projection, which one of them owns."""
     linformer = f"{{name: linformer, num_landmarks: 4, sharing: {sharing}, blocks: '1-2'}}"
     entries = f"attention=[{{blocks: 0, name: eva, num_landmarks: 9, window_size: 3}}, {linformer}]"
     run = load_run(CONFIG, [*FAST, "model.depth=3", entries, "train.budgets=[[1, 4], [9, 4]]"])
@@ -220,7 +219,6 @@ def test_every_size_is_drawn_for_all_layers():
     ("overrides", "problem"),
     [
         ([EVA, "train.budgets=[9, 4]"], "= 4, the last, is not the model's own size; write {num_landmarks: 9} last"),
-        ([EVA, "train.budgets=[{window_size: 3}, {window_size: 2}]"], "write {window_size: 3} last"),
         ([EVA, "train.budgets=[4, {num_landmarks: 4}, 9]"], "4}, 9]: two are the same (MACs: "),
         ([EVA, "train.budgets=[4, 1, 9]"], "[4, 1, 9]: the first is not the cheapest (MACs: "),
         ([EVA, "train.budgets=[1, 36, 9]"], "[1, 36, 9]: the last is not the dearest (MACs: "),

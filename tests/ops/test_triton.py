@@ -209,9 +209,8 @@ def test_what_the_kernels_of_random_features_do_not_cover(monkeypatch):
     monkeypatch.setattr(tiles.INTERPRETED, "value", True)
     q, omega = torch.zeros(1, 2, 35, 16, dtype=torch.bfloat16), torch.zeros(1, 2, 128, 16)
     assert triton_features.covers_performer(q, q, q, omega)
-    assert not triton_features.covers_performer(q, q, q[..., :8], omega)
-    assert not triton_features.covers_performer(q, q, q, torch.cat([omega, omega], 2))
-    assert not triton_features.covers_performer(q, q, q.float(), omega)
+    for v, samples in (q[..., :8], omega), (q.float(), omega), (q, torch.cat([omega, omega], 2)):
+        assert not triton_features.covers_performer(q, q, v, samples)
 
 
 def test_kernels_are_launched_on_the_gpu_of_their_tensors(monkeypatch):

@@ -127,14 +127,16 @@ CASES = [
 ]
 
 
+def seeded(device: torch.device) -> Callable[..., Tensor]:
+    """Function of a shape that draws the same normal numbers on every device."""
+    generator = torch.Generator().manual_seed(0)
+    return lambda *shape: torch.randn(shape, generator=generator).to(device)
+
+
 def example(case: Case, device: torch.device) -> tuple[list[Tensor | None], dict[str, Windows]]:
     """Returns arguments and keywords of `joint_softmax`. Tensors that autocast keeps in fp32 are in fp32."""
     B, h, c, d, P = case.B, case.h, case.c, case.d, case.P
-    generator, windows = torch.Generator().manual_seed(0), Windows(case.grid, case.window)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(device)
-
+    normal, windows = seeded(device), Windows(case.grid, case.window)
     q, k, v = split_heads(normal(B, P + math.prod(case.grid), 3 * h * d).to(case.dtype), 3, h)
     bias = normal(h, windows.num_queries, windows.num_keys) if case.bias else None
     keys, values = normal(2, B, h, 1, c, d) if c else (None, None)
@@ -181,11 +183,7 @@ WEIGHTS = *("q_matrix", "q_bias", "q_gain", "q_shift"), *("k_matrix", "k_bias", 
 def packed_example(case: PackedCase, device: torch.device) -> tuple[list[Tensor | None], dict[str, Any]]:
     """Returns arguments and keywords of `packed`."""
     B, h, d, (H, W), w = case.B, case.h, case.d, case.grid, math.prod(case.window)
-    generator = torch.Generator().manual_seed(0)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(device)
-
+    normal = seeded(device)
     qkv, bias = normal(B, case.P + H * W, 3, h, d).to(case.dtype), normal(h, w, w) if case.bias else None
     tiles, noise, weights = None, None, [None] * 8
     if case.bins:
