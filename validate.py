@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if not runs:
             problem = " = all: the model was trained for its own size only; give another as attention.OPTION=SIZE"
             raise OptionError("--budgets", problem)
-        if budgets and with_budget(run.attention, [*budgets.values()][-1]) != run.attention:
+        if [*runs.values()][-1].attention != run.attention:
             problem = " = all evaluates the sizes of train.budgets; leave attention's sizes out, or --budgets"
             raise OptionError("--budgets", problem)
         world = init_distributed(run.train.device)

@@ -10,6 +10,7 @@ import itertools
 import multiprocessing
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -52,19 +53,14 @@ class Process:
         try:
             self.connection.recv()
         except (EOFError, ConnectionResetError):
-            return self.has_ended()
+            self.say("ended")
+            return False
         return True
-
-    def has_ended(self) -> bool:
-        self.say("ended")
-        return False
 
     def measure(self) -> bool:
         """Gives the process a turn, and returns whether it waits for another."""
-        try:
+        with suppress(BrokenPipeError):  # its end is read below
             self.connection.send("go")
-        except BrokenPipeError:
-            return self.has_ended()
         if self.connection.poll(self.turn):
             return self.is_ready()
         self.end()

@@ -57,10 +57,10 @@ def check_order(options: Mapping[str, Any], attention: Any, sizes: Sequence[Budg
     changed = [with_budget(attention, size) for size in sizes]
     macs = [count_costs(options, each).macs for each in changed]
     problems = {
+        "two are the same": len({*map(to_yaml, changed)}) < len(changed),
         "the first is not the cheapest": macs[0] > min(macs),
         "the last is not the dearest": macs[-1] < max(macs),
     }
-    problems = {"two are the same": len({*map(to_yaml, changed)}) < len(changed)} | problems
     if problem := next((text for text, applies in problems.items() if applies), ""):
         costs = ", ".join(f"{x:,}" for x in macs)
         raise OptionError("train.budgets", f" = {to_yaml(sizes)}: {problem} (MACs: {costs}); give each once, in order")

@@ -51,12 +51,12 @@ def compiled_blocks(models: Sequence[Backbone], run: Run, world: World, **option
     num_graphs = 2 * sum(model.compile_blocks({images}, **options) for model in models) * len(run.train.budgets or "1")
     if world.is_primary:
         print("train.compile: the first update and the first evaluation take longer, to compile blocks", flush=True)
-    exceptions = torch._dynamo.exc
+    exceptions, config = torch._dynamo.exc, torch._dynamo.config
+    total = max(num_graphs, config.accumulated_recompile_limit)
     try:
         # Gradients are averaged block by block anyway: dynamo need not cut graphs for that.
         with (
-            torch._dynamo.config.patch(recompile_limit=num_graphs, optimize_ddp=False),
-            torch._dynamo.config.patch(accumulated_recompile_limit=max(num_graphs, 256)),  # 256: its default
+            config.patch(recompile_limit=num_graphs, accumulated_recompile_limit=total, optimize_ddp=False),
             torch._inductor.config.patch(deterministic=run.train.deterministic),
         ):
             yield found

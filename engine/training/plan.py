@@ -92,6 +92,7 @@ def print_plan(
         freeze(model, run.train.freeze)
         return model
 
+    reason = why_eager(run, world.on_cuda)
     with chosen_kernels(run, build, progress, world) as taken:
         pass
     facts = {
@@ -104,7 +105,7 @@ def print_plan(
         "precision": precision(run.train.amp, world.device),
         "kernels": taken,
         "compile": describe_compilation(run, world),
-        "CUDA graph": f"off: {reason}" if (reason := why_eager(run, world.on_cuda)) else "on, unless a pass waits",
+        "CUDA graph": f"off: {reason}" if reason else "on, unless the start finds that a pass waits for the GPU",
         "memory": describe_memory(run, world, images),
         "resumes": found,
     }

@@ -200,7 +200,7 @@ def test_a_layer_that_keeps_its_size_keeps_what_it_borrows(sharing: str):
     model = create_model(attention=run.attention, **run.model)
     Budgets(model, run.model, run.attention, run.train.budgets).use(0)
     model(torch.zeros(1, 3, 24, 24)).sum().backward()
-    assert all(weight.grad is not None for name, weight in model.named_parameters() if "projection" in name)
+    assert {weight.grad is not None for name, weight in model.named_parameters() if "projection" in name} == {True}
 
 
 def test_every_size_is_drawn_for_all_layers():
