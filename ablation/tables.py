@@ -125,7 +125,7 @@ def list_best(settings: Sequence[Setting]) -> dict[str, list[bool]]:
         means = [own.spread.mean if own.spread else -math.inf for own in measure(results, key)]
         top = means.index(max(means))
         others = measure([results[top], *results[:top], *results[top + 1 :]], key)[1:]
-        noise = [own.difference is not None and own.difference.is_noise for own in others]
+        noise = [bool(own.spread) and (own.difference is None or own.difference.is_noise) for own in others]
         best[f"{name} (%)"] = [*noise[:top], means[top] > -math.inf, *noise[top:]]
     return best
 

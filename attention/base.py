@@ -109,8 +109,8 @@ up_to_filter = at_most(lambda layer, _: 2 * max(layer.grid) - 1, "larger than th
 def up_to_side(value: Any, context: LayerContext, config: Any) -> tuple[Any, str]:
     """The rule of a window: one side is at most the longest of the grid, and one for each axis at most that."""
     grid = raster(context.grid, config.layout)
-    if isinstance(value, tuple) and len(value) != len(grid):
-        return value, ""  # `windows_on` refuses it
+    if isinstance(value, tuple) and (len(value) != len(context.grid) or 0 in value or config.layout == "1d"):
+        return None, f"give one side, or with layout 2d one above 0 for each of {len(context.grid)} axes"
     most = grid if isinstance(value, tuple) else max(grid)
     return at_most(lambda *_: most, "larger than the {H}x{W} grid")(value, context, config)
 
@@ -225,15 +225,17 @@ class Attention(nn.Module):
             OptionError: a grid (T, H, W), which layers with these options do not take.
         """
         if len(context.grid) == 3 and not (cls.without_order(config) or (cls.takes_clips and not config.local)):
-            problem = f" = {context.grid}: attention({cls.name()}) has no form for clips (T, H, W) with these options"
-            remedy = "a mechanism that ignores the order of tokens, such as performer, with local: false"
-            raise OptionError("grid", f"{problem}; take local, eva, lara, or {remedy}")
+            problem = f" has no form for clips {context.grid} with these options"
+            remedy = "one that ignores the order of tokens, such as performer, with local and causal false"
+            raise OptionError(f"attention({cls.name()})", f"{problem}; take local, eva, lara, or {remedy}")
         found: dict[str, tuple[Any, str]] = {}
         for name, largest in next(
             (f.metadata["largest"] for f in dataclasses.fields(config) if f.name == "fit"), {}
         ).items():
             if (value := getattr(config, name)) is not None:
                 most, problem = largest(value, context, config)
+                if most is None:
+                    cls.refuse(name, [*value], problem)
                 found |= {name: (most, f" = {value}{problem}")} if most != value else {}
         return found
 

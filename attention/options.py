@@ -120,7 +120,7 @@ def fit_option(**largest: Callable[[Any, Any, Any], tuple[Any, str]]) -> Any:
     """The field `fit` of a mechanism with options that a small grid may not allow.
 
     largest: by option, a function of its value, the layer's context and the dataclass: the largest value up to this one
-        that the grid allows, and what an error says of one that it does not allow. See `Attention.too_large`.
+        that the grid allows, None for one that `fit` does not mend, and the error's text. See `Attention.too_large`.
     """
     made = option(False, "reduce sizes that are too large for the grid to the largest that fit")
     return dataclasses.field(default=False, metadata={**made.metadata, "largest": largest})

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from .base import Attention, LayerContext
-from .options import OptionError, option
+from .options import option
 from .parts.geometry import Grid, Windows, each_axis, raster
 from .parts.masking import of_grid
 from .parts.position import CAUSAL_INDEX, BiasKind, PositionBias
@@ -40,15 +40,9 @@ def windows_on(config: Any, grid: Grid, key_mask: Tensor | None = None) -> Windo
     """The windows of a mechanism's options on this grid; they hold no tokens if window_size is 0.
 
     key_mask: (B, P + N) bool, true for tokens that count.
-
-    Raises:
-        OptionError: sides of windows for another number of axes.
     """
     area, side, overlap = raster(grid, config.layout), config.window_size, config.overlap
     size, over = each_axis(side, len(area)), each_axis(overlap if side else 0, len(area))
-    if isinstance(side, tuple) and (len(side) != len(area) or 0 in side or config.layout == "1d"):
-        problem = f" = {[*side]}: expected one side, or with layout 2d {len(grid)} above 0, one for each axis"
-        raise OptionError("window_size", problem)
     if side and config.layout == "1d":
         size, over = (1, side), (0, overlap)
     return Windows(area, size, over, config.causal, of_grid(key_mask, math.prod(grid)))

@@ -62,7 +62,7 @@ def monarch_reference(q, k, v, *, grid, steps):
         R = {}
         for x in range(H):
             for j in range(W):
-                total = sum(L[j, y][x] for y in range(H))
+                total = sum(L[j, y][x] for y in range(H)).clamp(min=1e-12)  # 0 where no query has weight on the row
                 a = sum(L[j, y][x][..., None] * q[:, :, y * W + j] for y in range(H)) / total[..., None]
                 R[x, j] = torch.stack([scale * (a * k[:, :, n]).sum(-1) for n in row[x]], -1).softmax(-1)
         for j in range(W):

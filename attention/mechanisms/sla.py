@@ -1,17 +1,18 @@
 """Sparse-linear attention (Zhang et al. 2025, arXiv:2509.24006): softmax on some blocks, linear attention on others.
 
 By the products of mean queries and mean keys, each block of queries puts the blocks of keys of its head into three
-classes, without gradient. Those of the largest products are critical, a share of the least is negligible, and the rest
-is marginal. With phi the softmax over a token's channels,
+classes, without gradient. Those of the largest products are critical, a share of the least, in whole blocks, is
+negligible, and the rest is marginal. With phi the softmax over a token's channels,
 
     y_n = softmax attention to the prefix tokens and the critical blocks + A o_n + b,
     o_n = sum_m phi(q_n) . phi(k_m) v_m / sum_m phi(q_n) . phi(k_m)  over the tokens m of marginal blocks,
 
 where the learned map A, b of a head's channels, shared by heads, is zero at first. o_n is 0 if no block is marginal.
 Blocks are windows of the grid. Those that do not fill it are padded.
-Cost: 2 N k w^2 C + 2 N d C + (N / w^2)^2 (d + 1) C + N d C multiply-accumulates, the last term for the learned map.
+Cost: 2 N k w^2 C + 2 N (d + 1) C + (N / w^2)^2 (d + 2) C + N d C multiply-accumulates, the last for the learned map.
 
-The released code has blocks of 64 consecutive tokens and no negligible ones.
+The released code (branch SLA-1) has blocks of 64 consecutive tokens, a share of them critical and none negligible. On
+its main branch critical blocks are in o_n too.
 """
 
 from itertools import product
@@ -35,7 +36,7 @@ def sla(
 ) -> Tensor:
     """Attention to `topk` critical blocks, at most all, and `learned` of linear attention to marginal ones.
 
-    negligible: share of the blocks that are skipped.
+    negligible: share of the blocks, rounded down, that are skipped.
     """
     (k_prefix, k), (v_prefix, v) = split_prefix(k, q.shape[2]), split_prefix(v, q.shape[2])
     queries, keys, values = (blocks.partition(x) for x in (q, k, v))
@@ -96,7 +97,7 @@ class Sla(Attention):
     class Config(Options):
         block_size: int = option(7, "side w in tokens of a block", low=1)
         topk: int = option(1, "critical blocks k of each block of queries; all of them on a grid that has fewer", low=1)
-        negligible: float = option(0.1, "share of the blocks that is skipped, unless they are critical", low=0, high=1)
+        negligible: float = option(0.1, "share of blocks, rounded down, that is skipped if not critical", low=0, high=1)
         local: bool = local_option()
         fit: bool = fit_option(block_size=up_to_side)
 

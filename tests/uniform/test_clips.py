@@ -71,13 +71,14 @@ def test_one_graph_for_grids_of_any_size(options):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"name": "sra"}, r"grid = \(4, 4, 4\): attention\(sra\) has no form for clips .* take local, eva, lara"),
-        ({"name": "performer", "local": True}, "no form for clips .* with these options; .* local: false"),
-        ({"name": "eva", "window_size": (2, 4)}, r"window_size = \[2, 4\]: expected one side, or .* 3 above 0"),
-        ({"name": "local", "window_size": (), "fit": True}, r"window_size = \[\]: expected one side"),
+        ({"name": "sra"}, r"^attention\(sra\) has no form for clips \(4, 4, 4\) .* take local, eva, lara"),
+        ({"name": "performer", "local": True}, "no form for clips .* with these options; .* local and causal false"),
+        ({"name": "linear", "causal": True}, "no form for clips .* with these options; .* local and causal false"),
+        ({"name": "eva", "window_size": (2, 4)}, r"^attention\(eva\).window_size = \[2, 4\]: give one side, .* 3 axes"),
+        ({"name": "local", "window_size": (), "fit": True}, r"^attention\(local\).window_size = \[\]: give one side"),
         ({"name": "local", "window_size": (2, 5, 2)}, r"window_size = \(2, 5, 2\): larger .* at most \(2, 4, 2\)"),
-        ({"name": "neighborhood", "fit": True}, r"grid = \(4, 4, 4\): attention\(neighborhood\) has no form for clips"),
-        ({"name": "eva", "window_size": (0, 4, 4)}, r"window_size = \[0, 4, 4\]: expected one side"),
+        ({"name": "neighborhood", "fit": True}, r"^attention\(neighborhood\) has no form for clips"),
+        ({"name": "eva", "window_size": (0, 4, 4)}, r"window_size = \[0, 4, 4\]: give one side"),
         (
             {"name": "local", "window_size": 2, "position_bias": "t5"},
             "position_bias = t5: for square windows of images",
