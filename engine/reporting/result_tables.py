@@ -233,7 +233,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "from scratch": partial(over_seeds, "fashion_mnist.csv"),
         "equal MACs": at_equal_macs,
         "budgets": partial(at_budgets, "budgets.csv", "5 epochs", "15 epochs"),
-        "budgets of EVA": partial(at_budgets, "fashion_budgets.csv", "plain", "distilled"),
+        "four sizes": partial(at_budgets, "fashion_budgets.csv", "plain", "distilled"),
         "local term": partial(
             without_and_with, "local_term.csv", "local", ("false", "true"), ("without (%)", "with the local term (%)")
         ),
