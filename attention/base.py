@@ -107,7 +107,7 @@ up_to_filter = at_most(lambda layer, _: 2 * max(layer.grid) - 1, "larger than th
 
 
 def up_to_side(value: Any, context: LayerContext, config: Any) -> tuple[Any, str]:
-    """The rule of a window: one side is at most the longest of the grid, and one for each axis at most that."""
+    """The rule of a window: one side is at most the longest of the grid, one for each axis at most that; else None."""
     grid = raster(context.grid, config.layout)
     if isinstance(value, tuple) and (len(value) != len(context.grid) or 0 in value or config.layout == "1d"):
         return None, f"give one side, or with layout 2d one above 0 for each of {len(context.grid)} axes"
@@ -222,7 +222,7 @@ class Attention(nn.Module):
         """Options that the context's grid is too small for: the largest value that it allows, and the error's text.
 
         Raises:
-            OptionError: a grid (T, H, W), which layers with these options do not take.
+            OptionError: a grid (T, H, W), which layers with these options do not take; a value that `fit` cannot mend.
         """
         if len(context.grid) == 3 and not (cls.without_order(config) or (cls.takes_clips and not config.local)):
             problem = f" has no form for clips {context.grid} with these options"

@@ -16,7 +16,7 @@ from ablation.names import short_names
 from ablation.report import FIGURES, report_sweep, to_latex, write_figures, write_tables
 from ablation.runs import Case, Setting, failure_mark, in_order
 from ablation.sweep import read_ablation
-from ablation.tables import ONE_RUN, measure, tabulate
+from ablation.tables import ONE_RUN, list_best, measure, tabulate
 from engine.reporting.plots import encode, in_style
 from engine.reporting.tables import Spread, holm, spread, student
 from engine.runtime.ownership import claim
@@ -175,7 +175,10 @@ def test_the_latex_table_has_names_a_label_and_the_best_rows_bold(config):
 def test_a_row_shows_the_seeds_that_are_finished(config):
     """The first row has three seeds, the second one, without a deviation, and the third none."""
     ablation, settings, _ = read(config, REPLICATED)
-    for case in (*settings[0].cases, settings[1].cases[1]):
+    for case in (settings[0].cases[0], settings[1].cases[1]):
+        finish(case, top1=97.5)
+    assert list_best(settings) == {"top-1 (%)": [True, True, False]}  # rows without a seed in common
+    for case in settings[0].cases[1:]:
         finish(case, top1=97.5)
     table = tabulate(settings)
     found = list(zip(table["seeds"], table["top-1 (%)"], table["top-1 std"], strict=True))

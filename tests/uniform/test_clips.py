@@ -79,10 +79,8 @@ def test_one_graph_for_grids_of_any_size(options):
         ({"name": "local", "window_size": (2, 5, 2)}, r"window_size = \(2, 5, 2\): larger .* at most \(2, 4, 2\)"),
         ({"name": "neighborhood", "fit": True}, r"^attention\(neighborhood\) has no form for clips"),
         ({"name": "eva", "window_size": (0, 4, 4)}, r"window_size = \[0, 4, 4\]: give one side"),
-        (
-            {"name": "local", "window_size": 2, "position_bias": "t5"},
-            "position_bias = t5: for square windows of images",
-        ),
+        ({"name": "eva", "window_size": (2,), "partition": "complement"}, r"window_size = \[2\]: give one side"),
+        ({"name": "local", "window_size": 2, "position_bias": "t5"}, "position_bias = t5: for square windows of ima"),
         ({"name": "eva", "window_size": 2, "num_landmarks": 7}, "does not divide the 4x4x4 grid into frames x rows x"),
         ({"name": "lara", "num_landmarks": 8, "released": True}, "released_pools = True: pools rows and columns"),
         ({"name": "local", "grid": (4, 4, 4, 4)}, "grid = .* expected 2 values, .* or 3 for clips"),
