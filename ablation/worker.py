@@ -10,14 +10,14 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from types import FrameType
 
 import torch
 
 from ablation.runs import Case, failure_mark
 from engine.runtime.locks import hold_lock, is_locked
 from engine.runtime.ownership import claim_results
-from engine.runtime.signals import STOPPED, handle_signals
+from engine.runtime.processes import passing_on
+from engine.runtime.signals import STOPPED
 from engine.runtime.text import one_line
 
 POLL_SECONDS = 2
@@ -74,19 +74,10 @@ def train_all(cases: Sequence[Case], jobs: int, wait: bool, done: Callable[[], o
     names = {case.directory: f"run {number}/{len(cases)}" for number, case in enumerate(cases, start=1)}
     todo, elsewhere, running = list(cases), list[Case](), list[Training]()
     free = share_devices(jobs)
-    stopped = False
-
-    def pass_on(number: int, frame: FrameType | None) -> None:
-        nonlocal stopped
-        stopped = True
-        if number != signal.SIGINT:  # a terminal sends SIGINT to all processes
-            for training in running:
-                training.process.send_signal(number)
-
-    with handle_signals(pass_on):
+    with passing_on(lambda: [training.process for training in running]) as stops:
         try:
-            while running or (not stopped and (todo or (elsewhere and wait))):
-                if free and todo and not stopped:
+            while running or (not stops and (todo or (elsewhere and wait))):
+                if free and todo and not stops:
                     case = todo.pop(0)
                     print(f"{names[case.directory]}: {case.directory}{' (finished)' * bool(case.result())}", flush=True)
                     if case.result():
@@ -94,7 +85,7 @@ def train_all(cases: Sequence[Case], jobs: int, wait: bool, done: Callable[[], o
                     if training := begin(case, free[0], jobs == 1):
                         running.append(training)
                         free.pop(0)
-                        if stopped:  # while it was started
+                        if stops:  # while it was started
                             training.process.terminate()
                     elif not case.result() and not case.has_failed():
                         elsewhere.append(case)
@@ -105,10 +96,11 @@ def train_all(cases: Sequence[Case], jobs: int, wait: bool, done: Callable[[], o
                     for training in ended:
                         running.remove(training)
                         free.append(training.environment)
-                        stopped |= training.process.returncode == STOPPED
-                        if not end(training, names[training.case.directory], stopped):
+                        if training.process.returncode == STOPPED:
+                            stops.append(STOPPED)
+                        if not end(training, names[training.case.directory], bool(stops)):
                             elsewhere.append(training.case)
-                        if not stopped:
+                        if not stops:
                             done()
                 elif running:
                     time.sleep(0.05)
@@ -120,7 +112,7 @@ def train_all(cases: Sequence[Case], jobs: int, wait: bool, done: Callable[[], o
             for training in running:
                 training.process.terminate()
                 end(training, names[training.case.directory], True)
-    if stopped:
+    if stops:
         sys.exit(STOPPED)
 
 

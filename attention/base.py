@@ -165,6 +165,8 @@ class Attention(nn.Module):
     own local term."""
     local_by_head: ClassVar[bool] = True
     """True if all heads share the filters of the local term; otherwise every channel has its own filter."""
+    has_gate: ClassVar[bool] = False
+    """True if a linear map of the layer's input multiplies the input of `proj`."""
 
     def __init_subclass__(cls) -> None:
         cls.__doc__ = cls.__doc__ or getattr(sys.modules.get(cls.__module__), "__doc__", None)  # the file's docstring
@@ -196,6 +198,8 @@ class Attention(nn.Module):
         self.gate: nn.Module | None = None  # maps the layer's input to factors of the input of `proj`
         for linear in (self.qkv, self.proj):
             init_linear(linear)
+        if self.has_gate:
+            self.gate = init_linear(nn.Linear(context.dim, context.dim, bias=context.qkv_bias))
 
     @classmethod
     def name(cls) -> str:

@@ -1,6 +1,5 @@
 """Times of calls in interleaved rounds, and their capture in CUDA graphs."""
 
-import functools
 import gc
 import math
 import statistics
@@ -121,11 +120,6 @@ def elapsed(call: Call, repeats: int, device: torch.device, clock: Callable[[], 
     return clock() - start, ran
 
 
-def _replay(graph: torch.cuda.CUDAGraph, call: Call) -> None:
-    """Replays the graph of a call, which it keeps: the graph reads the memory of its weights and inputs."""
-    graph.replay()
-
-
 @contextmanager
 def capturing() -> Iterator[Callable[[Call], Call]]:
     """Context of a function that captures the kernels that a call launches in a CUDA graph, and returns a call that
@@ -141,7 +135,7 @@ def capturing() -> Iterator[Callable[[Call], Call]]:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool, torch.cuda.current_stream()):
             call()
-        return functools.partial(_replay, graph, call)
+        return lambda kept=call: graph.replay()  # it reads the memory of the weights and inputs of `kept`
 
     with torch.cuda.stream(torch.cuda.Stream()):
         yield captured

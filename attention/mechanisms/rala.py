@@ -19,7 +19,7 @@ has no rotations, may be far smaller than the sum that it divides: y is kept wit
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext, projections, total
 from ..costs import linear_attention_macs
@@ -28,7 +28,6 @@ from ..ops.random_features.op import linear_attention
 from ..options import Options, local_option
 from ..parts.features import full_precision
 from ..parts.geometry import Grid
-from ..parts.linear import init_linear
 from ..parts.masking import mask_logits, mask_tokens, masked_mean
 from ..parts.rotary import rotate, rotate_reference
 
@@ -61,13 +60,10 @@ class Rala(Attention):
     prefix_tokens = "plain"
     has_positions = True  # rotations depend on positions
     local_by_head = False
+    has_gate = True
 
     class Config(Options):
         local: bool = local_option(True)
-
-    def __init__(self, context: LayerContext, config: Config):
-        super().__init__(context, config)
-        self.gate = init_linear(nn.Linear(context.dim, context.dim, bias=context.qkv_bias))
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:
