@@ -29,6 +29,7 @@ from engine.evaluation.predictions import top_columns
 from engine.runtime.distributed import init_distributed
 from engine.runtime.errors import refuse_bad_input
 from engine.runtime.files import to_csv, write_file
+from engine.runtime.memory import refuse_too_large
 from engine.runtime.ownership import check_file
 from engine.runtime.terminal import progress
 from engine.runtime.text import one_line
@@ -43,9 +44,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         device = init_distributed(args.device).device
         files = list_files(args.images)
         trained = load(args.checkpoint, weights=args.weights, select=args.select, overrides=args.set)
-    trained.model.to(device)
     loader, predictions, not_finite = create_loader(trained, files, args.batch_size), [], 0
-    with refuse_bad_input(), progress("prediction", len(files), "images") as bar:
+    bar = progress("prediction", len(files), "images")
+    with refuse_bad_input(), refuse_too_large("lower --batch-size"), bar:
+        trained.model.to(device)
         for prediction in predict(trained, loader, args.top):
             if args.output:
                 predictions.append(prediction)

@@ -24,7 +24,7 @@ from engine.runtime.signals import begin, end_at_interrupt
 if __name__ == "__main__":
     begin("engine.evaluation.command_lines:parse_validate")
 
-from attention import OptionError
+from attention import OptionError, kernels
 from attention.options import to_yaml
 from engine.checkpoints.adapt import restore_model
 from engine.checkpoints.files import Opened, Weights, open_weights
@@ -42,8 +42,10 @@ from engine.objectives import choose_objective
 from engine.reporting.outputs import chosen_outputs, write_outputs
 from engine.reporting.tables import align
 from engine.run.described import parse_described
-from engine.runtime.distributed import World, init_distributed
+from engine.runtime.distributed import World, init_distributed, set_arithmetic
 from engine.runtime.errors import refuse_bad_input
+from engine.runtime.memory import refuse_too_large
+from engine.training.device import check_kernels
 from engine.training.differences import list_data_differences
 from models.budgets import Budget, with_budget
 from models.costs import count_costs
@@ -69,9 +71,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if [*runs.values()][-1].attention != run.attention:
             problem = " = all evaluates the sizes of train.budgets; leave attention's sizes out, or --budgets"
             raise OptionError("--budgets", problem)
-        world = init_distributed(run.train.device)
+        set_arithmetic(run.train.deterministic, run.train.tf32)
+        world = init_distributed(run.train.device, run.train.timeout_minutes)
         records: dict[Weights, PredictionTable] | None = {} if outputs else None
-        with world.ending(), refuse_bad_input():  # refusals are reported before the process group ends, see train.py
+        with world.ending(), refuse_bad_input(), refuse_too_large("lower --batch-size"):  # see train.py
+            check_kernels(run, world.device)
             check_predicts_classes(run, source, of_metrics=not (outputs or args.flip))
             asked, results = (args.batch_size, records, args.flip), {}
             for size, each in runs.items():
@@ -123,7 +127,8 @@ def validate(
         model = (model if columns == [*range(num_classes)] else ClassSubset(model, columns)).to(world.device)
         rows = None if records is None else []
         begin = time.perf_counter()
-        metrics = evaluate(model, loader, world, run.train.amp, rows=rows, measure=choose_objective(run).measure)
+        with kernels.use(run.train.kernels):
+            metrics = evaluate(model, loader, world, run.train.amp, rows=rows, measure=choose_objective(run).measure)
         seconds = time.perf_counter() - begin
         source = {"checkpoint": str(path), "epoch": checkpoint["progress"]["epoch"]}
         speed = {"seconds": seconds, "images_per_second": metrics["images"] / seconds}

@@ -115,7 +115,7 @@ class Augment:
     hflip: float = option(0.5, "probability of a horizontal flip", low=0, high=1)
     vflip: float = option(0.0, "probability of a vertical flip", low=0, high=1)
     color_jitter: float = option(
-        0.4, "colour jitter factor; acts where auto_augment is none, as in timm", low=0, high=2
+        0.4, "colour jitter factor; acts where auto_augment is none or a 3-Augment, as in timm", low=0, high=2
     )
     auto_augment: str | None = option(
         "rand-m9-mstd0.5-inc1", "timm's RandAugment / AutoAugment policy string; null: none"

@@ -30,13 +30,15 @@ def open_csv(path: str) -> FolderReader:
 
     Raises:
         LayoutError: the columns are not `COLUMNS`; a line has no file, no label or another number of fields; a file is
-            missing or named twice; or the file lists nothing. OSError: the CSV file cannot be read.
+            missing, elsewhere or named twice; or the file lists nothing. OSError: the CSV file cannot be read.
     """
     root, classes = os.path.dirname(path), defaultdict[str, list[str]](list)
     lines: dict[str, int] = {}
     for number, file, label in _read_rows(path):
         if (first := lines.setdefault(file, number)) != number:
             raise LayoutError(f"line {number}: {_shown(file)} is in line {first} already; remove one of them")
+        if file.startswith(("/", "../")):
+            raise LayoutError(f"line {number}: {_shown(file)} is not below {_shown(root)}; link to it there")
         classes[label].append(file)
     if not lines:
         raise LayoutError("lists no image; write a line for each, with its file and its label")

@@ -42,7 +42,8 @@ def _advise_other(error: UnknownOptionError, values: Mapping[str, Any], override
     """Returns the message of `error`, with what the user may have meant in another section."""
     for text in overrides:
         key, _, name = text.partition("=")
-        if re.fullmatch(r"attention(\.\d+)?\.name", key) and error.key.startswith("attention"):
+        form = r"attention\.\d+\.name" if isinstance(values["attention"], list) else r"attention\.name"
+        if re.fullmatch(form, key) and error.key.startswith("attention"):
             whole = key.removesuffix(".name")
             entry = values["attention"][int(whole.partition(".")[2])] if "." in whole else values["attention"]
             place, _ = split_place(entry)

@@ -155,7 +155,7 @@ def why_eager(run: Run, on_cuda: bool) -> str:
 
 POLICY = re.compile(
     r"rand(-(m[0-9]{1,2}|n([1-9]|10)|p(0|1|0?\.[0-9]+)|mstd[0-9]+(\.[0-9]+)?|mmax[0-9]{1,2}|inc[01]|t(weights|3aw?)))*"
-    r"|augmix(-(m[0-9]|m10|[wd]([1-9]|10)|a[0-9]+(\.[0-9]+)?|b[01]|mstd[0-9]+(\.[0-9]+)?))*"
+    r"|augmix(-(m[0-9]|m10|[wd]([1-9]|10)|a(?![0.]+(-|$))[0-9]+(\.[0-9]+)?|b[01]|mstd[0-9]+(\.[0-9]+)?))*"
     r"|(originalr?|v0r?|3a)(-mstd[0-9]+(\.[0-9]+)?)?"
 )
 """Policies of timm; timm itself passes over sections that it does not understand."""

@@ -33,13 +33,18 @@ def check_device(run: Run, device: torch.device) -> None:
         check_optimizer(run.optim, device)
     with collecting(problems):
         check_cuda_graph(run, device.type == "cuda")
+    with collecting(problems):
+        check_kernels(run, device)
+    refuse(problems)
+
+
+def check_kernels(run: Run, device: torch.device) -> None:
+    """Refuses Triton's kernels where they do not run."""
     reason = "triton is not installed" if importlib.util.find_spec("triton") is None else None
     if device.type == "cuda":
         reason = kernels.refusal_of(device.index)
-    with collecting(problems):
-        if run.train.kernels == "triton" and reason:
-            raise OptionError("train.kernels", f" = triton: {reason}; set it to auto or torch")
-    refuse(problems)
+    if run.train.kernels == "triton" and reason:
+        raise OptionError("train.kernels", f" = triton: {reason}; set it to auto or torch")
 
 
 @contextmanager

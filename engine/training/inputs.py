@@ -16,6 +16,7 @@ from engine.data.splits import Splits, open_splits
 from engine.run.draft import Draft
 from engine.runtime.distributed import World, choose_device
 from engine.runtime.errors import UserError
+from engine.runtime.files import check_directory
 from engine.runtime.ownership import check_claim
 from engine.training.device import check_device
 from models import is_host
@@ -52,6 +53,7 @@ def open_inputs(draft: Draft, world: World, output: Path, names: Collection[str]
     with world.refusing():
         splits = _open(draft, world.device, output)
         draft.finish()
+        check_directory(output)
         check_claim(output, names)
     return splits[0]
 

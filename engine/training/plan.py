@@ -32,7 +32,7 @@ from engine.runtime.reading import read_csv
 from engine.runtime.text import describe_error
 from engine.training.compilation import describe_compilation
 from engine.training.device import chosen_kernels
-from engine.training.objective import create_objective
+from engine.training.objective import create_objective, weigh_classes
 from engine.training.optim import create_optimizer
 from engine.training.resume import Checkpoints, Resumed
 from models import create_model
@@ -74,6 +74,8 @@ def print_plan(
     if run.init.weights or run.distill.teacher:
         model = create_initial_model(run, output, world, classes_of(images_of(val)))
         identity |= create_objective(run, model, images_of(train), world).identity
+    else:
+        weigh_classes(run, images_of(train), world)
     resumed = Resumed(Checkpoints(output, run, world, sampler.num_images, identity), allowed)
     progress = resumed.progress
     steps, epochs = progress.total_steps(run, sampler.updates_per_epoch), run.schedule.epochs

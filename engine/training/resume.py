@@ -1,5 +1,6 @@
 """Checkpoints of a run: those that are kept in its directory, and the one that it resumes from."""
 
+import re
 import sys
 import time
 from collections.abc import Collection, Mapping
@@ -153,6 +154,8 @@ class Resumed:
         differences = {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
         changes = {key: pairs[key] for key in sorted(find_differences(there, here))}
         self.resumption, self.former = Resumption(path, differences, changes), run
+        if any(re.match(r"val_|data\.(crop_|interpolation|mean|std)", key) for key in changes):  # other images
+            self.progress.ranking, self.progress.ema_ranking = [], []
 
     def restore(self, stateful: Stateful) -> Progress:
         """Loads the checkpoint into `stateful`; without one, nothing changes. Returns the progress.

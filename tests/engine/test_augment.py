@@ -104,7 +104,7 @@ def test_timm_understands_what_is_accepted(policy, image):
             "rand-m999",
         ),
         *("rand-n0", "rand-n1000000000", "rand-p7", "rand-inc2", "rand-tweigths", "rand-w0", "rand--m9", "rand-m9\nn3"),
-        *("random-m9", "augmix-m5-x1", "augmix-m5-w0", "original-m9", "v1", "", "rand-m9\n"),
+        *("random-m9", "augmix-m5-x1", "augmix-m5-w0", "augmix-m5-a0.0", "original-m9", "v1", "", "rand-m9\n"),
     ],
 )
 def test_policies_that_timm_would_bend_are_refused(policy):

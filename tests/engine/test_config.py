@@ -296,6 +296,7 @@ def test_refused(tmp_path, case):
         ("lr=1", "lr: unknown option; did you mean 'optim.lr'?"),
         ("batch_size=1", "batch_size: unknown option; did you mean 'train.total_batch_size'?"),
         ("window_sizes=1", "window_sizes: unknown option; did you mean 'attention.window_size'?"),
+        ("attention.0.name=eva", "attention(local).0: unknown option..."),
         ("attention.mixup=1", "attention(local).mixup: unknown option; did you mean 'augment.mixup'?"),
         ("attention=qqqq", "attention.name: unknown mechanism 'qqqq'; `python -m attention` lists all"),
         ("qqqq=1", "qqqq: unknown option; known: attention, ..."),

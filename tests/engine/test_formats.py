@@ -224,6 +224,8 @@ def test_a_csv_file_labels_files(tmp_path, text):
         ("file,label\nb, c.png,dog\n", r"line 2: 3 fields; expected file and label, in quotes where they contain"),
         ("file,label\na.png,\n", r"line 2: no label; give one, or remove the line"),
         ("file,label\na.png,dog\n./a.png,cat\n", r"line 3: 'a.png' is in line 2 already; remove one of them"),
+        ("file,label\nb/../../a.png,dog\n", r"line 2: '../a.png' is not below '.*'; link to it there"),
+        ("file,label\n/a.png,dog\n", r"line 2: '/a.png' is not below '.*'; link to it there"),
         ("file,label\na.png,dog\nx.png,cat\ny.png,cat\n", r"line 3: no file 'x.png' in .* \(2 of 3 are missing\)"),
         ('file,label\n"a.png,dog\n', r"line 2: unexpected end of data"),
         (b"file,label\n\xff\n.png,dog\n", r"line 2: 1 fields"),

@@ -50,6 +50,7 @@ def test_a_new_run(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: p
 @pytest.mark.complete
 def test_what_would_be_resumed_and_what_would_be_refused(tmp_path: Path, capsys: pytest.CaptureFixture):
     start(tmp_path)
+    (tmp_path / "x").write_text("\n".join([*"0123456789", "k"]))
     files = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").iterdir()}
     assert plan(tmp_path, capsys)[1]["resumes"] == f"nothing; {tmp_path / 'run'} is finished"
     more = ["schedule.epochs=2", "--allow-change", "schedule.epochs", "train.log_every=1"]
@@ -58,6 +59,11 @@ def test_what_would_be_resumed_and_what_would_be_refused(tmp_path: Path, capsys:
     assert facts["resumes"] == f"{place}  schedule.epochs: 1 -> 2\n  train.log_every: 2 -> 1"
     for arguments, problem in {
         ("optim.lr=0.001",): "optim.lr: 0.002 there, 0.001 here",
+        (
+            f"data.classes={tmp_path / 'x'}",
+            "model.num_classes=11",
+            "train.class_weights=balanced",
+        ): "'k' has no training",
         ("distill.teacher=absent.pt", "distill.type=hard"): "absent.pt: no such run directory or checkpoint",
     }.items():
         with pytest.raises(SystemExit) as ended:
@@ -91,6 +97,8 @@ def test_files_of_others_are_refused_as_by_a_launch(tmp_path: Path, capsys: pyte
         arguments = [str(tmp_path / "run.yaml"), "--output", str(output), *dry]
         assert f"{output / 'config.yaml'}: is there already" in refusal(train.main, arguments, capsys)
         assert [path.name for path in output.iterdir()] == ["config.yaml"]  # not even a lock
+        arguments[2] = str(tmp_path / "run.yaml")
+        assert "run.yaml: cannot be made: Not a directory" in refusal(train.main, arguments, capsys)
 
 
 def run_with(**train_options: object) -> Run:

@@ -7,6 +7,7 @@ import os
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -213,6 +214,12 @@ def test_bad_input_is_one_line(arguments, problem, monkeypatch, capsys):
     error = refusal(predict.main, arguments, capsys)
     assert error.count("\n") == 1
     assert problem in error
+
+
+def test_lack_of_memory_has_a_remedy(monkeypatch, capsys):
+    monkeypatch.setattr(predict, "predict", Mock(side_effect=torch.OutOfMemoryError))
+    error = refusal(predict.main, ["runs/eva", "digits", "--device", "cpu"], capsys)
+    assert error == "error: out of memory; lower --batch-size\n"
 
 
 def test_logits_that_are_not_finite_predict_nothing(capsys):

@@ -516,6 +516,16 @@ def test_a_change_that_is_allowed_may_touch_every_state(runs: Runs):
     assert newest_checkpoint(output)[1]["progress"]["step"] == 3 + (50 - 24) // 6 + 50 // 6
 
 
+def test_scores_on_other_validation_images_are_forgotten(runs: Runs):
+    _, _, output = runs.launch()
+    assert {epoch for _, epoch in newest_checkpoint(output)[1]["progress"]["ranking"]} == {1, 2}
+    changes = {"schedule.epochs": "3", "data.val_split": "train"}
+    allowed = [word for key in (*changes, "val_files", "val_content") for word in ("--allow-change", key)]
+    statuses, job, _ = runs.launch(output=output, more=[*allowed, *map("=".join, changes.items())])
+    assert statuses == [0], job.text
+    assert {epoch for _, epoch in newest_checkpoint(output)[1]["progress"]["ranking"]} == {3}
+
+
 def test_a_finished_run_says_so(runs: Runs):
     _, _, output = runs.launch()
     before = {path.name: path.read_bytes() for path in output.iterdir() if path.name != "lock"}

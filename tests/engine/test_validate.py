@@ -13,6 +13,7 @@ import torch
 
 import train
 import validate
+from attention import kernels
 from engine.checkpoints.export import main as export_main
 from engine.checkpoints.files import load_checkpoint, newest_checkpoint, open_weights, prefer, save_checkpoint
 from engine.data.arrays import DigitsReader
@@ -24,7 +25,7 @@ from engine.data.splits import open_split
 from engine.evaluation.evaluate import evaluate
 from engine.evaluation.inference import load
 from engine.run.load import parse_run
-from engine.runtime.distributed import World
+from engine.runtime.distributed import World, set_arithmetic
 from models import create_model
 from models.convert import resample_weights
 from tests.support.refusals import refusal
@@ -383,6 +384,19 @@ def test_bad_input_is_one_line(run_directory, tmp_path, monkeypatch, capsys, arg
     assert error.count("\n") == 1
     assert problem in error
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_arithmetic_follows_the_options_and_lack_of_memory_has_a_remedy(run_directory, monkeypatch, capsys):
+    def run_out(*args, **kwargs):
+        assert (kernels.path(), torch.backends.cuda.matmul.allow_tf32) == ("plain", True)
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(validate, "evaluate", run_out)
+    try:
+        error = refusal(validate.main, [str(run_directory), "train.tf32=true", "train.kernels=plain"], capsys)
+    finally:
+        set_arithmetic(deterministic=False, tf32=False)
+    assert error == "error: out of memory; lower --batch-size\n"
 
 
 @pytest.mark.parametrize("option", [[], ["data.workers=3"]])
