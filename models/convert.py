@@ -53,6 +53,11 @@ def resample_pos_embed(state_dict: StateDict, model: nn.Module, grid: Grid | Non
     return {**state_dict, "pos_embed": torch.cat([*prefix.values(), patches], 1)}
 
 
+def grid_of(model: nn.Module) -> Grid | None:
+    """The (H, W) grid of the patches of a model, ours or timm's; None: not known."""
+    return getattr(getattr(model, "patch_embed", None), "grid_size", None)
+
+
 def assume_grid(state_dict: StateDict, own: Grid) -> Grid:
     """Returns the likely (H, W) grid of position embeddings: a model's `own` one if their number is the same, and a
     square otherwise.

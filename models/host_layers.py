@@ -21,8 +21,8 @@ class PassGrid:
     Attributes:
         grid: of the latest pass.
         is_plain: True while the model runs without a mask, see `Replaced.attended`.
-        pending: grid -> passes that wait for their backward pass, in which activation checkpointing computes layers
-            again.
+        pending: every grid so far -> passes that wait for their backward pass, in which activation checkpointing
+            computes layers again.
     """
 
     def __init__(self) -> None:
@@ -33,8 +33,9 @@ class PassGrid:
     def __call__(self, module: nn.Module, args: Any, image: Tensor) -> None:
         H, W = image.shape[-2:]
         self.grid = (int(H), int(W)) if torch.jit.is_tracing() else (H, W)
+        if not torch.compiler.is_compiling():
+            self.pending[self.grid] += image.requires_grad
         if image.requires_grad and not torch.compiler.is_compiling():
-            self.pending[self.grid] += 1
             image.register_hook(lambda gradient, grid=self.grid: self.pending.subtract([grid]))
 
     def start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -47,8 +48,11 @@ class PassGrid:
         """The grid of a layer with so many tokens; None in a backward pass that may be of passes of two shapes."""
         if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
             return self.grid
-        grids = [grid for grid, passes in self.pending.items() if passes > 0 and math.prod(grid) == number]
-        return self.grid if not grids else grids[0] if len(grids) == 1 else None
+        grids = {grid: passes for grid, passes in self.pending.items() if math.prod(grid) == number}
+        found = [grid for grid, passes in grids.items() if passes > 0] or [
+            *grids
+        ]  # no gradient of a frozen patch embedding
+        return self.grid if not found else found[0] if len(found) == 1 else None
 
     def __reduce__(self) -> tuple[type["PassGrid"], tuple[()]]:
         return PassGrid, ()  # copies know of no pass

@@ -9,26 +9,28 @@ of transformers becomes a part of its options. Its weights come by `init.weights
 
 import dataclasses
 import inspect
+import math
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar, cast
 
 import timm
 import torch
-from timm.layers import to_2tuple
+from timm.layers import resample_abs_pos_embed, to_2tuple
 from timm.models import adapt_input_conv
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.hooks import RemovableHandle
 
-from attention import OptionError
+from attention import Grid, OptionError
 from attention.options import Options, nearest, option, parse_options, refuse
 from models.assignment import Mechanism
 from models.base import NO_DECAY
 from models.block import compiled
+from models.convert import grid_of
 from models.host_layers import first_line, with_mixin
 from models.hosts import Call, attention_calls, on_meta, replace_calls, run_on_meta
-from models.of_transformers import HF, RESERVED, class_of, configuration, fetched_configuration, merged
+from models.of_transformers import HF, RESERVED, class_of, configuration, fetched_configuration
 
 TIMM = "timm:"
 """Prefix of an architecture of timm."""
@@ -87,14 +89,25 @@ class Hosted(nn.Module):
         own: set[str] = getattr(super(), "no_weight_decay", set)()
         return {*own} | {name for name, _ in self.named_parameters() if name.endswith(NO_DECAY)}
 
-    def fitting(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The weights of a model of this architecture for other image sizes and channels, by timm's own functions."""
-        fit = getattr(inspect.getmodule(self.host), "checkpoint_filter_fn", None)
-        fitted = dict(state) if fit is None else fit(dict(state), self)
+    def fitting(self, state: Mapping[str, Tensor], grid: Grid | None = None) -> dict[str, Tensor]:
+        """The weights of a model of this architecture for other image sizes and channels, by timm's own functions.
+
+        Args:
+            grid: (H, W) of the position embeddings, which timm would take for a square; None: not known.
+        """
+        fit, own, fitted = getattr(inspect.getmodule(self.host), "checkpoint_filter_fn", None), grid_of(self), {**state}
+        positions = fitted.pop("pos_embed", None) if grid and own else None
+        if fit is not None:
+            fitted = fit(fitted, self)
+        if positions is not None and grid and own:
+            if grid != own and positions.ndim == 3:
+                num_prefix = positions.shape[1] - math.prod(grid)
+                positions = resample_abs_pos_embed(positions, own, grid, num_prefix_tokens=num_prefix)
+            fitted["pos_embed"] = positions
         first = next((n for n, m in self.named_modules() if isinstance(m, nn.Conv2d)), "")
         key, here = f"{first}.weight", self.state_dict()
         if key in fitted and fitted[key].shape[1] != here[key].shape[1]:
-            fitted[key] = adapt_input_conv(here[key].shape[1], fitted[key])
+            fitted[key] = adapt_input_conv(here[key].shape[1], fitted[key], min(3, fitted[key].shape[1]))
         return fitted
 
 
@@ -155,7 +168,7 @@ def described(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     kwargs = options.get("kwargs") or {}
     if not name.startswith(HF) or not isinstance(kwargs, Mapping) or "model_type" in kwargs:
         return {**options}
-    return {**options, "kwargs": merged(fetched_configuration(name)[0], kwargs)}
+    return {**options, "kwargs": {**fetched_configuration(name)[0], **kwargs}}
 
 
 def create_host(name: str, attention: Mechanism | Sequence[Mechanism] | None = "softmax", **options: Any) -> nn.Module:

@@ -40,7 +40,7 @@ def class_of(options: Mapping[str, Any]) -> tuple[Any, Any]:
 def fetched_configuration(name: str) -> tuple[dict[str, Any], dict[int, str]]:
     """The configuration of a model of the hub or of a folder, without what no model here has; and its class names.
 
-    A masked autoencoder (vit_mae) is its encoder, a vit.
+    A masked autoencoder (vit_mae) is its encoder, a vit; one of images and texts (siglip, clip) its vision model.
 
     Raises:
         OptionError: it cannot be had, or is of another type than `TYPES`.
@@ -52,8 +52,10 @@ def fetched_configuration(name: str) -> tuple[dict[str, Any], dict[int, str]]:
             remedy = "name a model of the hub that can be fetched, or a folder with its config.json"
             problem = f" = {name}: has no configuration ({first_line(error)}); {remedy}"
             raise OptionError("model.name", problem) from None
-    kind = "vit" if found.model_type == "vit_mae" else found.model_type  # the encoder, with its weights' names
-    options = {**found.to_diff_dict(), "model_type": kind}
+    is_whole = found.model_type in ("siglip", "clip") and "ForImageClassification" not in str(found.architectures)
+    taken = found.vision_config if is_whole else found  # with its trained pooling
+    kind = "vit" if found.model_type == "vit_mae" else taken.model_type  # the encoder, with its weights' names
+    options = {**taken.to_diff_dict(), "model_type": kind}
     return configuration(options, None), dict(found.id2label or {})
 
 
@@ -68,12 +70,6 @@ def configuration(options: Mapping[str, Any], key: str | None = "model.kwargs") 
         raise OptionError(f"{key or 'model'}.model_type", problem)
     with _quiet() as transformers:
         return _known(options, transformers.CONFIG_MAPPING[kind](), key)
-
-
-def merged(options: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
-    """`options` with the `others`, which win; nested mappings are merged."""
-    both = [key for key, x in others.items() if isinstance(x, Mapping) and isinstance(options.get(key), Mapping)]
-    return {**options, **others, **{key: merged(options[key], others[key]) for key in both}}
 
 
 def pretrained_host(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
@@ -95,7 +91,10 @@ def image_statistics(name: str) -> dict[str, Any]:
     """The `mean` and `std` by which the image processor of a model of transformers normalises; {} without one."""
     with suppress(OSError), _quiet() as transformers:
         options, _ = transformers.ImageProcessingMixin.get_image_processor_dict(name.removeprefix(HF))
-        return {key: options[f"image_{key}"] for key in ("mean", "std") if f"image_{key}" in options}
+        if not options.get("do_normalize", True):
+            return {"mean": [0.0] * 3, "std": [1.0] * 3}
+        found = {key: options.get(f"image_{key}") for key in ("mean", "std")}
+        return {key: [x] * 3 if isinstance(x, float | int) else x for key, x in found.items() if x is not None}
     return {}
 
 

@@ -2,13 +2,13 @@
 
 import json
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
-from timm.layers import resample_patch_embed, to_2tuple
+from timm.layers import DropPath, resample_patch_embed, to_2tuple
 from timm.models import adapt_input_conv
 from torch import Tensor, nn
 
@@ -161,11 +161,14 @@ def _adapt(
         The weights under the model's names before and after, and name -> reason of those that are not to be taken.
     """
     expected, is_host = model.state_dict(), isinstance(model, Hosted)
+    grid = None if source.model is None else convert.grid_of(source.model)
     try:
         original, shared = source.state, SHARED_OF_HOST if is_host else SHARED
         if not is_host:
             original = convert.from_timm_pvt(convert.from_released(source.state))
-        state = model.fitting(original) if isinstance(model, Hosted) else original | _cut_projections(original, model)
+        state = (
+            model.fitting(original, grid) if isinstance(model, Hosted) else original | _cut_projections(original, model)
+        )
         blocks = [{name: x for name, x in tensors.items() if shared.search(name)} for tensors in (state, expected)]
         if misfits := describe_misfits(*blocks):
             raise UserError(f"{place}: weights of another architecture ({one_line(misfits, 300)}); {OF_ANOTHER}")
@@ -173,7 +176,7 @@ def _adapt(
         if theirs is not None:
             check_heads(theirs, list_heads(model), place)
         if not is_host:
-            state |= _resample(state, model, getattr(getattr(source.model, "patch_embed", None), "grid_size", None))
+            state |= _resample(state, model, grid)
         tables, reasons = convert.resample_bias_tables(state, model, source.model)
         state |= tables | convert.resample_position_tables(state, model, source.model)
         heads, strange = match_heads(state, expected, source.classes, classes, head_names(model))
@@ -243,7 +246,10 @@ def _resample(state: Mapping[str, Tensor], model: nn.Module, grid: Grid | None) 
 
 
 def list_heads(model: nn.Module) -> int | list[int]:
-    """Returns `num_heads` of the blocks of a model, ours or timm's; with several stages a list."""
+    """Returns `num_heads` of the blocks of a model, ours, timm's or of transformers; with several stages a list."""
+    config = getattr(model, "config", None)
+    if (heads := getattr(getattr(config, "vision_config", config), "num_attention_heads", None)) is not None:
+        return cast(int, heads)
     layers = {name.rpartition("blocks.")[0]: layer for name, layer in model.named_modules() if name.endswith(".attn")}
     heads = [getattr(layer, "num_heads", 0) for layer in layers.values()]
     return heads[0] if len(heads) == 1 else heads
@@ -261,14 +267,9 @@ def check_heads(there: int | Sequence[int], here: int | Sequence[int], place: st
         raise UserError(f"{place}: {problem} mean something else; set model.num_heads={theirs}")
 
 
-def _has_mlp_relu(model: nn.Module) -> bool:
-    """Returns whether a model has PVT-v2-Li's ReLU in its MLPs."""
-    return any(name.endswith(".mlp.relu") and isinstance(layer, nn.ReLU) for name, layer in model.named_modules())
-
-
 WEIGHTLESS: dict[str, Callable[[nn.Module], Any]] = {
     "global_pool": lambda model: getattr(model, "global_pool", None),
-    "mlp_relu": _has_mlp_relu,
+    "mlp_relu": lambda model: any(n.endswith(".mlp.relu") and isinstance(x, nn.ReLU) for n, x in model.named_modules()),
     "pad_token": lambda model: getattr(getattr(model, "config", None), "pad_token", None),
     "frames": lambda model: getattr(getattr(model, "config", None), "frames", 1),
 }
@@ -285,9 +286,28 @@ def list_other_options(source: nn.Module, model: nn.Module, has_head: bool) -> l
     for option, read in WEIGHTLESS.items():
         there, here = json.dumps(read(source)), json.dumps(read(model))
         if there != here and (has_head or option != "global_pool"):
-            hint = f"is {here}, that of these weights was {there}: 'model.{option}={there}' keeps it"
-            lines.append(f"model.{option} {hint}")
+            key = f"model.{'kwargs.' * isinstance(model, Hosted)}{option}"
+            lines.append(f"model.{option} is {here}, that of these weights was {there}: '{key}={there}' keeps it")
+    if isinstance(model, Hosted):
+        pairs, theirs = defaultdict[tuple[str, str], list[str]](list), _functions(source)
+        for name, own in _functions(model).items():
+            pairs[theirs.get(name, own), own].append(name)
+        differing = {pair: _join(dict.fromkeys(names, "")) for pair, names in pairs.items() if pair[0] != pair[1]}
+        remedy = "give model.kwargs the options of that model"
+        lines += [
+            f"{names}: {own} here, {other} in the model of these weights; {remedy}"
+            for (other, own), names in differing.items()
+        ]
     return lines
+
+
+def _functions(model: nn.Module) -> dict[str, str]:
+    """Returns what parts of a model compute that its weights do not say: activations, and the epsilon of norms."""
+    parts = {name: part for name, part in model.named_modules() if not [*part.children()]}
+    norms = {name: f"eps {part.eps}" for name, part in parts.items() if hasattr(part, "eps")}
+    idle = nn.Identity, nn.Dropout, DropPath
+    others = {name: repr(part) for name, part in parts.items() if not (part.state_dict() or isinstance(part, idle))}
+    return others | norms
 
 
 def table(outcome: Outcome) -> list[str]:

@@ -19,6 +19,7 @@ from engine.runtime.distributed import World
 from engine.runtime.errors import UserError
 from engine.runtime.text import one_line
 from models import create_model
+from models.hosted import TIMM, is_host
 
 
 def read_with_config(run: Run, path: Path, weights: Weights | None = None) -> dict[str, Any]:
@@ -32,7 +33,7 @@ def read_with_config(run: Run, path: Path, weights: Weights | None = None) -> di
     if found.kind not in FOREIGN | {Kind.RELEASED, Kind.GRAPH} and not is_of_timm(found):
         raise UserError(f"{path}: has its own configuration; leave --config out; options are key.path=value")
     model = create_model(attention=run.attention, **run.model)
-    check_arguments(run, str(model.global_pool), found)
+    check_arguments(run, str(getattr(model, "global_pool", None)), found)
     run = replace(run, init=Init(weights=str(path), strict=True))
     load_initial_weights(model, run, World(torch.device("cpu")), weights=weights)
     metadata = {"config": dump_run(run), "processes": 1, "images": 0, "progress": asdict(Progress())}
@@ -59,6 +60,12 @@ def check_arguments(run: Run, global_pool: str, found: Found) -> None:
     stated |= {f"data.{key}": x for key, x in images.items()}
     own = {f"model.{key}": x for key, x in model.items()}
     own |= {f"data.{key}": x for key, x in preprocessing_of(run).items()}
+    if found.kind is Kind.TIMM and is_host(run.model["name"]):
+        others = {key: x for key, x in options.items() if key not in model and not key.endswith("_rate")}
+        stated |= {f"model.kwargs.{key}": x for key, x in others.items()}
+        own |= {f"model.kwargs.{key}": (run.model.get("kwargs") or {}).get(key) for key in others}
+        stated["model.name"] = TIMM + str(found.values()["arch"]).partition(".")[0]
+        own["model.name"] = run.model["name"].partition(".")[0]
     for key, value in stated.items():
         there, here = (to_2tuple(x) if key == "model.img_size" else x for x in (value, own[key]))
         if plain(there) != plain(here):

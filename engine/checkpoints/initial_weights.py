@@ -15,6 +15,7 @@ from engine.runtime.distributed import World
 from engine.runtime.errors import UserError
 from engine.runtime.text import describe_difference, numbers_of, one_line
 from models import create_model
+from models.convert import assume_grid, grid_of
 from models.freeze import describe_freeze, freeze, head_names
 
 
@@ -68,6 +69,10 @@ def load_initial_weights(
         print("\n".join([place, f"  source   {source.origin}", *table(outcome)]), flush=True)
         if source.model is None and source.num_heads is None:
             print(f"  heads    not known from this file; model.num_heads={list_heads(model)} is taken", flush=True)
+        positions, grid = source.state.get("pos_embed"), grid_of(model)
+        if source.model is None and positions is not None and positions.ndim == 3 and grid:
+            assumed = "x".join(map(str, assume_grid(source.state, grid)))
+            print(f"  grid     of positions not known from this file; {assumed} is taken", flush=True)
         if classes is not None and (note := describe_classes(head, source.classes, classes)):
             print(f"  classes  {note}", flush=True)
         for line in others:

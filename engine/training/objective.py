@@ -9,7 +9,7 @@ import torch
 from timm.layers import to_2tuple
 from torch import nn
 
-from engine.checkpoints.adapt import fit_weights, summarize
+from engine.checkpoints.adapt import fit_weights, list_other_options, summarize
 from engine.checkpoints.files import WEIGHTS, open_weights
 from engine.checkpoints.identify import FOREIGN, Kind, identify
 from engine.checkpoints.local_dir import read_label_names
@@ -30,7 +30,7 @@ from models import create_model, parse_model, published_attention
 from models.base import attention_layers
 from models.budgets import Budgets
 from models.deit import Deit
-from models.freeze import describe_freeze
+from models.freeze import describe_freeze, head_names
 from models.hosted import TIMM, described
 
 
@@ -137,10 +137,14 @@ def read_published(name: str, run: Run) -> Teacher:
         UserError: they are not the weights of that model.
     """
     source = read_weights(name)
-    head = next((x for key, x in source.state.items() if key in ("head.weight", "classifier.weight", "fc.weight")), ())
+    named = head_names(source.model) if hasattr(source.model, "get_classifier") else ()
+    names = {"head.weight", "classifier.weight", "fc.weight", *named}
+    head = next((x for key, x in source.state.items() if key in names), ())
     options = {**run.model, "num_classes": len(head)}
     model = create_model(attention=published_attention(run.model["name"]), **options)
     state, outcome = fit_weights(model, source, name)
+    if source.model is not None and (others := list_other_options(source.model, model, False)):
+        raise UserError(f"not the weights of {run.model['name']} as it is here: {'; '.join(others)}")
     if any(outcome[kind] for kind in ("fresh", "re-made", "dropped")):
         remedy = "set the options of model to those of the weights (class_token, stem, ...)"
         raise UserError(f"not the weights of {run.model['name']} as it is here: {summarize(outcome)}; {remedy}")

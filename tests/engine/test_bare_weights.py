@@ -107,6 +107,22 @@ def test_other_options_than_those_of_timms_training_are_refused_with_the_overrid
     assert load(tmp_path / "out.safetensors").model.blocks[0].attn.num_heads == 4
 
 
+def test_options_of_a_host_are_those_of_timms_training(tmp_path, capsys):
+    sizes = {"patch_size": 8, "embed_dim": 24, "depth": 1, "num_heads": 2}
+    kwargs = {**sizes, "act_layer": "quick_gelu"}
+    trained = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=5, **kwargs)
+    args = argparse.Namespace(img_size=32, model_kwargs=kwargs)
+    torch.save({"arch": "vit_tiny_patch16_224", "args": args, "state_dict": trained.state_dict()}, tmp_path / "x.tar")
+    model = {"name": "timm:vit_small_patch16_224", "img_size": 32, "num_classes": 5, "kwargs": sizes}
+    (tmp_path / "host.yaml").write_text(yaml.safe_dump({"model": model, "attention": None}))
+    command = [str(tmp_path / name) for name in ("x.tar", "x.safetensors")] + ["--config", str(tmp_path / "host.yaml")]
+    line = refusal(export, command, capsys)
+    assert "had model.kwargs.act_layer=quick_gelu (not None), model.name=timm:vit_tiny_patch16_224 (not timm:vi" in line
+    export(command + shlex.split(line.partition("; add ")[2].removesuffix(" to the command\n")))
+    images = torch.randn(2, 3, 32, 32)
+    torch.testing.assert_close(load(tmp_path / "x.safetensors").model(images), trained.eval()(images))
+
+
 def test_a_configuration_for_weights_that_have_one_is_refused(stock, tmp_path, capsys):
     out, config = str(tmp_path / "out.safetensors"), str(tmp_path / "config.yaml")
     export([str(tmp_path / "last.pth.tar"), out, "--config", config])

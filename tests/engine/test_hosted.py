@@ -3,6 +3,7 @@
 import datetime
 import json
 import pickle
+import re
 import sys
 from pathlib import Path
 
@@ -11,17 +12,18 @@ import timm
 import torch
 import transformers
 import yaml
+from timm.layers import resample_abs_pos_embed
 
 import analyze
 import predict
 import train
 import validate
 from attention import OptionError
-from engine.checkpoints.adapt import fit_weights
+from engine.checkpoints.adapt import fit_weights, list_other_options
 from engine.checkpoints.export import export
 from engine.checkpoints.export import main as export_main
 from engine.checkpoints.files import load_checkpoint
-from engine.checkpoints.weight_sources import read_weights
+from engine.checkpoints.weight_sources import read_weights, source_of
 from engine.config.objective_options import Distill
 from engine.config.schema import Optim
 from engine.objectives.alignment import Alignment
@@ -65,6 +67,11 @@ def of_type(kind: str, **options) -> dict:
 def write_run(path: Path, **sections) -> Path:
     path.write_text(yaml.safe_dump({**RUN, **sections}))
     return path
+
+
+def write_state(path: Path, model: torch.nn.Module) -> str:
+    torch.save(model.state_dict(), path)
+    return str(path)
 
 
 def images(size=(16, 16), count=2) -> torch.Tensor:
@@ -198,7 +205,7 @@ def test_a_classifier_of_a_folder_loads_and_is_matched_by_its_classes(tmp_path):
     assert torch.equal(teacher(images()), there(images()).logits)
     assert teacher.classes == source.classes
     assert "not known" in teacher.note
-    transformers.ViTImageProcessor(image_mean=[0.1] * 3, image_std=[0.2] * 3).save_pretrained(tmp_path / "vit")
+    transformers.ViTImageProcessor(image_mean=0.1, image_std=[0.2] * 3).save_pretrained(tmp_path / "vit")
     larger = {**VIT, "img_size": 32}
     teacher = read_teacher(name, load_run(write_run(tmp_path / "y.yaml", model=larger)))
     assert (teacher.shape, teacher.note) == ((3, 16, 16), "")
@@ -209,14 +216,26 @@ def test_a_classifier_of_a_folder_loads_and_is_matched_by_its_classes(tmp_path):
     assert [*outcome["re-made"]] == ["classifier.weight", "classifier.bias"]
 
 
-def test_options_of_a_part_are_added_to_those_of_a_folder(tmp_path):
-    config = transformers.AutoConfig.for_model("siglip", vision_config=SMALL)
-    config.save_pretrained(tmp_path / "siglip")
-    model = {"name": f"hf:{tmp_path / 'siglip'}", "kwargs": {"vision_config": {"hidden_act": "gelu"}}, "num_classes": 0}
-    run = load_run(write_run(tmp_path / "x.yaml", model=model, attention="linear", train={"amp": None}))
-    assert run.model["kwargs"]["vision_config"]["hidden_size"] == 24
-    assert run.model["kwargs"]["vision_config"]["hidden_act"] == "gelu"
-    assert create_model(attention="linear", **run.model)(images()).shape == (2, 24)
+@pytest.mark.parametrize("kind", ["siglip", "clip"])
+def test_a_model_of_images_and_texts_is_its_vision_model(tmp_path, kind):
+    """With its trained pooling; options are added to those of the folder, and one that differs from it is said."""
+    config = transformers.AutoConfig.for_model(kind, vision_config=SMALL)
+    there = transformers.AutoModel.from_config(config).eval()
+    there.save_pretrained(name := str(tmp_path / kind))
+    model = {"name": f"hf:{name}", "num_classes": 0}
+    run = load_run(write_run(tmp_path / "x.yaml", model=model, attention=None))
+    network, source = create_model(attention=None, **run.model).eval(), read_weights(f"hf:{name}")
+    network.load_state_dict(fit_weights(network, source, "x")[0])
+    assert torch.equal(network(images()), there.vision_model(images()).pooler_output)
+    assert list_other_options(source.model, network, False) == []
+    model["kwargs"] = {"hidden_act": "relu", "num_attention_heads": 2}
+    changed = create_model(
+        attention=None, **load_run(write_run(tmp_path / "x.yaml", model=model, attention=None)).model
+    )
+    (line,) = list_other_options(source.model, changed, False)
+    assert re.match(r".*activation_fn.*: ReLU\(\) here, \w*GELU\w*\(\) in the model of these weights", line)
+    with pytest.raises(UserError, match=r"num_heads=3, but model\.num_heads=2"):
+        fit_weights(changed, source, "x")
 
 
 def test_images_that_a_model_does_not_take_are_refused_with_its_own_attention(tmp_path):
@@ -274,16 +293,28 @@ def test_weights_of_timm_are_resampled_and_those_of_another_architecture_refused
     """Position embeddings and channels as by timm; projections are the host's, the mechanism's weights fresh."""
     torch.manual_seed(1)
     there = timm.create_model(VIT["name"][5:], num_classes=10, img_size=16, **VIT["kwargs"])
-    torch.save(there.state_dict(), tmp_path / "vit.pth")
-    source = read_weights(str(tmp_path / "vit.pth"))
+    source = read_weights(write_state(tmp_path / "vit.pth", there))
     model = create_model(attention=EVA, **{**VIT, "img_size": 24, "in_chans": 1})
     taken, outcome = fit_weights(model, source, "x")
     assert {*outcome["adapted"]} == {"pos_embed", "patch_embed.proj.weight"}
     assert all(".core." in name for name in outcome["fresh"])
     assert taken["pos_embed"].shape == (1, 37, 24)
     assert not outcome["dropped"] | outcome["re-made"]
+    grey = read_weights(write_state(tmp_path / "grey.pth", create_model(attention=EVA, **{**VIT, "in_chans": 1})))
+    assert "patch_embed.proj.weight" in fit_weights(create_model(attention=EVA, **VIT), grey, "x")[1]["adapted"]
     with pytest.raises(UserError, match="another architecture"):
         fit_weights(create_model(attention=EVA, **{**VIT, "kwargs": {**VIT["kwargs"], "depth": 3}}), source, "x")
+
+
+def test_position_embeddings_of_a_grid_that_is_no_square_are_resampled_from_it():
+    run = parse_run({**RUN, "model": {**VIT, "img_size": [16, 32]}}, "x")
+    there = create_model(attention=EVA, **run.model)
+    for size in ([16, 32], [32, 16], [32, 64], [24, 24]):
+        here = create_model(attention=EVA, **{**VIT, "img_size": size})
+        taken, _ = fit_weights(here, source_of(run, there.state_dict()), "x")
+        expected = resample_abs_pos_embed(there.pos_embed, here.patch_embed.grid_size, (4, 8))
+        assert torch.equal(taken["pos_embed"], expected)
+    assert torch.equal(taken["pos_embed"][:, 0], there.pos_embed[:, 0])
 
 
 def test_groups_of_layer_decay_and_the_frozen_backbone():

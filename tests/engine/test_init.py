@@ -565,7 +565,7 @@ def under(key: str, prefix: str):
     ],
 )
 def test_the_table_names_a_file_and_which_of_its_weights_were_taken(name, wrap, origin, tmp_path, capsys):
-    """And the number of heads that is taken, which the file does not say."""
+    """And the number of heads and the grid that are taken, which the file does not say."""
     taken, other = stock().state_dict(), build(class_token=True).state_dict()
     path = write(tmp_path / name, wrap(taken, other))
     read = read_weights(path).state
@@ -574,7 +574,8 @@ def test_the_table_names_a_file_and_which_of_its_weights_were_taken(name, wrap, 
     start(run_of("model.class_token=true", f"init.weights={path}"), tmp_path)
     lines = capsys.readouterr().out.splitlines()
     assert lines[:3] == [f"init.weights={path}", f"  source   {origin}", "  loaded     32"]
-    assert lines[-1] == "  heads    not known from this file; model.num_heads=2 is taken"
+    assert lines[-2] == "  heads    not known from this file; model.num_heads=2 is taken"
+    assert lines[-1] == "  grid     of positions not known from this file; 4x4 is taken"
 
 
 def test_strict_refuses_anything_but_loaded(tmp_path):

@@ -240,11 +240,12 @@ def test_copies_and_half_types(name):
     assert rms_ratio(outputs(half, x.bfloat16()).float(), y) < 3 * BF16_RMS
 
 
-@pytest.mark.parametrize("is_together", [False, True])
+@pytest.mark.parametrize(("is_together", "is_frozen"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("sizes", [[(64, 96), (32, 48)], [(64, 96), (96, 64)]])
-def test_checkpointing_recomputes_every_pass_on_its_own_grid(sizes, is_together):
+def test_checkpointing_recomputes_every_pass_on_its_own_grid(sizes, is_together, is_frozen):
     """Crops of several sizes go forward before one goes backward, or one after the other."""
     host = replace_attention(of_timm("vit_small_patch14_reg4_dinov2", dynamic_img_size=True), EVA).train()
+    host.patch_embed.requires_grad_(not is_frozen)
     results, is_ambiguous = [], is_together and sizes[0] == sizes[1][::-1]
     for is_checkpointed in (False, True):
         host.set_grad_checkpointing(is_checkpointed)
