@@ -3,12 +3,14 @@
 import dataclasses
 import re
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 import yaml
 
 import train
+from attention import OptionError
 from engine.config.schema import Run
 from engine.run.load import load_run, parse_run
 from engine.runtime.distributed import World, autocast
@@ -50,7 +52,6 @@ def test_a_new_run(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: p
 @pytest.mark.complete
 def test_what_would_be_resumed_and_what_would_be_refused(tmp_path: Path, capsys: pytest.CaptureFixture):
     start(tmp_path)
-    (tmp_path / "x").write_text("\n".join([*"0123456789", "k"]))
     files = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").iterdir()}
     assert plan(tmp_path, capsys)[1]["resumes"] == f"nothing; {tmp_path / 'run'} is finished"
     more = ["schedule.epochs=2", "--allow-change", "schedule.epochs", "train.log_every=1"]
@@ -59,11 +60,6 @@ def test_what_would_be_resumed_and_what_would_be_refused(tmp_path: Path, capsys:
     assert facts["resumes"] == f"{place}  schedule.epochs: 1 -> 2\n  train.log_every: 2 -> 1"
     for arguments, problem in {
         ("optim.lr=0.001",): "optim.lr: 0.002 there, 0.001 here",
-        (
-            f"data.classes={tmp_path / 'x'}",
-            "model.num_classes=11",
-            "train.class_weights=balanced",
-        ): "'k' has no training",
         ("distill.teacher=absent.pt", "distill.type=hard"): "absent.pt: no such run directory or checkpoint",
     }.items():
         with pytest.raises(SystemExit) as ended:
@@ -99,6 +95,14 @@ def test_files_of_others_are_refused_as_by_a_launch(tmp_path: Path, capsys: pyte
         assert [path.name for path in output.iterdir()] == ["config.yaml"]  # not even a lock
         arguments[2] = str(tmp_path / "run.yaml")
         assert "run.yaml: cannot be made: Not a directory" in refusal(train.main, arguments, capsys)
+
+
+def test_a_class_without_images_to_balance_is_refused_as_by_a_launch(tmp_path: Path, capsys, monkeypatch):
+    problem = OptionError("train.class_weights", ": the class 'k' has no training image")
+    monkeypatch.setattr("engine.training.objective.count_classes", Mock(side_effect=problem))
+    with pytest.raises(SystemExit, match="2"):
+        plan(tmp_path, capsys, "train.class_weights=balanced")
+    assert str(problem) in capsys.readouterr().err
 
 
 def run_with(**train_options: object) -> Run:
