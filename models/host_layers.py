@@ -33,10 +33,10 @@ class PassGrid:
     def __call__(self, module: nn.Module, args: Any, image: Tensor) -> None:
         H, W = image.shape[-2:]
         self.grid = (int(H), int(W)) if torch.jit.is_tracing() else (H, W)
-        if not torch.compiler.is_compiling():
-            self.pending[self.grid] += image.requires_grad
-        if image.requires_grad and not torch.compiler.is_compiling():
-            image.register_hook(lambda gradient, grid=self.grid: self.pending.subtract([grid]))
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self.pending[self.grid] += image.requires_grad  # that of a frozen patch embedding gets no gradient
+            if image.requires_grad:
+                image.register_hook(lambda gradient, grid=self.grid: self.pending.subtract([grid]))
 
     def start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.is_plain = len(args) < 2 and kwargs.get("attention_mask") is None
@@ -49,9 +49,7 @@ class PassGrid:
         if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
             return self.grid
         grids = {grid: passes for grid, passes in self.pending.items() if math.prod(grid) == number}
-        found = [grid for grid, passes in grids.items() if passes > 0] or [
-            *grids
-        ]  # no gradient of a frozen patch embedding
+        found = [grid for grid, passes in grids.items() if passes > 0] or [*grids]
         return self.grid if not found else found[0] if len(found) == 1 else None
 
     def __reduce__(self) -> tuple[type["PassGrid"], tuple[()]]:

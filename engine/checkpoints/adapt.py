@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
-from timm.layers import DropPath, resample_patch_embed, to_2tuple
+from timm.layers import resample_patch_embed, to_2tuple
 from timm.models import adapt_input_conv
 from torch import Tensor, nn
 
@@ -303,11 +303,10 @@ def list_other_options(source: nn.Module, model: nn.Module, has_head: bool) -> l
 
 def _functions(model: nn.Module) -> dict[str, str]:
     """Returns what parts of a model compute that its weights do not say: activations, and the epsilon of norms."""
-    parts = {name: part for name, part in model.named_modules() if not [*part.children()]}
+    leaves = ((name, part) for name, part in model.named_modules() if not [*part.children()])
+    parts = {name: part for name, part in leaves if not re.search("Drop|Identity", type(part).__name__)}
     norms = {name: f"eps {part.eps}" for name, part in parts.items() if hasattr(part, "eps")}
-    idle = nn.Identity, nn.Dropout, DropPath
-    others = {name: repr(part) for name, part in parts.items() if not (part.state_dict() or isinstance(part, idle))}
-    return others | norms
+    return {name: repr(part) for name, part in parts.items() if not part.state_dict()} | norms
 
 
 def table(outcome: Outcome) -> list[str]:

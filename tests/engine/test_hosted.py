@@ -274,6 +274,12 @@ def test_a_folder_of_transformers_gives_configuration_and_weights(tmp_path):
     assert torch.equal(tokens, there(images()).last_hidden_state)
 
 
+def test_rates_of_dropping_are_no_other_options():
+    one, other = (of_type("dinov2", num_classes=0) for _ in range(2))
+    other["kwargs"] = {**other["kwargs"], "drop_path_rate": 0.1, "hidden_dropout_prob": 0.1}
+    assert list_other_options(create_model(**one), create_model(**other), False) == []
+
+
 def test_a_masked_autoencoder_is_its_encoder(tmp_path):
     torch.manual_seed(1)
     decoder = {"decoder_hidden_size": 24, "decoder_num_attention_heads": 3, "decoder_num_hidden_layers": 1}
