@@ -6,6 +6,7 @@ All sizes have the same weights, as the widths of slimmable networks (Yu and Hua
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -44,20 +45,22 @@ def _sizes(attention: Any, budget: Budget) -> list[tuple[Mapping[str, Any], Mapp
     found = list[tuple[Mapping[str, Any], Mapping[str, Any]]]()
     for entry, name in zip(entries, options, strict=True):
         size: Any = sizes.pop(0) if name else {}
-        found.append((entry, {str(name): size} if isinstance(size, int) else size))
+        size = {str(name): size} if isinstance(size, int) else size
+        if wrong := next((key for key in size if isinstance(entry.get(key), float)), ""):
+            raise OptionError("train.budgets", f" = {to_yaml(budget)}: {wrong} is no size of attention; leave it out")
+        found.append((entry, size))
     return found
 
 
 def check_order(options: Mapping[str, Any], attention: Any, sizes: Sequence[Budget]) -> None:
-    """Refuses sizes of which two are the same, the first is not the cheapest, or the last not the dearest.
-
-    Raises:
-        OptionError: the first of these.
-    """
+    """Refuses sizes, by an OptionError, with two the same, the first not the cheapest, or the last not the dearest."""
     changed = [with_budget(attention, size) for size in sizes]
     macs = [count_costs(options, each).macs for each in changed]
+    with torch.device("meta"):
+        models = [create_model(attention=each, **options) for each in changed]
+    layers = [[layer.core.config for layer in attention_layers(model)] for model in models]  # after `fit`
     problems = {
-        "two are the same": len({*map(to_yaml, changed)}) < len(changed),
+        "two are the same": any(here == there for here, there in combinations(layers, 2)),
         "the first is not the cheapest": macs[0] > min(macs),
         "the last is not the dearest": macs[-1] < max(macs),
     }

@@ -24,7 +24,7 @@ from engine.runtime.errors import UserError
 from engine.runtime.text import describe_error, numbers_of, one_line
 from models import convert, create_model, parse_model, split_name
 from models.assignment import factories_of, text_of
-from models.budgets import Budget, with_budget
+from models.budgets import Budget, cut_weights, with_budget
 from models.freeze import head_names
 from models.hosted import Hosted
 
@@ -102,12 +102,14 @@ def _compare_sizes(run: Run, trained: Any) -> tuple[bool, Budget | None, str]:
         return False, None, ""
     budgets = () if here == there else run.train.budgets or ()
     budget = next((x for x in budgets if split(with_budget(trained, x))[0] == here), None)
-    changed, note = [path for path, size in here.items() if size != there[path]], ""
-    if changed and budget is None:
+    note = ""
+    if here != there and budget is None:
         sets = [split(with_budget(trained, x))[0] for x in budgets] or [there]
-        known = "; ".join(", ".join(dict.fromkeys(to_yaml(each[path]) for each in sets)) for path in changed)
-        sizes = ", ".join(f"{path} = {here[path]}" for path in changed)
-        note = f"{sizes}: the model was not trained for it, but for {known}"
+        paths = [path for path, size in here.items() if any(each[path] != size for each in sets)]
+        known = dict.fromkeys(", ".join(to_yaml(each[path]) for path in paths) for each in sets)
+        known = known if len(paths) == 1 else {f"({text})": None for text in known}
+        sizes = " and ".join(f"{path} = {here[path]}" for path in paths)
+        note = f"{sizes}: the model was not trained for it, but for {', '.join(known)}"
     return others == their_others, budget, note
 
 
@@ -179,6 +181,10 @@ def _adapt(
             state |= _resample(state, model, grid)
         tables, reasons = convert.resample_bias_tables(state, model, source.model)
         state |= tables | convert.resample_position_tables(state, model, source.model)
+        if source.has_sizes:
+            cut = cut_weights(original, model)
+            parts = {name: x for name, x in cut.items() if name in state and x.shape != original[name].shape}
+            state, reasons = state | parts, {name: why for name, why in reasons.items() if name not in parts}
         heads, strange = match_heads(state, expected, source.classes, classes, head_names(model))
         learned = set() if source.model is None else {name for name, _ in source.model.named_parameters()}
         learned_there = {name: "learned there" for name, _ in model.named_buffers() if name in learned}

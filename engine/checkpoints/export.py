@@ -136,7 +136,7 @@ def export(target: str, run: Run, checkpoint: Mapping[str, Any], weights: Weight
     own = {TRAINED: trained_config(checkpoint), "config": dump_run(run), state: model.state_dict()}
     checkpoint = {**checkpoint, **own}
     if kind == ".safetensors":
-        export_checkpoint(path, checkpoint, weights)
+        write_file(path, to_safetensors(checkpoint, weights))
         return ""
     check_predicts_classes(run, target)
     description = describe_model(model, run, checkpoint.get("classes"))
@@ -152,11 +152,6 @@ def export(target: str, run: Run, checkpoint: Mapping[str, Any], weights: Weight
         raise UserError(f"{target}: not written: {problem}; what was there is unchanged")
     write_file(path, content)
     return f"; on batches of {' and '.join(map(str, BATCH_SIZES))} differs by {difference:.1e} of the largest logit"
-
-
-def export_checkpoint(path: Path, checkpoint: Mapping[str, Any], weights: Weights) -> None:
-    """Writes `to_safetensors` to `path`; a UserError says that it cannot be written. An existing file is unchanged."""
-    write_file(path, to_safetensors(checkpoint, weights))
 
 
 def to_safetensors(checkpoint: Mapping[str, Any], weights: Weights) -> bytes:

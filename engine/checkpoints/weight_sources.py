@@ -50,6 +50,7 @@ class Source(NamedTuple):
         classes: names in the order of its classifier; None: not known.
         origin: source of the weights, and which of its weights were taken, in words.
         num_heads: of its blocks, with several stages a list, where the source states it and `model` is None.
+        has_sizes: it was trained with `train.budgets`, so that smaller layers take parts of its weights.
     """
 
     state: dict[str, Tensor]
@@ -58,6 +59,7 @@ class Source(NamedTuple):
     classes: Sequence[str] | None = None
     origin: str = ""
     num_heads: int | Sequence[int] | None = None
+    has_sizes: bool = False
 
 
 def read_weights(name: str, weights: Weights | None = None) -> Source:
@@ -103,7 +105,8 @@ def source_of(run: Run, state: dict[str, Tensor]) -> Source:
     """Returns the weights `state` of a run's model."""
     with torch.device("meta"):
         model = create_model(attention=run.attention, **run.model)
-    return Source(clean_state_dict(state), model, {"mean": run.data.mean, "std": run.data.std})
+    images = {"mean": run.data.mean, "std": run.data.std}
+    return Source(clean_state_dict(state), model, images, has_sizes=run.train.budgets is not None)
 
 
 def load_timm(name: str) -> Any:  # nn.Module, whose attributes are tensors or modules to type checkers

@@ -16,9 +16,10 @@ import predict
 import train
 import validate
 from attention import ATTENTION, OptionError, options_of
-from engine.checkpoints.adapt import restore_model
+from engine.checkpoints.adapt import fit_weights, restore_model
 from engine.checkpoints.export import main as export
 from engine.checkpoints.files import newest_checkpoint
+from engine.checkpoints.weight_sources import read_weights
 from engine.checkpoints.weights import build_model, check_fit, load_weights
 from engine.data.splits import open_split
 from engine.run.load import dump_run, load_run, parse_run
@@ -32,6 +33,7 @@ from tests.support.refusals import refusal
 
 EVA = "attention={name: eva, window_size: 3, num_landmarks: 9}"
 PERFORMER = "attention={name: performer, num_samples: 9}"
+FITTED = "attention={name: eva, window_size: 3, num_landmarks: 9, fit: true}"
 NYSTROM = "attention={name: nystrom, num_landmarks: 9, conv: none}"
 RELEASED = "attention={name: local, window_size: 3, position_bias: table_released}"
 SHIFTED = "attention={name: shifted_window, window_size: 3}"
@@ -45,6 +47,12 @@ def trained(directory: Path, *overrides: str) -> dict[str, torch.Tensor]:
     """The weights after five updates."""
     train.main([str(CONFIG), *FAST, *overrides, "--output", str(directory)])
     return newest_checkpoint(directory)[1]["model"]
+
+
+def initial(source: Path, *overrides: str) -> dict[str, torch.Tensor]:
+    """The weights that `init.weights` takes from a source for another model."""
+    run = load_run(CONFIG, [*FAST, *overrides])
+    return fit_weights(create_model(attention=run.attention, **run.model), read_weights(str(source)), "x")[0]
 
 
 def distance(state: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
@@ -228,6 +236,8 @@ def test_every_size_is_drawn_for_all_layers():
         ([EVA, "train.budgets=[{name: lara}, 9]"], "train.budgets[0].name: expected int, got 'lara'"),
         ([EVA, "train.budgets=[{window_size: 0}, 9]"], "(eva) depend on window_size: position_bias.table; choose"),
         ([EVA, "train.budgets=[{window_size: 5}, 9]"], "(eva) depend on window_size: position_bias.table; choose"),
+        ([EVA, "train.budgets=[{attn_drop: 1}, 9]"], "= {attn_drop: 1}: attn_drop is no size of attention; leave it"),
+        ([FITTED, "train.budgets=[6, 7, 9]"], " = [6, 7, 9]: two are the same (MACs: "),
         ([EVA, "train.budgets=[x, 9]"], "train.budgets[0]: expected a list, got 'x'"),
         ([RELEASED, "train.budgets=[2, 3]"], "(local) depend on window_size: position_bias.table; choose"),
         ([SHIFTED, "train.budgets=[2, 3]"], "(shifted_window) depend on window_size: position_bias.table"),
@@ -261,6 +271,7 @@ def test_a_checkpoint_serves_every_size(tmp_path, capsys):
     losses, macs = ([each[name] for each in found.values()] for name in ("loss", "macs"))
     assert ([*found], macs, notes) == (["plain 1", "plain 4", "plain 9"], sorted({*macs}), "")
     export([str(run), str(file), four])
+    assert distance(initial(file, PERFORMER, four), initial(run, PERFORMER, four)) == 0
     assert [results(*each)[0]["plain"]["loss"] for each in ([run, four], [file], [run])] == [losses[1], *losses[1:]]
     line = "attention.num_samples = 5: the model was not trained for it, but for 1, 4, 9\n"
     assert results(run, "attention.num_samples=5")[1] == line
@@ -280,6 +291,7 @@ def test_a_checkpoint_serves_every_size(tmp_path, capsys):
     small, own, two = "window_size: 2, num_landmarks: 1", "window_size: 3, num_landmarks: 4", "attention.window_size=2"
     trained(run := tmp_path / "windows", f"attention={{name: eva, {own}}}", f"train.budgets=[{{{small}}}, {{{own}}}]")
     export([str(run), str(file := tmp_path / "2.safetensors"), *(options := [two, "attention.num_landmarks=1"])])
+    assert distance(*(initial(source, f"attention={{name: eva, {small}}}") for source in (file, run))) == 0
     for size in ("model.img_size=24", "model.img_size=32"):
         found, notes = results(run, "--budgets", "all", size)
         assert {name: each["budget"]["window_size"] for name, each in found.items()} == {
@@ -290,15 +302,17 @@ def test_a_checkpoint_serves_every_size(tmp_path, capsys):
         losses = [results(*each, size)[0]["plain"]["loss"] for each in ([run, *options], [file], [run])]
         assert losses[1:] == [each["loss"] for each in found.values()]
         assert losses[0] == losses[1] != losses[2]
-    line = "attention.window_size = 2: the model was not trained for it, but for"
-    assert results(run, two)[1] == f"{line} 2, 3\n"
+    untrained = ": the model was not trained for it, but for"
+    assert (
+        results(run, two)[1] == f"{two.replace('=', ' = ')} and attention.num_landmarks = 4{untrained} (2, 1), (3, 4)\n"
+    )
     for source, more, problem in (
         (file, ["--budgets", "all"], "--budgets = all: the model was trained for its own size only"),
         (run, ["--budgets", "all", *options], "--budgets = all evaluates the sizes of train.budgets; leave"),
         (
             run,
             ["attention.window_size=6"],
-            "attention.window_size = 6: the model was not trained for it, but for 2, 3; ",
+            f"attention.window_size = 6 and attention.num_landmarks = 4{untrained} (2, 1), (3, 4); ",
         ),
         (
             run,
@@ -308,7 +322,7 @@ def test_a_checkpoint_serves_every_size(tmp_path, capsys):
     ):
         assert problem in refusal(validate.main, [source, *more], capsys)
     trained(run := tmp_path / "alone", f"attention={{name: eva, {own}}}")
-    assert results(run, two)[1] == f"{line} 3\n"
+    assert results(run, two)[1] == f"attention.window_size = 2{untrained} 3\n"
     small, own = (f"window_size: {w}, num_landmarks: {c}, num_iterations: {n}" for w, c, n in ((2, 4, 2), (3, 9, 10)))
     trained(
         run := tmp_path / "many", f"attention={{name: eva_clustered, {own}}}", f"train.budgets=[{{{small}}}, {{{own}}}]"
