@@ -121,7 +121,7 @@ class Planner:
         if folds and (held_out_by := run.data.held_out_by):
             raise ConfigError(f"{held_out_by}: folds already holds images out; set it to null in base")
         if folds:
-            with as_config_error("folds: "):
+            with as_config_error(lambda key: "folds: "):
                 run = with_values(run, first)
                 refuse([problem for check in list_checks(self.world_size) for problem in check(run) or ()])
         name = self.name(row, size)

@@ -105,11 +105,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def read_state(directory: Path, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what the directory keeps, or the options alone.
-
-    Raises:
-        UserError: it has the results of other options, or the file is damaged.
-    """
+    """Returns what the directory keeps, or the options alone; a UserError: of other options, or the file is damaged."""
     path, remedy = directory / STATE, "delete it, and give the command again"
     if not path.exists():
         return {"options": options}

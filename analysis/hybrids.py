@@ -109,21 +109,13 @@ class Hybrids:
         return [entry.options for entry in sorted(entries, key=lambda entry: entry.layers)]
 
     def macs(self, choices: Choices) -> int:
-        """Returns the multiply-accumulates of a hybrid for one image.
-
-        Raises:
-            OptionError: a layer cannot have its mechanism.
-        """
+        """Returns the multiply-accumulates of a hybrid for one image; an OptionError refuses a layer its mechanism."""
         if choices not in self._macs:
             self._macs[choices] = count_costs(self.laboratory.trained.run.model, self.attention(choices)).macs
         return self._macs[choices]
 
     def aligned(self, name: str) -> nn.Module:
-        """Returns the model whose layers have the mechanism where they can, aligned.
-
-        Raises:
-            FloatingPointError: the alignment diverges.
-        """
+        """Returns the model whose layers have the mechanism where they can, aligned, or raises a FloatingPointError."""
         if name not in self._aligned:
             trained = self.laboratory.trained
             attention = self.attention(self.uniform(name, self.layers[name]))

@@ -19,7 +19,7 @@ from analysis.draws import Draw, Score, Stage, to_draw
 from analysis.drop_in import Given, attended, drop_in, layer_errors, layer_inputs, outputs
 from analysis.measurements import Measurements
 from analysis.trained import Sample, Trained
-from engine.checkpoints.export import export_checkpoint
+from engine.checkpoints.export import to_safetensors
 from engine.checkpoints.progress import Progress, is_score
 from engine.config.schema import Init
 from engine.data.identity import identify_split
@@ -29,7 +29,7 @@ from engine.objectives.classification import rank_classes
 from engine.objectives.distillation import digest_weights
 from engine.run.load import dump_run
 from engine.runtime.errors import UserError
-from engine.runtime.files import check_directory
+from engine.runtime.files import check_directory, write_file
 from engine.runtime.ownership import claim_results
 from engine.runtime.provenance import digest_code, provenance
 from engine.runtime.reading import parsing
@@ -132,11 +132,7 @@ class Laboratory:
 
 
 def measure_own(trained: Trained, sample: Sample) -> Own:
-    """Measures the trained model.
-
-    Raises:
-        UserError: its loss is not finite, so that no other can be compared with it.
-    """
+    """Measures the trained model; a UserError says that its loss, which others are compared with, is not finite."""
     count = min(NUM_COMPARED, len(sample.images))
     images = sample.images[torch.arange(count) * len(sample.images) // count].to(trained.device)
     inputs = layer_inputs(trained, images)
@@ -179,7 +175,7 @@ def export_model(path: Path, trained: Trained, model: nn.Module, attention: Any,
     progress = vars(Progress(epoch=1, step=steps))
     metadata = {"config": dump_run(run), "processes": 1, "images": steps * RECIPE["batch_size"], "progress": progress}
     classes = {} if trained.classes is None else {"classes": trained.classes}
-    export_checkpoint(path, {**metadata, **classes, "model": model.state_dict()}, "plain")
+    write_file(path, to_safetensors({**metadata, **classes, "model": model.state_dict()}, "plain"))
 
 
 def to_file_name(text: str) -> str:

@@ -178,11 +178,7 @@ def mark(axes: Axes, index: int, grid: Grid, size: tuple[int, int]) -> None:
 
 
 def parse_query(text: str | None) -> Grid | None:
-    """Parses ``"3,4"`` as (3, 4).
-
-    Raises:
-        UserError: the text has another form.
-    """
+    """Parses ``"3,4"`` as (3, 4); a UserError refuses another form."""
     if text is None:
         return None
     found = re.fullmatch(r"(\d{1,5}),(\d{1,5})", text)

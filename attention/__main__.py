@@ -54,13 +54,9 @@ def row(name: str) -> dict[str, str]:
 
 
 def page(name: str) -> str:
-    """The docstring of mechanism `name`, and the table of its options.
-
-    Raises:
-        OptionError: unknown mechanism.
-    """
+    """The docstring of mechanism `name` and the table of its options; an OptionError refuses an unknown one."""
     options = option_table(ATTENTION[name].Config) if options_of(name) else "It has no options of its own."
-    return f"{inspect.getdoc(ATTENTION[name])}\n\n{options}"
+    return f"{inspect.cleandoc(ATTENTION[name].__doc__ or 'It has no docstring.')}\n\n{options}"
 
 
 def read_docstring(name: str) -> re.Match[str]:

@@ -169,7 +169,7 @@ class Attention(nn.Module):
     """True if a linear map of the layer's input multiplies the input of `proj`."""
 
     def __init_subclass__(cls) -> None:
-        cls.__doc__ = cls.__doc__ or getattr(sys.modules.get(cls.__module__), "__doc__", None)  # the file's docstring
+        cls.__doc__ = cls.__doc__ or getattr(sys.modules.get(cls.__module__, cls), "__doc__", None)  # of the file
 
     def __init__(self, context: LayerContext, config: Any):
         super().__init__()
@@ -181,8 +181,9 @@ class Attention(nn.Module):
         self.head_dim = context.dim // context.num_heads
         self.num_prefix_tokens = context.num_prefix_tokens
         if context.num_prefix_tokens and self.prefix_tokens == "refused":
-            problem = f" = {context.num_prefix_tokens}: {self.name()} does not declare what it does with prefix tokens"
-            raise OptionError("num_prefix_tokens", f"{problem}; use a model without a class token and registers")
+            problem = f" takes no prefix tokens, and num_prefix_tokens = {context.num_prefix_tokens}"
+            remedy = "set class_token, dist_token and reg_tokens of the model to false, false and 0"
+            raise OptionError(self.label, f"{problem}; {remedy}, or take another mechanism")
         if context.num_prefix_tokens and config.causal:
             self.refuse("causal", True, "prefix tokens attend to every token; use a model without them")
         if config.local and config.causal:
@@ -255,8 +256,8 @@ class Attention(nn.Module):
     def cost(cls, context: LayerContext, config: Any) -> Cost:
         """Exact cost of a layer beyond its projections `qkv` and `proj`.
 
-        Counts the multiply-accumulates of matrix products and convolutions, padding included, for one image in
-        evaluation. Does not count prefix tokens, nor the local term of this class.
+        Counts the multiply-accumulates of matrix products, convolutions and Fourier transforms, padding included, for
+        one image in evaluation. Does not count prefix tokens, nor the local term of this class.
         """
         raise NotImplementedError(f"{cls.__name__} does not define cost")
 

@@ -218,6 +218,8 @@ def _check(kind: Any, value: Any, key: str, others: tuple[str, ...] = ()) -> Any
         return value  # itself, which layers may share
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         return parse_options(kind, value, key)
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise OptionError(key, "expected a number of at most 64 bits")
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     if kind is Any or (

@@ -155,7 +155,9 @@ def _import_module(name: str) -> ModuleType:
 
 def _import_file(path: Path) -> ModuleType:
     """Imports a file as the module of its name, once."""
-    name, path = path.stem, path.resolve(strict=True)
+    if not path.is_file():
+        raise FileNotFoundError("there is no such file")
+    name, path = path.stem, path.resolve()
     known = sys.modules.get(name)
     other = known or importlib.util.find_spec(name)
     origin = getattr(other, "__file__", None) or getattr(other, "origin", None)

@@ -3,7 +3,7 @@
 import dataclasses
 from collections import UserDict
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_type_hints
 
 from . import Name
 from .options import OptionError, Options, nearest
@@ -43,7 +43,7 @@ class UnknownMechanism(OptionError):
 
     def __init__(self, key: str, name: Any, reason: str = ""):
         meant = nearest(name, ATTENTION).partition("; known")[0] or "; `python -m attention` lists all"
-        super().__init__(key, f"unknown mechanism {name!r}{meant}{reason}")
+        super().__init__(key, f"unknown mechanism {name!r}{meant}{reason or '; one of your own is loaded by --plugin'}")
         self.name = name
 
 
@@ -88,6 +88,8 @@ def _place(cls: type) -> str:
 
 def _config_problem(cls: "type[Attention]") -> str:
     """The problem with the options of a mechanism, and its remedy; "" if there is none."""
+    from .base import LayerContext
+
     config: Any = getattr(cls, "Config", None)
     is_options = isinstance(config, type) and issubclass(config, Options)
     if not is_options:
@@ -96,9 +98,14 @@ def _config_problem(cls: "type[Attention]") -> str:
             f"has no options; write `{example}` inside it, or `class Config(Options): pass`"
             " (from attention.options import Options, option)"
         )
+    types, common = get_type_hints(config), get_type_hints(Options)
+    taken = {*KEYS_OF_ENTRIES, *(x.name for x in dataclasses.fields(LayerContext))} - {"reduction"}
     for field in dataclasses.fields(config):
-        if field.name in KEYS_OF_ENTRIES:
+        if field.name in taken:
             return f"has an option {field.name}, a key of its own beside a mechanism's options; rename the option"
+        if common.get(field.name, Any) not in (Any, types[field.name]):
+            kind = common[field.name].__name__
+            return f"has an option {field.name} that is no {kind}, which it is in all mechanisms; rename the option"
         if "meaning" not in field.metadata:
             kind, default = getattr(field.type, "__name__", field.type), field.default
             value = "DEFAULT" if default is dataclasses.MISSING else repr(default)

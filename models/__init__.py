@@ -115,11 +115,7 @@ def parse_model(name: str, options: Mapping[str, Any]) -> Any:
 
 
 def split_name(model: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Splits the option `model` of a run into the name of the model and its other options.
-
-    Raises:
-        OptionError: it has no name, or one that is no text.
-    """
+    """Splits the option `model` of a run into name and other options; an OptionError says that the name is no text."""
     options = dict(model)
     name = options.pop("name", None)
     if not isinstance(name, str):
@@ -162,11 +158,7 @@ def layer_contexts(name: str, options: Mapping[str, Any] = {}) -> list[LayerCont
 
 
 def family_of(name: str) -> type[Backbone]:
-    """The family of model `name`.
-
-    Raises:
-        OptionError: unknown model.
-    """
+    """The family of model `name`; an OptionError refuses an unknown one."""
     if name not in MODELS:
         meant = f"; did you mean {TIMM + name!r}?" if is_model(name) else nearest(name, MODELS)
         if is_model(name) and name.startswith("eva"):

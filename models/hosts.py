@@ -189,11 +189,7 @@ def _calls(model: nn.Module, img_size: int | Grid | None, training: bool) -> dic
 
 
 def run_on_meta(probe: nn.Module, img_size: int | Grid | None) -> Any:
-    """The output of a model on the meta device for `IMAGES` images.
-
-    Raises:
-        OptionError: it refuses them.
-    """
+    """The output of a model on the meta device for `IMAGES` images; an OptionError says that it refuses them."""
     channels = next((x for m in probe.modules() if (x := getattr(m, "in_chans", getattr(m, "in_channels", 0)))), 3)
     own = [getattr(module, "img_size", None) for module in probe.modules()]
     own.append(getattr(getattr(probe, "config", None), "image_size", None))

@@ -78,11 +78,7 @@ class TokenDeit(Deit):
 
     @staticmethod
     def check(config: DeitConfig) -> None:
-        """Refuses options that act on pixels.
-
-        Raises:
-            OptionError: the first such option.
-        """
+        """Refuses options that act on pixels, the first of them, with an OptionError."""
         for name, value in {"patch_size": 1, "in_chans": 1, "stem": "linear", "mask_token": False}.items():
             if (given := getattr(config, name)) != value:
                 raise OptionError(f"model.{name}", f" = {given}: with vocab_size set it to {str(value).lower()}")

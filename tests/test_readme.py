@@ -190,7 +190,7 @@ def test_your_own_attention_refuses_class_tokens_until_it_declares_them():
     context = {"dim": 8, "num_heads": 2, "grid": (14, 14)}
     options = parse_options(names["Pooled"].Config, {})
     assert names["Pooled"](LayerContext(**context), options)(torch.randn(1, 196, 8), (14, 14)).shape == (1, 196, 8)
-    with pytest.raises(OptionError, match="num_prefix_tokens = 1: pooled does not declare what it does"):
+    with pytest.raises(OptionError, match="takes no prefix tokens, and num_prefix_tokens = 1; set class_token"):
         names["Pooled"](LayerContext(**context, num_prefix_tokens=1), options)
 
 

@@ -88,9 +88,7 @@ class Agent(Attention):
         key, config = "attention(agent).num_landmarks", self.config
         return segments(config.num_landmarks, grid, device, key, pooled=config.released_pools)
 
-    def project(self, x: Tensor, grid: Grid) -> tuple[Tensor, ...]:
-        """(B, P + N, C) -> queries (B, h, P + N, d); keys and values (B, h, P + M, d)."""
-        return super().project(x, grid) if self.sr is None else project_shrunk(self, x, grid)
+    project = project_shrunk
 
     def local_values(self, values: Tensor, grid: Grid) -> Tensor:
         return stretched(values, grid, self.reduction)

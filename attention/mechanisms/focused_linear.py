@@ -104,9 +104,7 @@ class FocusedLinear(Attention):
     def refuses_key_mask(cls, config: Any) -> str | None:
         return "its convolution shrinks the grid with every token of it" if config.reduction > 1 else None
 
-    def project(self, x: Tensor, grid: Grid) -> tuple[Tensor, ...]:
-        """(B, P + N, C) -> queries (B, h, P + N, d); keys and values (B, h, P + M, d)."""
-        return super().project(x, grid) if self.sr is None else project_shrunk(self, x, grid)
+    project = project_shrunk
 
     def local_values(self, values: Tensor, grid: Grid) -> Tensor:
         if self.config.stretch == "image":

@@ -6,9 +6,10 @@ With phi = elu + 1, w_nm = phi(q_n) . phi(k_m) / sqrt(d) and z_n the mean of w_n
 
 times a linear map of the layer's input. In ordinary linear attention, w_nm / (N z_n), the length of phi(q_n) cancels.
 In w_nm, but not in z_n, features are rotated by the row and column of their tokens, as in `rala`. Without rotation the
-weights of a query sum to one; with it they need not. They may be negative. The local term is a depthwise convolution of
-the values. Prefix tokens are not rotated and have no local term. The factor 1 / (N sqrt(d)) of the products, which
-decides the balance of both terms, is that of the released code.
+weights of a query sum to one; with it they need not. They may be negative. Outputs grow faster than queries, so that
+inputs without a norm can exceed fp16. The local term is a depthwise convolution of the values. Prefix tokens are not
+rotated and have no local term. The factor 1 / (N sqrt(d)) of the products, which decides the balance of both terms, is
+that of the released code.
 Cost: N C^2 + 2 N d C + 26 N C multiply-accumulates, the first term for the gate.
 """
 

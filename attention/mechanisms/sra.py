@@ -73,10 +73,12 @@ def add_reduction(attn: Any, context: LayerContext, reduction: int) -> None:
     attn.norm = nn.LayerNorm(context.dim, eps=1e-5) if reduction > 1 else None
 
 
-def project_shrunk(attn: Any, x: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
+def project_shrunk(attn: Any, x: Tensor, grid: Grid) -> tuple[Tensor, ...]:
     """Queries (B, h, P + N, d) of tokens (B, P + N, C); keys and values (B, h, P + M, d) of the prefix and of the grid
-    shrunk by the modules of `add_reduction`, which the layer has.
+    shrunk by the modules of `add_reduction`.
     """
+    if attn.sr is None:
+        return Attention.project(attn, x, grid)
     prefix, tokens = split_prefix(x, grid[0] * grid[1])
     reduced = sra(tokens, attn.sr, grid=grid, reduction=attn.reduction)
     return project_reduced(attn.qkv, x, torch.cat([prefix, attn.norm(reduced)], 1), attn.num_heads)
@@ -134,9 +136,7 @@ class Sra(Attention):
     def too_large(cls, context: LayerContext, config: Config) -> dict[str, tuple[int, str]]:
         return super().too_large(context, dataclasses.replace(config, reduction=side_ratio(context, config)))
 
-    def project(self, x: Tensor, grid: Grid) -> tuple[Tensor, ...]:
-        """(B, P + N, C) -> queries (B, h, P + N, d); keys and values (B, h, P + N/R^2, d)."""
-        return super().project(x, grid) if self.sr is None else project_shrunk(self, x, grid)
+    project = project_shrunk
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:

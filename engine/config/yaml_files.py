@@ -3,15 +3,14 @@
 import codecs
 import dataclasses
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from attention.options import OptionError
-from engine.runtime.errors import ConfigError
+from engine.runtime.errors import ConfigError, as_config_error
 from engine.runtime.reading import open_regular
 from engine.runtime.text import one_line
 
@@ -54,13 +53,9 @@ class Tree:
         )
         return self.origins[max(leading, key=lambda path: (len(".".join(path)), -len(path)))]
 
-    @contextmanager
-    def locating(self) -> Iterator[None]:
+    def locating(self) -> AbstractContextManager[None]:
         """Context in which an `OptionError` becomes a `ConfigError` that begins with the place of the option."""
-        try:
-            yield
-        except OptionError as error:
-            raise ConfigError(f"{self.origin(error.key)}: {error}") from None
+        return as_config_error(lambda key: f"{self.origin(key)}: ")
 
 
 def read_config(path: str | Path) -> Tree:

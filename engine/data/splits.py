@@ -249,11 +249,7 @@ def count_data_classes(data: Data) -> int:
 
 
 def count_classes(dataset: Images) -> np.ndarray:
-    """Returns the number of images of every class, (classes,) int64.
-
-    Raises:
-        OptionError: a class has no image, so that no weight balances it.
-    """
+    """Returns the number of images of every class, (classes,) int64; an OptionError names a class that has none."""
     names = classes_of(dataset)
     counts = np.bincount(dataset.reader.labels, minlength=len(names))
     if empty := [name for name, count in zip(names, counts, strict=True) if not count]:

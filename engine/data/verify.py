@@ -36,11 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def open_splits(args: argparse.Namespace) -> dict[str, Images]:
-    """Opens the splits that the arguments name.
-
-    Raises:
-        OptionError: a split is missing or holds no image.
-    """
+    """Opens the splits that the arguments name; an OptionError names one that is missing or holds no image."""
     return {
         name: open_split(Data(dataset=args.dataset, root=args.root, train_split=name), "train_split", "--splits")
         for name in args.splits

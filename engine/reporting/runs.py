@@ -32,11 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def find_runs(paths: Sequence[Path]) -> list[Path]:
-    """Returns the directories of runs in and below `paths`.
-
-    Raises:
-        UserError: a folder does not exist, or there is no run.
-    """
+    """Returns the directories of runs in and below `paths`; a UserError says that a folder or a run is missing."""
     for path in paths:
         if not path.is_dir():
             raise UserError(f"{path}: no such folder")

@@ -162,11 +162,7 @@ POLICY = re.compile(
 
 
 def check_policy(policy: str) -> None:
-    """Refuses a policy unless timm acts on every section of it.
-
-    Raises:
-        OptionError: it is none of `POLICY`.
-    """
+    """Refuses a policy with an OptionError unless timm acts on every section of it (`POLICY`)."""
     if not POLICY.fullmatch(policy):
         remedy = "write rand-m9-mstd0.5-inc1, augmix-m5-w4-d2, original-mstd0.5, v0, 3a, ..."
         raise OptionError("augment.auto_augment", f" = {policy!r}: no policy of timm; {remedy}")

@@ -65,11 +65,7 @@ class Draft:
         return {name: value for name, value in options.items() if name in known}
 
     def finish(self) -> Run:
-        """Returns the run.
-
-        Raises:
-            ConfigError: a line for each problem of all steps.
-        """
+        """Returns the run; a ConfigError has a line for each problem of all steps."""
         with naming_origins(self.tree, self.overrides):
             refuse([*{str(problem): problem for problem in self.problems}.values()])
         return self.whole

@@ -103,24 +103,15 @@ REMOVED: dict[str, list[Any] | None] = {
     "data.shuffle_shards": None,
     "data.cache_dir": None,
     "data.cache_gb": None,
-    "attention(efficient).key_dim": [None],
-    "attention(reformer).same_bucket": [False],
-    "attention(eva_lsh).log_count": [False],
-    "attention(eva_clustered).log_count": [False],
-    "augment.batched": [False],
     "train.async_checkpoint": [False, True],
     "train.balanced_sampling": [False],
     "train.max_skipped": None,
     "train.max_overflows": None,
     "model.use_glu": [False],
     "model.patch_drop_rate": None,
-    "model.reductions": [[8, 4, 2, 1]],
     "train.elastic": None,
 }
 """Options of earlier versions -> values without an effect on the weights; None: all values."""
-
-FORMER = {"train.kernels": (["lean"], "auto"), "data.dataset": (["tar", "hfds"], "folder")}
-"""Options without an effect on the weights -> values of earlier versions, and the one that they become."""
 
 
 def parse_run(options: Mapping[str, Any], source: str, overrides: Sequence[str] = (), resumes: bool = False) -> Run:
@@ -136,18 +127,11 @@ def parse_run(options: Mapping[str, Any], source: str, overrides: Sequence[str] 
     removed = REMOVED | ({"model.patch_drop_rate": [0.0]} if resumes else {})
     for key, harmless in removed.items():
         section, _, name = key.partition(".")
-        title, _, mechanism = section.rstrip(")").partition("(")
-        there = tree.values.get(title)
-        for part in there if isinstance(there, list) else [there]:
-            if isinstance(part, dict) and name in part and mechanism in ("", part.get("name")):
-                if harmless is not None and part[name] not in harmless:
-                    raise ConfigError(f"{source}: {key} = {part[name]!r}: gone from this version; use an earlier one")
-                del part[name]
+        if isinstance(there := tree.values.get(section), dict) and name in there:
+            if harmless is not None and there[name] not in harmless:
+                raise ConfigError(f"{source}: {key} = {there[name]!r}: gone from this version; use an earlier one")
+            del there[name]
     tree.values.pop("report", None)  # a section of earlier versions: trackers
-    for key, (former, now) in {} if resumes else FORMER.items():
-        section, _, name = key.partition(".")
-        if isinstance(there := tree.values.get(section), dict) and there.get(name) in former:
-            there[name] = now
     draft = _parse(tree, overrides)
     _build(draft, world_size=1)
     run = draft.finish()

@@ -26,11 +26,7 @@ class Count:
     high: int = MOST
 
     def __call__(self, text: str) -> int:
-        """Parses the number.
-
-        Raises:
-            argparse.ArgumentTypeError: the text is no whole number, or outside the range.
-        """
+        """Parses the number; an ArgumentTypeError refuses one outside the range, and text that is no whole number."""
         if not re.fullmatch(r"[+-]?[0-9]+", text):
             raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
         shown = text if len(text) <= 20 else f"{text[:8]}..., of {len(text)} characters,"

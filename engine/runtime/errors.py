@@ -5,7 +5,7 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from attention.options import OptionError
@@ -31,12 +31,12 @@ class ConfigError(UserError):
 
 
 @contextmanager
-def as_config_error(prefix: str = "") -> Iterator[None]:
-    """Context in which an `OptionError` becomes a `ConfigError` whose message begins with `prefix`."""
+def as_config_error(prefix_of: Callable[[str], str] = lambda key: "") -> Iterator[None]:
+    """Context in which an `OptionError` becomes a `ConfigError` whose message begins with the prefix of its key."""
     try:
         yield
     except OptionError as error:
-        raise ConfigError(f"{prefix}{error}") from None
+        raise ConfigError(f"{prefix_of(error.key)}{error}") from None
 
 
 @contextmanager

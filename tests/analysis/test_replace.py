@@ -20,7 +20,7 @@ from analysis.error import AXES, draw
 from analysis.laboratory import Laboratory, measure_own
 from analysis.trained import Trained, read_sample
 from attention import ATTENTION, OptionError
-from engine.checkpoints.export import export_checkpoint
+from engine.checkpoints.export import to_safetensors
 from engine.checkpoints.files import load_checkpoint
 from engine.checkpoints.weight_sources import source_of
 from engine.config.objective_options import Distill
@@ -363,7 +363,7 @@ def test_what_is_replaced_is_trained_on_by_an_ablation(is_export, checkpoint, tm
     """The ablation holds the model's own attention, and the mechanisms that fit the grid, from the same weights."""
     if is_export:
         export = tmp_path / "model.safetensors"
-        export_checkpoint(export, load_checkpoint(checkpoint), "plain")
+        export.write_bytes(to_safetensors(load_checkpoint(checkpoint), "plain"))
         checkpoint = export
     plans, names = follow_plans(monkeypatch), ["lara", "{name: eva, window_size: 2, num_landmarks: 4}"]
     options = "--finetune", "1", "data.crop_pct=0.9", "train.device=cpu"

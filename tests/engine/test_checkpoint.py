@@ -34,7 +34,7 @@ from torch import nn
 
 import validate
 from engine.checkpoints import export as export_module
-from engine.checkpoints.export import export, export_checkpoint
+from engine.checkpoints.export import export, to_safetensors
 from engine.checkpoints.files import kept_weights, load_checkpoint, newest_checkpoint, open_weights, save_checkpoint
 from engine.checkpoints.format import ForeignObject, read_archive
 from engine.checkpoints.identify import Kind, identify, list_checkpoints
@@ -91,7 +91,7 @@ def test_a_failed_save_leaves_the_old_file(whole, tmp_path: Path):
 
 
 def export_plain(path: Path, checkpoint: dict) -> None:
-    export_checkpoint(path, checkpoint, "plain")
+    files.write_file(path, to_safetensors(checkpoint, "plain"))
 
 
 WRITERS = {"checkpoint": (save_checkpoint, "x.pt"), "export": (export_plain, "x.safetensors")}
@@ -870,7 +870,7 @@ def test_every_source_has_one_kind(whole, tmp_path: Path):
     for name in ("run", "ours", "timms"):
         (layouts[name] / "config.json").write_text("{}")
     save_checkpoint(layouts["run"] / "step_1.pt", whole)
-    export_checkpoint(layouts["ours"] / "model.safetensors", whole, "plain")
+    (layouts["ours"] / "model.safetensors").write_bytes(to_safetensors(whole, "plain"))
     safetensors.torch.save_file(model, layouts["timms"] / "model.safetensors")
     save_checkpoint(tmp_path / "checkpoint", whole)
     for name, content in {
@@ -878,7 +878,7 @@ def test_every_source_has_one_kind(whole, tmp_path: Path):
         **{"script": {"model": model}, "weights": model, "nothing known": {"x": 1}},
     }.items():
         torch.save(content, tmp_path / name)
-    export_checkpoint(tmp_path / "export", whole, "ema")
+    (tmp_path / "export").write_bytes(to_safetensors(whole, "ema"))
     safetensors.torch.save_file(model, tmp_path / "safetensors")
     safetensors.torch.save_file(released, tmp_path / "released safetensors")
     (tmp_path / "x.onnx").touch()
@@ -902,7 +902,7 @@ def test_timm_finds_the_averaged_weights(whole, run, tmp_path: Path):
     checkpoint = whole | {"model_ema": averaged, "classes": [*"0123456789"]}
     save_checkpoint(tmp_path / "x.pt", checkpoint)
     for kind in ("plain", "ema"):
-        export_checkpoint(tmp_path / f"{kind}.safetensors", checkpoint, kind)
+        (tmp_path / f"{kind}.safetensors").write_bytes(to_safetensors(checkpoint, kind))
     loaded = load_checkpoint(tmp_path / "ema.safetensors")
     assert kept_weights(loaded) == ["ema"]
     assert all(loaded[name] == checkpoint[name] for name in ("config", "classes", "progress"))

@@ -100,24 +100,16 @@ def test_a_mechanism_is_parsed_once(monkeypatch):
 
 
 def test_options_of_earlier_versions_without_an_effect_are_passed_over():
-    names = ["efficient", "reformer", "eva_lsh", "eva_clustered"]
-    attention = [{"blocks": f"{3 * i}-{3 * i + 2}", "name": name} for i, name in enumerate(names)]
-    options = {"model": {"name": "deit_tiny_p16"}, "attention": attention}
+    options = {"model": {"name": "deit_tiny_p16"}, "attention": {"name": "efficient"}}
     former: dict = {}  # sections, from dotted paths
     for key, values in REMOVED.items():
         section, _, name = key.partition(".")
         former.setdefault(section, {})[name] = (values or ["any"])[-1]
-    mechanisms = [former.pop(f"attention({name})") for name in names]
-    former["attention"] = [here | gone for here, gone in zip(attention, mechanisms, strict=True)]
     former |= {"model": former["model"] | options["model"], "report": {"wandb": "project"}}
-    former["train"]["kernels"], former["data"]["dataset"] = "lean", "tar"
     assert parse_run(options | former, "last.pt") == parse_run(options, "last.pt")
     assert former["distill"] == {"layers": None, "distance": "squared", "beside": "labels"}  # not changed
     with pytest.raises(ConfigError, match=r"^last\.pt: model\.patch_drop_rate = 'any': gone from this version; use"):
         parse_run(options | former, "last.pt", resumes=True)
-    own = {"name": "softmax", "key_dim": None}
-    with pytest.raises(ConfigError, match=r"attention\(softmax\)\.key_dim: unknown option"):
-        parse_run(options | {"attention": own}, "last.pt")
     former["distill"]["layers"] = [1]
     with pytest.raises(ConfigError, match=r"^last\.pt: distill\.layers = \[1\]: gone from this version; use"):
         parse_run(options | former, "last.pt")
@@ -298,7 +290,7 @@ def test_refused(tmp_path, case):
         ("window_sizes=1", "window_sizes: unknown option; did you mean 'attention.window_size'?"),
         ("attention.0.name=eva", "attention(local).0: unknown option..."),
         ("attention.mixup=1", "attention(local).mixup: unknown option; did you mean 'augment.mixup'?"),
-        ("attention=qqqq", "attention.name: unknown mechanism 'qqqq'; `python -m attention` lists all"),
+        ("attention=qqqq", "attention.name: unknown mechanism 'qqqq'; `python -m attention` lists all; one..."),
         ("qqqq=1", "qqqq: unknown option; known: attention, ..."),
         ("model.name=DeiT_Tiny_P16", "model.name: unknown model 'DeiT_Tiny_P16'; did you mean 'deit_tiny_p16'?"),
         ("optim.lr_=1", "optim.lr_: unknown option; did you mean 'lr'?"),

@@ -9,7 +9,7 @@ import torch
 from timm.models import save_for_hf
 from torch import Tensor, nn
 
-from engine.checkpoints.export import export_checkpoint
+from engine.checkpoints.export import to_safetensors
 from engine.checkpoints.progress import Progress
 from engine.config.schema import Augment, Distill, Run
 from engine.data.splits import open_split
@@ -177,7 +177,7 @@ def test_without_a_teacher_the_loss_is_of_the_targets_alone():
 def test_the_identity_is_of_the_weights(tmp_path: Path):
     """The digest is the same in a checkpoint and an export, and one bit changes it."""
     model = leave(tmp_path, run_of())
-    export_checkpoint(tmp_path / "teacher.safetensors", torch.load(tmp_path / "step_1.pt"), "plain")
+    (tmp_path / "teacher.safetensors").write_bytes(to_safetensors(torch.load(tmp_path / "step_1.pt"), "plain"))
     sources = tmp_path, tmp_path / "step_1.pt", tmp_path / "teacher.safetensors"
     digests = {criterion_of(run_of(f"distill.teacher={source}")).identity["teacher_weights"] for source in sources}
     assert digests == {digest_weights(model.state_dict())}

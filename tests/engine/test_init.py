@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from attention import ATTENTION
 from engine.checkpoints.adapt import fit_weights, list_other_options, restore_model, table
-from engine.checkpoints.export import export_checkpoint
+from engine.checkpoints.export import to_safetensors
 from engine.checkpoints.files import load_checkpoint
 from engine.checkpoints.initial_weights import create_initial_model
 from engine.checkpoints.progress import Progress
@@ -493,7 +493,7 @@ def test_an_own_run_its_checkpoint_and_its_export_start_another(tmp_path, capsys
     Checkpoints(before, run, WORLD, 100).save(Progress(step=1, images=8), {"model": trained, "model_ema": build()})
     Checkpoints(before, run, WORLD, 100).save(Progress(step=2, images=16), {"model": trained})
     exported = tmp_path / "softmax.safetensors"
-    export_checkpoint(exported, torch.load(before / "step_2.pt"), "plain")
+    exported.write_bytes(to_safetensors(torch.load(before / "step_2.pt"), "plain"))
     assert capsys.readouterr().out == ""
     kinds = (
         "a run directory: its model in step_2.pt",
@@ -522,7 +522,7 @@ def test_an_own_run_its_checkpoint_and_its_export_start_another(tmp_path, capsys
         ]
         assert (dropped, err) == ("  dropped     0", "")
     Checkpoints(output, new, WORLD, 100).save(Progress(step=1, images=8), {"model": model})
-    export_checkpoint(exported, torch.load(output / "step_1.pt"), "plain")
+    exported.write_bytes(to_safetensors(torch.load(output / "step_1.pt"), "plain"))
     for path in (output / "step_1.pt", exported):
         assert load_checkpoint(path)["config"]["init"] == {"weights": str(source), "strict": False}
     resumed = run_of("attention={name: lara, num_landmarks: 4}", "init.weights=gone.pt")

@@ -17,6 +17,7 @@ from PIL import Image
 
 from ablation.sweep import read_ablation
 from attention import ATTENTION, Attention, OptionError, create_attention, plugins, register
+from attention.__main__ import page
 from attention.base import Cost
 from attention.mechanisms.eva import Eva
 from attention.options import Options, option
@@ -109,12 +110,25 @@ def test_a_class_is_registered_under_its_name_in_snake_case():
     assert all(name == cls.name() for name, cls in ATTENTION.items())
 
 
+def test_a_mechanism_without_a_docstring_is_not_described_by_that_of_another_class():
+    register(mechanism(__module__="elsewhere"))
+    assert page("row_mean").startswith("It has no docstring.\n\n| option |")
+
+
 class NoField(Options):
     window_size: int = 7
 
 
 class Blocks(Options):
     blocks: int = option(7, "tokens of a block")
+
+
+class Sides(Options):
+    grid: int = option(7, "side of a grid")
+
+
+class Reach(Options):
+    local: int = option(3, "tokens of a neighbourhood")
 
 
 @pytest.mark.parametrize(
@@ -126,6 +140,8 @@ class Blocks(Options):
         (mechanism(Config=dict), "RowMean has no options; write `class Config(Options)"),
         (mechanism(Config=NoField), "an option window_size that is no option(); write `window_size: int = option(7"),
         (mechanism(Config=Blocks), "RowMean has an option blocks, a key of its own beside"),
+        (mechanism(Config=Sides), "RowMean has an option grid, a key of its own beside"),
+        (mechanism(Config=Reach), "RowMean has an option local that is no bool, which it is in all mechanisms; rename"),
         (mechanism(cost=None), "RowMean defines no cost; write `@classmethod def cost(cls, context, config): return"),
         (mechanism(attend=None), "RowMean defines no attend; write `def attend(self, q, k, v, grid): ...`"),
     ],

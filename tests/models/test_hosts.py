@@ -372,7 +372,7 @@ def test_an_architecture_is_refused_by_name(name, depth, message):
 @pytest.mark.parametrize(
     ("attention", "message"),
     [
-        ("identity", "num_prefix_tokens = 5: identity does not declare"),
+        ("identity", "takes no prefix tokens, and num_prefix_tokens = 5; set"),
         ({**EVA, "window_size": 9}, r"attention\(eva\).window_size = 9: .* 4x6 grid"),
         ({**EVA, "windows": 2}, "did you mean 'window_size'"),
         ({"name": "relu_linear", "scales": [3]}, "has an output projection of its own"),
