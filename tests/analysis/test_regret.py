@@ -1,6 +1,5 @@
 """The search against all 216 assignments of docs/data/search.csv."""
 
-import csv
 import operator
 from pathlib import Path
 
@@ -9,6 +8,7 @@ from analysis.command_line import PER_BUDGET
 from analysis.costs import Prices
 from analysis.draws import Score
 from analysis.hybrids import OWN, Choices
+from tests.support.sweeps import read_table
 
 STORED = Path(__file__).parents[2] / "docs/data/search.csv"
 SHARES = 0.68, 0.72, 0.8, 0.85, 0.9
@@ -17,8 +17,7 @@ BY_DEFAULT = 56
 
 
 def read() -> dict[Choices, tuple[Score, int]]:
-    with STORED.open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = read_table(STORED)
     scores = [(Score(float(row["top1"]), float(row["loss"]), 0), int(row["macs"])) for row in rows]
     return {tuple(row[f"layer {n}"] for n in range(3)): score for row, score in zip(rows, scores, strict=True)}
 

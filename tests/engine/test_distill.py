@@ -22,6 +22,7 @@ from engine.runtime.errors import ConfigError, UserError
 from engine.training.objective import create_objective
 from engine.training.resume import Checkpoints
 from models import create_model
+from tests.support.cases import perturbed
 from tests.support.launcher import ROOT
 
 WORLD = World(torch.device("cpu"))
@@ -38,11 +39,7 @@ def run_of(*overrides: str) -> Run:
 def build(run: Run, seed: int = 0) -> nn.Module:
     """The model of `run`, with weights that are not small."""
     torch.manual_seed(seed)
-    model = create_model(attention=run.attention, **run.model)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.add_(torch.randn_like(weight), alpha=0.2)
-    return model
+    return perturbed(create_model(attention=run.attention, **run.model), 0.2)
 
 
 def leave(directory: Path, run: Run, classes: list[str] | None = DIGITS, **more: nn.Module) -> nn.Module:

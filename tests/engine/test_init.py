@@ -28,6 +28,7 @@ from engine.runtime.distributed import World
 from engine.runtime.errors import UserError
 from engine.training.resume import Checkpoints
 from models import create_model
+from tests.support.cases import perturbed
 from tests.support.facts import stated
 from tests.support.launcher import ROOT
 
@@ -41,11 +42,7 @@ PYRAMID = {"embed_dims": (8, 16, 20, 32), "depths": (1, 1, 1, 1), "num_classes":
 def stock(**options) -> nn.Module:
     """A small ViT of timm with a class token, no weight at its initial value."""
     torch.manual_seed(0)
-    model = timm.create_model("vit_tiny_patch16_224", **{**MODEL, **options}).eval()
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.add_(torch.randn_like(weight), alpha=0.1)
-    return model
+    return perturbed(timm.create_model("vit_tiny_patch16_224", **{**MODEL, **options}).eval(), 0.1)
 
 
 def build(attention="softmax", **options) -> nn.Module:

@@ -1,6 +1,5 @@
 """The table of all runs."""
 
-import csv
 import fcntl
 import json
 import multiprocessing
@@ -22,6 +21,7 @@ from engine.runtime.locks import lock_directory
 from engine.runtime.terminal import ConsoleLog
 from tests.engine.test_recorder import CPU, RUN, WORLD
 from tests.support.refusals import refusal
+from tests.support.sweeps import read_table
 
 START = {"kind": "start", "epoch": 0, "step": 0, "epochs": 4, "total_steps": 40, "elapsed_seconds": 10.0}
 START |= {"command": "train.py configs/quickstart.yaml --output run"}
@@ -182,8 +182,7 @@ def test_a_run_goes_on_from_any_number_of_records(tmp_path: Path, monkeypatch: p
         monkeypatch.setattr(metrics, "open_regular", None)
         recorder.eval(2, {"top1": 88.0})
         recorder.begin_epoch(3)
-    with (run / "epochs.csv").open() as file:
-        rows = list(csv.DictReader(file))
+    rows = read_table(run / "epochs.csv")
     assert [(row["epoch"], row["step"], row["eval_top1"]) for row in rows] == [("1", "10", "87.5"), ("2", "20", "88.0")]
     assert float(rows[1]["train_images_per_second"]) == pytest.approx(99.6)
 

@@ -29,6 +29,7 @@ from engine.runtime.distributed import World, set_arithmetic
 from models import create_model
 from models.convert import resample_weights
 from tests.support.refusals import refusal
+from tests.support.sweeps import read_table
 
 ROOT = Path(__file__).parents[2]
 TABLES = ("per-class", "predictions")
@@ -196,7 +197,7 @@ def test_the_quality_of_every_class(run_directory, tmp_path, capsys, kind):
     out, err = capsys.readouterr()
     result = json.loads(out)[kind]
     assert err == f"{path}: written, of the {kind} weights\n"
-    rows = list(csv.DictReader(path.read_text().splitlines()))
+    rows = read_table(path)
     assert [row["class"] for row in rows] == [*"0123456789"]
     images = np.array([int(row["support"]) for row in rows])
     assert images.tolist() == np.bincount(DigitsReader("val").labels).tolist()
@@ -221,7 +222,7 @@ def test_files_of_single_images(run_directory, tmp_path, monkeypatch, capsys):
     files = "--predictions", "p.csv", "--confusion", "c.png", "--mistakes", "m.png"
     report = read_report(capsys, run_directory, "--weights", "plain", *files)["plain"]
     logits, labels = logits_of(run_directory)
-    rows = list(csv.DictReader(Path("p.csv").read_text().splitlines()))
+    rows = read_table(Path("p.csv"))
     assert [(row["file"], row["label"]) for row in rows] == [(f"{n}/{i}.pgm", str(n)) for i, n in enumerate(labels)]
     assert [int(row["class_1"]) for row in rows] == logits.argmax(1).tolist()
     assert [int(row["class_5"]) for row in rows] == np.argsort(-logits, 1)[:, 4].tolist()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from attention import ATTENTION, OptionError
 from models import create_model
+from tests.support.cases import perturbed
 from tests.support.comparisons import FP64, FP64_GRADIENT
 from tests.support.partition import one_of_a_kind
 from tests.uniform.test_key_mask import OF_A_SET, refusal
@@ -28,11 +29,7 @@ def build(family: str, name: str, **options) -> nn.Module:
         sizes = {"patch_size": 8, "embed_dim": 8, "depth": 2, "num_heads": 2, "dynamic_img_size": True}
     sizes |= {"img_size": 64 if family == "deit" else 128, "num_classes": 5}
     attention = {"name": name, **LANDMARKS.get(name, {})}
-    model = create_model(family, attention=attention, **sizes | options).double().eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
-    return model
+    return perturbed(create_model(family, attention=attention, **sizes | options).double().eval(), 0.2)
 
 
 def images(family: str) -> list[Tensor]:

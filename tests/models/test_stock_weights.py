@@ -6,17 +6,14 @@ import torch
 
 from models import create_model
 from models.convert import from_timm_pvt, resample_pos_embed
+from tests.support.cases import perturbed
 from tests.support.partition import chosen
 
 
 def stock_model(name, **options):
     """A timm model with no parameter left at a value such as 0 or 1 that could hide a missing one."""
     torch.manual_seed(0)
-    model = timm.create_model(name, **options).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.03)
-    return model
+    return perturbed(timm.create_model(name, **options).eval(), 0.03)
 
 
 def assert_same_logits(stock, ours, images, atol=1e-5):
@@ -110,3 +107,11 @@ def test_position_embeddings_are_resampled_as_timm_does(class_token):
     images = torch.randn(2, 3, 96, 160)
     assert_same_logits(stock, model, images)
     assert state_dict["pos_embed"].shape[1] == 196 + class_token  # the argument is left alone
+
+
+@pytest.mark.complete
+def test_pvt_v2_li():
+    stock = stock_model("pvt_v2_b2_li")
+    model = create_model("pvtv2_b2", attention=["linear_sra"] * 4, mlp_relu=True)
+    model.load_state_dict(from_timm_pvt(stock.state_dict()), strict=True)
+    assert_same_logits(stock, model, torch.randn(1, 3, 224, 160))

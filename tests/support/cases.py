@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from attention import Attention, create_attention
 from attention.parts.geometry import Grid
@@ -15,6 +16,14 @@ from attention.parts.geometry import Grid
 B, HEADS, HEAD_DIM = 2, 3, 4
 CLIP: Grid = (5, 2, 6)
 PREFIX = {"num_prefix_tokens": 2}
+
+
+def perturbed(model: nn.Module, scale: float) -> Any:
+    """`model` with noise of this standard deviation on every parameter, so that none keeps a trivial value."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=scale)
+    return model
 
 
 @dataclass(frozen=True)
@@ -55,11 +64,7 @@ class Case:
         """The layer with weights from `seed`; position biases and norms are moved off their trivial initial values."""
         torch.manual_seed(seed)
         context = {"dim": HEADS * HEAD_DIM, "num_heads": HEADS, "grid": self.grid, **self.options, **context}
-        attn = create_attention(self.name, **context).to(dtype)
-        with torch.no_grad():
-            for parameter in attn.parameters():
-                parameter.add_(0.25 * torch.randn_like(parameter))
-        return attn
+        return perturbed(create_attention(self.name, **context).to(dtype), 0.25)
 
     def num_tokens(self, grid: Grid) -> int:
         """Number of prefix tokens and tokens of a grid."""
