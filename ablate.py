@@ -25,7 +25,7 @@ if __name__ == "__main__":
 
 from ablation.command_line import parse_arguments
 from ablation.report import FIGURES, TABLES, count_finished, lost_runs, report_sweep, write_figures, write_tables
-from ablation.runs import Case, check_begun, failure_mark, in_order
+from ablation.runs import Case, check_begun, check_data, failure_mark, in_order
 from ablation.sweep import read_ablation
 from ablation.worker import is_busy, train_all
 from engine.runtime.errors import ConfigError, refuse_bad_input
@@ -59,6 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             seeds = ", ".join(map(str, sorted({seed for setting in settings for seed in setting.replicates})))
             print(report(), f"{len(settings)} rows, {settings[0].replicated_by} {seeds}", sep="\n", end="; ")
             return print(f"{count_finished(settings, args.jobs)}\nThe first run: {shlex.join(cases[0].command)}")
+        if not args.launcher:  # which may have other machines train
+            check_data(cases[: len(settings)])
         make_output(output, OUTPUT_FILES)
         store_sweep(args.config, args.overrides, output)
         for case in cases:  # this command tries failed runs again
@@ -82,11 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def check_output(cases: Sequence[Case], output: Path) -> None:
-    """Refuses runs that the output does not go with, by its tables, or by the directory of a run.
-
-    Raises:
-        UserError, OptionError: the first problem.
-    """
+    """Refuses runs by the first problem: of the output's tables, or of the directory of a run."""
     if lost := lost_runs(cases, output):
         problem = f"{output}: holds another sweep, with {lost[0]}; rows, values and seeds may be added"
         raise ConfigError(f"{problem}; give another --output, or delete {output / TABLES[-1]} to keep its runs")

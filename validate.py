@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from engine.runtime.signals import begin, end_at_interrupt
@@ -43,7 +44,7 @@ from engine.reporting.outputs import chosen_outputs, write_outputs
 from engine.reporting.tables import align
 from engine.run.described import parse_described
 from engine.runtime.distributed import World, init_distributed, set_arithmetic
-from engine.runtime.errors import refuse_bad_input
+from engine.runtime.errors import UserError, refuse_bad_input
 from engine.runtime.memory import refuse_too_large
 from engine.training.device import check_kernels
 from engine.training.differences import list_data_differences
@@ -61,6 +62,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         is_own = is_made_here(args.checkpoint)
         source = str(opened.path)
         run = parse_described(opened.checkpoint["config"], source, overrides, is_own=is_own, reads_images=True)
+        labels = {Path(str(run.data.root), f"{x}.csv").resolve() for x in (run.data.train_split, run.data.val_split)}
+        if run.data.dataset == "csv" and (same := labels & {path.resolve() for path in outputs}):
+            raise UserError(f"{same.pop()}: has the labels of data.root, which would be lost; name another file")
         runs, budgets = {"": run}, dict[str, Budget]()
         if args.budgets:
             budgets = {f" {to_yaml(x)}": x for x in run.train.budgets or ()}

@@ -138,11 +138,12 @@ def lost_runs(cases: Sequence[Case], output: Path) -> list[str]:
 
 def count_finished(settings: Sequence[Setting], jobs: int) -> str:
     """Returns "3 of 18 runs finished, about 0:12:00 left", by the finished runs and with so many runs at a time."""
-    runs = [(case.run.schedule.epochs, case.result()) for case in in_order(settings)]
-    finals = [(epochs, final) for epochs, final in runs if final]
+    runs = [(case, case.run.schedule.epochs, case.result()) for case in in_order(settings)]
+    finals = [(epochs, final) for _, epochs, final in runs if final]
     speeds = [final["elapsed_seconds"] / epochs for epochs, final in finals if "elapsed_seconds" in final]
     text = f"{len(finals)} of {len(runs)} runs finished"
     if not speeds or len(finals) == len(runs):
         return text
-    seconds = fmean(speeds) * sum(epochs for epochs, final in runs if not final) / jobs
+    left = sum(epochs for case, epochs, final in runs if not (final or case.has_failed()))
+    seconds = fmean(speeds) * left / jobs
     return f"{text}, about {timedelta(seconds=round(seconds))} left"

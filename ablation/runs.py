@@ -16,7 +16,7 @@ from engine.config.papers import PaperRow
 from engine.config.schema import Data, Run
 from engine.config.yaml_files import dump_yaml, read_yaml
 from engine.data.identity import identify_data
-from engine.data.splits import open_split
+from engine.data.splits import open_split, open_splits
 from engine.objectives.copying import Copying
 from engine.reporting.metrics import find_records, list_changes
 from engine.run.load import dump_run, flatten, parse_run
@@ -105,6 +105,21 @@ def check_begun(cases: Sequence[Case]) -> None:
         elif lines := list_data_differences(found[1], identify(case.run.data)):
             remedy = "name its data again, or another --output"
             raise UserError(f"{case.directory}: was trained on other data; {remedy}: {'; '.join(lines)}")
+
+
+def check_data(cases: Sequence[Case]) -> None:
+    """Opens the data of runs without a result, those of several once.
+
+    Raises:
+        ConfigError: `open_splits` refuses them; the message names the first run.
+    """
+    opened = set()
+    for case in cases:
+        needed = case.run.data, case.run.model["num_classes"], case.run.train.total_batch_size
+        if needed not in opened and not case.result():
+            with as_config_error(lambda key, name=case.directory.name: f"{name}: "):
+                open_splits(case.run)
+            opened.add(needed)
 
 
 @functools.cache

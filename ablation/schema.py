@@ -71,11 +71,7 @@ class Row(NamedTuple):
 
 
 def parse_ablation(tree: Tree) -> Ablation:
-    """Returns the options of an ablation file, and imports its plugins.
-
-    Raises:
-        OptionError: an option that cannot be honoured, or contradicts another.
-    """
+    """Returns the options of an ablation file, and imports its plugins; an OptionError refuses one of them."""
     ablation = parse_options(Ablation, tree.values)
     for plugin in ablation.plugins:
         load_plugin(plugin, "plugins")
@@ -92,11 +88,7 @@ def parse_ablation(tree: Tree) -> Ablation:
 
 
 def list_rows(ablation: Ablation, folder: Path) -> list[Row]:
-    """Returns the rows for each base: all combinations of `grid`, then `runs`; without both, the base as it is.
-
-    Raises:
-        OptionError: a base is not there.
-    """
+    """Returns the rows for each base: all combinations of `grid`, then `runs`; without both, the base as it is."""
     grid = ablation.grid or {}
     changes = [("grid", dict(zip(grid, values, strict=True))) for values in itertools.product(*grid.values()) if values]
     changes += [(f"runs.{i}", options) for i, options in enumerate(ablation.runs)]
@@ -125,7 +117,9 @@ def list_replicates(ablation: Ablation) -> list[dict[str, int]]:
         raise OptionError("folds", f" = {folds} is given beside seeds; leave one of them out")
     if folds is not None:
         return [{"data.folds": folds, "data.fold": fold} for fold in range(folds)]
-    values = range(seeds) if isinstance(seeds, int) else seeds or ()
+    values = range(min(seeds, 1001)) if isinstance(seeds, int) else seeds or ()
+    if len(values) > 1000:
+        raise OptionError("seeds", f" = {seeds}: a sweep has at most 1000")
     if seeds is not None and (not values or min(values) < 0 or len(set(values)) < len(values)):
         raise OptionError("seeds", f"expected a number of seeds, or a list of different ones from 0, got {seeds!r}")
     return [{"train.seed": seed} for seed in values] or [{}]

@@ -58,8 +58,8 @@ def main(args: argparse.Namespace) -> None:
     is_labelled = note != UNLABELLED
     if args.finetune and not is_labelled:
         raise UserError(f"--finetune {args.finetune}: {UNLABELLED}; leave it out")
-    if is_tuned := is_labelled and args.finetune != 0:
-        check_apart(trained)
+    is_tuned = is_labelled and args.finetune != 0
+    check_apart(trained)
     make_output(args.output, ["report.md", "report.csv", STATE, EXPORT])
     options = {name: x for name, x in vars(args).items() if name not in ("question", "output", "train")}
     options |= {"checkpoint": f"{args.checkpoint}, {digest_weights(trained.source.state)[:16]}"}

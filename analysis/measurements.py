@@ -31,11 +31,7 @@ class Measurements:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def find(self, key: str) -> Any:
-        """Returns the values of the measurement `key`, which may have been changed; None if there is none.
-
-        Raises:
-            UserError: the file cannot be read.
-        """
+        """Returns the values of the measurement `key`, None if there is none; a UserError: the file cannot be read."""
         if key in self.added:
             return self.added[key]
         lines = read_bounded(self.path, MAX_TEXT).splitlines() if self.path.exists() else []

@@ -62,10 +62,10 @@ def configure(trained: Trained, epochs: int, overrides: Sequence[str]) -> dict[s
 
 
 def check_apart(trained: Trained) -> None:
-    """Raises the OptionError if a model would be trained on the images that it classifies."""
+    """Raises the OptionError if a model would be fitted to the images that it is measured on."""
     if validates_on_training_images(trained):
-        problem = f" = {trained.run.data.train_split!r}: --finetune would train on the images that it classifies; name"
-        raise OptionError("data.train_split", f"{problem} another split, or set data.val_fraction")
+        problem = f" = {trained.run.data.train_split!r}: models would be fitted to the images that they are measured on"
+        raise OptionError("data.train_split", f"{problem}; name another split, or set data.val_fraction=0.5")
 
 
 def tune(
@@ -92,11 +92,7 @@ def tune(
 
 
 def read_results(table: Path, number: int) -> list[Tuned | None]:
-    """Reads the result of each of so many runs from the runs of their ablation; None: it is not finished.
-
-    Raises:
-        UserError: it is no such table.
-    """
+    """Reads the result of each of so many runs of an ablation, None if it is not finished, or raises a UserError."""
     if not table.exists():
         return [None] * number
     with parsing(table, "delete it, and give the command again"):

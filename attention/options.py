@@ -49,8 +49,8 @@ def collecting(problems: list[OptionError]) -> Iterator[None]:
 
 
 def refuse(problems: Sequence[OptionError]) -> None:
-    """Raises the only one of `problems`, or all as `OptionErrors`; nothing if there is none."""
-    if problems:
+    """Raises the only one of `problems`, or all as `OptionErrors`, each once; nothing if there is none."""
+    if problems := [*{str(problem): problem for problem in problems}.values()]:
         raise problems[0] if len(problems) == 1 else OptionErrors(problems)
 
 

@@ -12,11 +12,7 @@ ORIGIN = "origin.json"
 
 
 def mark_origin(directory: Path) -> None:
-    """Marks a run directory that begins as made here: its number stays when it is renamed, and no copy has it.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Marks a run directory that begins as made here: its number stays when it is renamed, and no copy has it."""
     write_atomically(directory / ORIGIN, json.dumps({"directory": directory.stat().st_ino}).encode())
 
 

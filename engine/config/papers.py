@@ -35,11 +35,7 @@ class Papers:
 
 @functools.cache
 def read_papers(path: Path = PAPERS) -> tuple[PaperRow, ...]:
-    """Reads all rows of a file.
-
-    Raises:
-        ConfigError: the file cannot be read, or a row is malformed; the message names file, line and field.
-    """
+    """Reads all rows of a file; a ConfigError names file, line and field of a malformed one."""
     tree = read_yaml(path)
     with tree.locating():
         return parse_options(Papers, tree.values).rows

@@ -1,6 +1,7 @@
 """Readers of image files: those below a folder, such as class folders, and files that a command line names."""
 
 import os
+import stat
 import sys
 from collections.abc import Iterable, Iterator
 from typing import BinaryIO
@@ -50,11 +51,12 @@ def open_class_folders(root: str) -> FolderReader:
 
 
 def measure_files(paths: Iterable[str]) -> np.ndarray:
-    """Returns the sizes of files, bytes, (number,) int64; -1 for a file that is not there."""
+    """Returns the sizes of files, bytes, (number,) int64; -1 for what is no file."""
 
     def measure(path: str) -> int:
         try:
-            return os.stat(path).st_size
+            there = os.stat(path)
+            return there.st_size if stat.S_ISREG(there.st_mode) else -1
         except (OSError, ValueError):  # a link that leads nowhere, or a name that no file has: a broken image
             return -1
 

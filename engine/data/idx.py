@@ -7,6 +7,7 @@ The names of the classes are the labels that occur.
 import gzip
 import itertools
 import math
+import os
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -88,8 +89,9 @@ def new_files(directory: Path, splits: Iterable[str]) -> list[tuple[Path, Path]]
     """
     files = [(directory / f"{split}{IMAGES}.gz", directory / f"{split}{LABELS}.gz") for split in splits]
     for path in itertools.chain(*files):
-        if path.exists():
-            raise UserError(f"{path}: is there already; remove it, or name another directory")
+        for each in (path, path.with_suffix("")):  # the latter would be read in its place
+            if os.path.lexists(each):
+                raise UserError(f"{each}: is there already; remove it, or name another directory")
     make_directory(directory, [path.name for path in itertools.chain(*files)], "output")
     return files
 

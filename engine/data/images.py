@@ -11,7 +11,7 @@ from typing import BinaryIO, Literal
 
 import numpy as np
 from PIL import Image, ImageOps
-from PIL.TiffImagePlugin import PHOTOMETRIC_INTERPRETATION, TiffImageFile
+from PIL.TiffImagePlugin import BITSPERSAMPLE, PHOTOMETRIC_INTERPRETATION, SAMPLEFORMAT, TiffImageFile
 
 from engine.runtime.errors import UserError
 from engine.runtime.text import describe_error
@@ -98,6 +98,7 @@ def convert(image: Image.Image, mode: Literal["RGB", "L"] = "RGB") -> Image.Imag
         BrokenImage: the image has no defined appearance.
         Exception: any that Pillow raises for a damaged file.
     """
+    levels = [getattr(tile, "args", "") for tile in getattr(image, "tile", [])]  # their layout in the file
     image.load()
     with suppress(Exception):  # a damaged orientation tag is ignored
         ImageOps.exif_transpose(image, in_place=True)
@@ -105,6 +106,10 @@ def convert(image: Image.Image, mode: Literal["RGB", "L"] = "RGB") -> Image.Imag
         image = _to_8_bits(image)
     if image.mode not in MODES:
         raise BrokenImage(f"{image.format} of mode {image.mode}, whose levels have no defined look")
+    if isinstance(image, TiffImageFile) and {*image.tag_v2.get(SAMPLEFORMAT, ())} - {1}:
+        raise BrokenImage("TIFF of signed or floating-point levels")
+    if "transparency" in image.info and {"L;2", "L;4", "RGB;16B"} & {*map(str, levels)}:  # Pillow compares 8 bits
+        raise BrokenImage("PNG of 2, 4 or 16 bits with a transparent level")
     if image.has_transparency_data:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
@@ -116,7 +121,10 @@ def _to_8_bits(image: Image.Image) -> Image.Image:
     """Maps grey levels of 16 bits to 8 bits. BrokenImage: one of them is transparent, or white is zero."""
     if "transparency" in image.info:
         raise BrokenImage("16-bit grey levels with a transparent one")
-    if isinstance(image, TiffImageFile) and image.tag_v2.get(PHOTOMETRIC_INTERPRETATION) == 0:  # Pillow inverts 8 bits
+    tags = image.tag_v2 if isinstance(image, TiffImageFile) else {}
+    if tags.get(PHOTOMETRIC_INTERPRETATION) == 0:  # Pillow inverts 8 bits
         raise BrokenImage("16-bit grey levels with white as zero")
+    if (bits := tags.get(BITSPERSAMPLE, (16,))[0]) != 16:
+        raise BrokenImage(f"grey levels of {bits} bits; convert them to 8 or 16")
     values = np.asarray(image).astype(np.float64) * 255 / 65535
     return Image.fromarray((values.clip(0, 255) + 0.5).astype(np.uint8))

@@ -36,12 +36,17 @@ from engine.runtime.errors import UserError, refuse_bad_input
 def main(arguments: Sequence[str] | None = None) -> None:
     args = parse_prepare(arguments)
     with refuse_bad_input():
+        for name in args.splits:
+            path = args.output / f"{name}{INDEX}"
+            for result in (path, pixels_of(path)):
+                if os.path.lexists(result):
+                    raise UserError(f"{result}: is there already; remove it to prepare it anew, or name other --splits")
         for name, images in open_splits(args).items():
             short_side = min((side for side in (args.short_side, images.reader.short_side) if side), default=None)
             try:
                 prepare(name, images, args.output, short_side, args.workers)
             except OSError as error:
-                raise UserError(f"{args.output}: {error.strerror or error}") from error
+                raise UserError(f"{error.filename or args.output}: {error.strerror or error}") from error
             if text := describe_files(images.reader.ignored):
                 print(f"{name}: {text}", file=sys.stderr, flush=True)
 
@@ -52,13 +57,10 @@ def prepare(name: str, images: Images, output: Path, short_side: int | None, wor
     Args:
         short_side: that of larger images after it; None: unchanged.
     Raises:
-        UserError: the split exists already. OSError: no space, or no permission.
+        OSError: no space, or no permission.
     """
     path = output / f"{name}{INDEX}"
-    for result in (path, pixels_of(path)):
-        if os.path.lexists(result):
-            raise UserError(f"{result}: is there already; remove it to prepare it anew, or name other --splits")
-    output.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     encoded = replace(images, transform=partial(encode, short_side=short_side))
     with closing(read_all(encoded, workers, f"{name}: decoding")) as samples:
         num_bytes, num_empty = write_cache(path, _contents(samples), images.reader, short_side)

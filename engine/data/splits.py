@@ -268,6 +268,10 @@ def report_split(data: Data, option: Literal["train_split", "val_split"], images
         lines = [f"validation: {held}; data.val_split is not read"]
     if text := describe_files(images.reader.ignored):
         lines.append(f"data.{option}: {text}")
+    if data.classes:
+        names, used = classes_of(images), {*np.unique(images.reader.labels).tolist()}
+        if empty := one_line(", ".join(name for index, name in enumerate(names) if index not in used), 100):
+            lines.append(f"data.{option}: {len(names) - len(used)} of {len(names)} classes have no image: {empty}")
     needed = math.floor(max(to_2tuple(img_size)) / (data.crop_pct if option == "val_split" else 1))  # before the crop
     if 0 < images.reader.short_side < needed:
         problem = f"data.{option}: the images were prepared with a short side of {images.reader.short_side} pixels"

@@ -83,11 +83,7 @@ FILES = (*PARTS, *WHOLE)
 
 
 def generate(file: str) -> bytes:
-    """Returns the content that one of `FILES` should have.
-
-    Raises:
-        UserError: a page is missing, or does not have a part between its two comments once.
-    """
+    """Returns the content that one of `FILES` should have; a UserError: no page, or not each part in it once."""
     if file in WHOLE:
         return WHOLE[file]().encode()
     try:

@@ -67,7 +67,7 @@ class Draft:
     def finish(self) -> Run:
         """Returns the run; a ConfigError has a line for each problem of all steps."""
         with naming_origins(self.tree, self.overrides):
-            refuse([*{str(problem): problem for problem in self.problems}.values()])
+            refuse(self.problems)
         return self.whole
 
     def _hide(self, problem: OptionError) -> None:

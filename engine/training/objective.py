@@ -46,11 +46,7 @@ def create_objective(run: Run, model: nn.Module, images: Images, world: World) -
 
 
 def weigh_classes(run: Run, images: Images, world: World) -> Run:
-    """Returns `run` with the numbers that `train.class_weights: balanced` stands for on the training `images`.
-
-    Raises:
-        OptionError: a class has no image.
-    """
+    """Returns `run` with the numbers of `train.class_weights: balanced`; an OptionError: a class has no image."""
     if run.train.class_weights != "balanced":
         return run
     counts, names = count_classes(images), classes_of(images)

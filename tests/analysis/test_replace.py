@@ -433,7 +433,7 @@ def test_training_on_does_not_inherit_strictness_or_frozen_weights(trained):
     [
         ("--attention evaa", "did you mean 'eva'"),
         (["--attention", "{name: eva, window: 7}"], "--attention(eva).window: unknown option"),
-        ("--finetune 1 data.train_split=val", "data.train_split = 'val': --finetune would train on the images"),
+        ("--finetune 1 data.train_split=val", "data.train_split = 'val': models would be fitted to the images"),
         ("--finetune 1 data.train_split=absent", "data.train_split: 'absent' is no split of the digits"),
         ("modle.depth=3", "modle: unknown option; did you mean 'model'"),
         ("--output /proc/absent", "--output /proc/absent: cannot be made"),

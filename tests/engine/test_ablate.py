@@ -478,6 +478,15 @@ def test_a_sweep_whose_workers_are_killed_is_that_of_one_worker(trainer, amount,
     figure("X3", f"two of three workers killed, {amount} times ({trainer}): as one worker; {taken_over} runs resumed")
 
 
+def test_data_are_opened_before_any_run(config, capsys):
+    config.write_text("base: base.yaml\nruns:\n  - {data.subset: 100}\n  - {data.folds: 150, data.fold: 0}\n")
+    with pytest.raises(SystemExit, match="2"):
+        ablate.main([str(config), "--output", str(config.parent / "out")])
+    problem = "data.folds = 150, but class '0' has 142 images; lower it"
+    assert capsys.readouterr().err == f"error: data.folds=150,data.fold=0: {problem}\n"
+    assert not (config.parent / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [

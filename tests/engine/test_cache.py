@@ -266,6 +266,7 @@ def test_scan(root, capsys, workers):
         (verify.main, ["{root}/val/a"], "found there: 3 images in no folder, such as '0.png'"),
         (prepare.main, ["{root}/nowhere", "{out}/new"], "data.root: no directory"),
         (prepare.main, ["{root}", "{out}"], "train.npz: is there already; remove it"),
+        (prepare.main, ["{root}", "{out}", "--splits", "x", "val"], "val.npz: is there already; remove it"),
         (prepare.main, ["{root}", "/dev/null/new"], "/dev/null/new: Not a directory"),
     ],
 )

@@ -21,7 +21,7 @@ from engine.data import idx, prepare, verify
 from engine.data.identity import identify_split
 from engine.data.images import BrokenImage
 from engine.data.loaders import create_loaders
-from engine.data.splits import classes_of, open_split
+from engine.data.splits import classes_of, open_split, report_split
 from engine.runtime.distributed import World
 from tests.engine.test_resume import Runs, choose_kill
 from tests.support.launcher import ForkServer
@@ -190,6 +190,14 @@ def test_they_are_verified_prepared_and_chosen_from(other, tmp_path, capsys):
     assert np.bincount(open_split(Data(**other, subset=7), "train_split").reader.labels).tolist() == [7] * 4
 
 
+def test_classes_without_an_image_are_named(tmp_path, capsys):
+    write_shard(tmp_path / "train-0.tar", [sample(0), sample(150)])
+    (tmp_path / "names").write_text("zero\none\ntwo\nthree\n")
+    data = Data(dataset="wds", root=str(tmp_path), classes=str(tmp_path / "names"))
+    report_split(data, "train_split", open_split(data, "train_split"), 16)
+    assert "data.train_split: 2 of 4 classes have no image: one, two\n" in capsys.readouterr().err
+
+
 def write_list(folder, text: str | bytes) -> dict[str, str]:
     """Options of a CSV file beside the images a.png and "b, c.png"."""
     (folder / "train.csv").write_bytes(text.encode() if isinstance(text, str) else text)
@@ -210,6 +218,9 @@ def test_a_csv_file_labels_files(tmp_path, text):
     assert classes_of(images) == ["cat", "dog"]
     assert [*images.reader.filenames()] == ["b, c.png", "a.png"]
     assert [images[index][1] for index in range(2)] == [0, 1]
+    (tmp_path / "a.png").unlink()
+    (tmp_path / "a.png").mkdir()
+    assert_split_refused("no file 'a.png' in", dataset="csv", root=str(tmp_path))
 
 
 @pytest.mark.parametrize(

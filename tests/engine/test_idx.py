@@ -111,6 +111,11 @@ def test_a_sample_holds_the_first_of_each_class(tmp_path, capsys):
     assert np.array_equal(images.reader.images, PIXELS[[0, 1, 3]])
     assert all(path.read_bytes()[4:8] == bytes(4) for path in (tmp_path / "sample").iterdir())  # no time: gzip's MTIME
     assert "train-images-idx3-ubyte.gz: is there already" in refusal(sample.main, [*options, "2"], capsys)
+    (tmp_path / "plain").mkdir()
+    write(tmp_path / "plain")
+    options = [str(tmp_path), str(tmp_path / "plain"), "--split", "train", "--per-class", "1"]
+    assert "train-images-idx3-ubyte: is there already" in refusal(sample.main, options, capsys)
+    options = [str(tmp_path), str(tmp_path / "sample"), "--split", "train", "--per-class"]
     for path in list((tmp_path / "sample").iterdir()):
         path.unlink()
     error = refusal(sample.main, [*options, "3"], capsys)

@@ -111,6 +111,7 @@ def test_keys_of_stages_are_those_of_the_size_and_of_one_mechanism(config):
         ("grid:", "seeds: [1, 1]\ngrid:", "3: seeds: expected a number of seeds, or a list of different"),
         ("grid:", "seeds: [-1, 1]\ngrid:", "3: seeds: expected a number of seeds, or a list of different"),
         ("grid:", "seeds: three\ngrid:", "3: seeds: expected"),
+        ("grid:", "seeds: 100000000000\ngrid:", "3: seeds = 100000000000: a sweep has at most 1000"),
         ("grid:", "seeds: 2\ngrid:\n  train.seed: [3, 4]", "4: grid: train.seed is given beside seeds; leave one of"),
         ("base: base.yaml", "base: base.yaml\nbases: [base.yaml]", "3: bases: given beside base; leave one"),
         ("base: base.yaml", "bases: [base.yaml, absent.yaml]", "2: bases.1: absent.yaml: no such file"),

@@ -207,6 +207,16 @@ def test_the_quality_of_every_class(run_directory, tmp_path, capsys, kind):
         assert sum(shares * images) / 360 == pytest.approx(result[metric])
 
 
+def test_labels_are_not_replaced(run_directory, tmp_path, capsys):
+    (labels := tmp_path / "val.csv").write_text("file,label\n")
+    (tmp_path / "link.csv").symlink_to(labels)
+    for name in ("val.csv", "link.csv"):
+        options = ["data.dataset=csv", f"data.root={tmp_path}", "--predictions", tmp_path / name]
+        error = refusal(validate.main, [run_directory, *options], capsys)
+        assert f"{labels}: has the labels of data.root, which would be lost; name another file" in error
+    assert labels.read_text() == "file,label\n"
+
+
 def logits_of(path: Path, weights: str = "plain") -> tuple[np.ndarray, np.ndarray]:
     """Returns logits of all held-out digits at once, not by validate.py's code, and their classes."""
     model, transform, _ = load(path, weights=weights)

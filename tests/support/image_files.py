@@ -134,6 +134,12 @@ IMAGE_FILES = {
         saved(DEEP, "TIFF").replace(*[struct.pack("<HHIHH", 262, 3, 1, value, 0) for value in (1, 0)]), "white as zero"
     ),
     "16_bit_clear.png": ImageFile(png(16, 8, 16, 0, (b"\0" + bytes(32)) * 8, (b"tRNS", b"\0\0")), "transparent"),
+    "clear_16_bit_color.png": ImageFile(png(16, 8, 16, 2, (b"\0" + bytes(96)) * 8, (b"tRNS", bytes(6))), "transparent"),
+    "4_bit_clear.png": ImageFile(png(16, 8, 4, 0, (b"\0" + bytes(8)) * 8, (b"tRNS", b"\0\7")), "transparent level"),
+    "12_bit_tiff.jpg": ImageFile(
+        saved(DEEP, "TIFF").replace(*[struct.pack("<HHIHH", 258, 3, 1, bits, 0) for bits in (16, 12)]), "of 12 bits"
+    ),
+    "signed_tiff.jpg": ImageFile(saved(GREY, "TIFF", tiffinfo={339: 2}), "signed"),
     "bomb.png": ImageFile(png(20_000, 20_000, 1, 0, bytes(100)), "89,478,485 pixels, perhaps a decompression bomb"),
     "small_bomb.png": ImageFile(
         png(10_000, 10_000, 1, 0, bytes(100)), "89,478,485 pixels, perhaps a decompression bomb"
