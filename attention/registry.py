@@ -43,7 +43,7 @@ class UnknownMechanism(OptionError):
 
     def __init__(self, key: str, name: Any, reason: str = ""):
         meant = nearest(name, ATTENTION).partition("; known")[0] or "; `python -m attention` lists all"
-        super().__init__(key, f"unknown mechanism {name!r}{meant}{reason or '; one of your own is loaded by --plugin'}")
+        super().__init__(key, f"unknown mechanism {name!r}{meant}{reason or ' (--plugin loads one of your own)'}")
         self.name = name
 
 

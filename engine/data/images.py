@@ -106,7 +106,7 @@ def convert(image: Image.Image, mode: Literal["RGB", "L"] = "RGB") -> Image.Imag
         image = _to_8_bits(image)
     if image.mode not in MODES:
         raise BrokenImage(f"{image.format} of mode {image.mode}, whose levels have no defined look")
-    if isinstance(image, TiffImageFile) and {*image.tag_v2.get(SAMPLEFORMAT, ())} - {1}:
+    if isinstance(image, TiffImageFile) and {*image.tag_v2.get(SAMPLEFORMAT, ())} & {2, 3}:
         raise BrokenImage("TIFF of signed or floating-point levels")
     if "transparency" in image.info and {"L;2", "L;4", "RGB;16B"} & {*map(str, levels)}:  # Pillow compares 8 bits
         raise BrokenImage("PNG of 2, 4 or 16 bits with a transparent level")

@@ -290,7 +290,7 @@ def test_refused(tmp_path, case):
         ("window_sizes=1", "window_sizes: unknown option; did you mean 'attention.window_size'?"),
         ("attention.0.name=eva", "attention(local).0: unknown option..."),
         ("attention.mixup=1", "attention(local).mixup: unknown option; did you mean 'augment.mixup'?"),
-        ("attention=qqqq", "attention.name: unknown mechanism 'qqqq'; `python -m attention` lists all; one..."),
+        ("attention=qqqq", "attention.name: unknown mechanism 'qqqq'; `python -m attention` lists all..."),
         ("qqqq=1", "qqqq: unknown option; known: attention, ..."),
         ("model.name=DeiT_Tiny_P16", "model.name: unknown model 'DeiT_Tiny_P16'; did you mean 'deit_tiny_p16'?"),
         ("optim.lr_=1", "optim.lr_: unknown option; did you mean 'lr'?"),
