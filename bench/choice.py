@@ -44,11 +44,11 @@ def parse_budget(text: str, meanings: Mapping[str, str]) -> tuple[str, float]:
     return key, limit
 
 
-def read_quality() -> dict[str, Spread]:
+def read_quality(path: Path = QUALITY) -> dict[str, Spread]:
     """Reads the points lost by each stored layer. UserError: the file is damaged."""
     remedy = "install the package again"
-    rows = read_csv(QUALITY, remedy=remedy)
-    with parsing(QUALITY, remedy):
+    rows = read_csv(path, remedy=remedy)
+    with parsing(path, remedy):
         return {row["layer"]: Spread(float(row["loss"]), float(row["std"]), int(row["n"])) for row in rows}
 
 
