@@ -13,11 +13,11 @@ have the predictions of one kind, see `open_weights`. The data may be other data
 
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from engine.runtime.signals import begin, end_at_interrupt
@@ -62,9 +62,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         is_own = is_made_here(args.checkpoint)
         source = str(opened.path)
         run = parse_described(opened.checkpoint["config"], source, overrides, is_own=is_own, reads_images=True)
-        labels = {Path(str(run.data.root), f"{x}.csv").resolve() for x in (run.data.train_split, run.data.val_split)}
-        if run.data.dataset == "csv" and (same := labels & {path.resolve() for path in outputs}):
-            raise UserError(f"{same.pop()}: has the labels of data.root, which would be lost; name another file")
+        if run.data.dataset == "csv":
+            labels = [os.path.join(str(run.data.root), f"{x}.csv") for x in (run.data.train_split, run.data.val_split)]
+            if same := {*map(os.path.realpath, labels)} & {*map(os.path.realpath, outputs)}:
+                raise UserError(f"{same.pop()}: has the labels of data.root, which would be lost; name another file")
         runs, budgets = {"": run}, dict[str, Budget]()
         if args.budgets:
             budgets = {f" {to_yaml(x)}": x for x in run.train.budgets or ()}
