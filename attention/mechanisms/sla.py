@@ -13,6 +13,14 @@ Cost: 2 N k w^2 C + 2 N (d + 1) C + (N / w^2)^2 (d + 2) C + N d C multiply-accum
 
 The released code (branch SLA-1) has blocks of 64 consecutive tokens, a share of them critical and none negligible. On
 its main branch critical blocks are in o_n too.
+
+`router` is that of SLA2 (Zhang et al. 2026, arXiv:2602.12675). Learned maps, the identity at first, are applied to mean
+queries and mean keys, and y_n = alpha s_n + (1 - alpha) o_n, or s_n if no block is marginal, with s_n the softmax
+attention above and a learned alpha for each head, 0.88 at first. The router is trained by weights in place of a choice,
+m = sigmoid(10 product + lambda), whose sum over blocks is k (Eq. 17): entries of a block count m times in s_n and 1 - m
+times in o_n, at the cost of softmax attention and linear attention. Evaluation, and training whose `train.freeze` names
+"*.router", the paper's second stage, have the choice. Cost: 2 (N / w^2) d C in place of N d C. The paper has an alpha
+for each block of a fixed grid and no negligible blocks, and quantises; its code is not released.
 """
 
 from itertools import product
@@ -32,61 +40,110 @@ from .bilevel_routing import follow
 
 
 def sla(
-    q: Tensor, k: Tensor, v: Tensor, *, blocks: Windows, topk: int, negligible: float, learned: nn.Module
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    router: Tensor | None = None,
+    alpha: Tensor | None = None,
+    *,
+    blocks: Windows,
+    topk: int,
+    negligible: float,
+    learned: nn.Module | None = None,
+    soft: bool = False,
 ) -> Tensor:
-    """Attention to `topk` critical blocks, at most all, and `learned` of linear attention to marginal ones.
+    """Attention to `topk` critical blocks, at most all, and linear attention to marginal ones.
 
-    negligible: share of the blocks, rounded down, that are skipped.
+    Args:
+        router: maps of mean queries and mean keys, (2, d, d). alpha: share of softmax attention in each head, (h,).
+        negligible: share of the blocks, rounded down, that are skipped.
+        learned: the map A, b, if there is no router. soft: True if blocks are weighted, not chosen.
     """
     (k_prefix, k), (v_prefix, v) = split_prefix(k, q.shape[2]), split_prefix(v, q.shape[2])
     queries, keys, values = (blocks.partition(x) for x in (q, k, v))
-    ranking, mask = ranked(q, k, blocks), blocks.mask(q.device)
-    critical, place, g = ranking[..., :topk], ranking.argsort(-1), blocks.num_windows
+    scores, mask, g = importance(q, k, router, blocks=blocks), blocks.mask(q.device), blocks.num_windows
+    ranking = scores.argsort(dim=-1, descending=True, stable=True)
+    attended, place = ranking[..., : g if soft else topk], ranking.argsort(-1)
     count: Any = g  # of blocks with tokens that count; others stand last
     if mask is not None:
         count = g if blocks.key_mask is None else mask.any(-1).sum(-1)[..., None, None].double()  # as Python's floats
-        mask = follow(mask.expand(*q.shape[:2], g, -1)[..., None], critical).mT  # (B, h, g, 1, e)
-    marginal = (place >= topk) & (place < count - negligible * count // 1)
-    terms = [(gathered_logits(queries, follow(keys, critical), mask), follow(values, critical))]
-    exact = blocks.reverse(mix([*terms, *prefix_term(queries, k_prefix, v_prefix)]))
-    return exact + learned(linear(q, k, v, marginal.to(v.dtype), blocks).to(v.dtype))
+        mask = follow(mask.expand(*q.shape[:2], g, -1)[..., None], attended).mT  # (B, h, g, 1, e)
+    kept = place < count - negligible * count // 1
+    marginal, logits = (place >= topk) & kept, gathered_logits(queries, follow(keys, attended), mask)
+    weights = marginal.to(v.dtype)
+    if soft:
+        log_odds = soft_topk(scores, topk)
+        weights, chosen = torch.sigmoid(-log_odds) * kept, F.logsigmoid(log_odds).gather(-1, ranking)
+        logits = logits + chosen.repeat_interleave(keys.shape[3], -1)[..., None, :]
+    exact = mix([(logits, follow(values, attended)), *prefix_term(queries, k_prefix, v_prefix)])
+    other = linear(q, k, v, weights, blocks).to(v.dtype)
+    if learned is not None:
+        return blocks.reverse(exact + learned(other))
+    assert alpha is not None, "a router comes with alpha"
+    share = torch.where(marginal.any(-1), alpha[:, None], 1)[..., None, None].to(v.dtype)
+    return blocks.reverse(other + share * (exact - other))
 
 
 @full_precision
-def ranked(q: Tensor, k: Tensor, blocks: Windows) -> Tensor:
-    """Blocks of keys from the most to the least important of each block of queries: (B, h, g, g) int64."""
-    scores, mask = blocks.mean(q.detach()) @ blocks.mean(k.detach()).mT, blocks.mask(q.device)
-    if mask is not None:
-        scores = scores.masked_fill(~mask.any(-1)[..., None, :], -torch.inf)  # blocks without a token that counts
-    return scores.argsort(dim=-1, descending=True, stable=True)
+def importance(q: Tensor, k: Tensor, router: Tensor | None, *, blocks: Windows) -> Tensor:
+    """Products of each block's mean query with mean keys, (B, h, g, g); -inf for blocks without a token that counts."""
+    (q_bar, k_bar), mask = (blocks.mean(x) for x in (q, k)), blocks.mask(q.device)
+    if router is not None:
+        q_bar, k_bar = q_bar @ router[0].mT, k_bar @ router[1].mT
+    scores = q_bar @ k_bar.mT
+    return scores if mask is None else scores.masked_fill(~mask.any(-1)[..., None, :], -torch.inf)
+
+
+@full_precision
+def soft_topk(scores: Tensor, topk: int) -> Tensor:
+    """Log-odds of weights sigmoid(scores / 0.1 + lambda), whose sum over the g scores (..., g) is `topk`, at most all
+    but those of -inf (SLA2, Eq. 17).
+    """
+    x = scores / 0.1
+    total = (x > -torch.inf).sum(-1, keepdim=True).clamp(max=topk)
+    with torch.no_grad():
+        low = -40 - x.amax(-1, keepdim=True)  # sigmoid(40) is 1
+        high = 40 - x.masked_fill(x == -torch.inf, torch.inf).amin(-1, keepdim=True)
+        for _ in range(30):
+            middle = (low + high) / 2
+            above = torch.sigmoid(x + middle).sum(-1, keepdim=True) > total
+            low, high = torch.where(above, low, middle), torch.where(above, middle, high)
+    weights = torch.sigmoid(x + high)
+    slope = (weights * (1 - weights)).sum(-1, keepdim=True).detach().clamp(min=1e-12)
+    return x + high - (weights.sum(-1, keepdim=True) - total) / slope  # a step of Newton's, for the gradient of lambda
 
 
 @full_precision
 def linear(q: Tensor, k: Tensor, v: Tensor, weights: Tensor, blocks: Windows) -> Tensor:
-    """Linear attention of each block of queries to blocks of keys with weights (B, h, g, g): (B, h, N, d)."""
+    """Linear attention of each block of queries to blocks of keys with weights (B, h, g, g): (B, h, g, w, d)."""
     with_one = blocks.partition(mask_tokens(F.pad(v, (0, 1), value=1), blocks.key_mask))  # 0 for tokens that are none
     states = blocks.partition(k.softmax(-1)).mT @ with_one  # (B, h, g, d, d + 1)
     sums = (weights @ states.flatten(3)).view_as(states)
-    y = blocks.reverse(blocks.partition(q.softmax(-1)) @ sums)
+    y = blocks.partition(q.softmax(-1)) @ sums
     return y[..., :-1] / y[..., -1:].clamp(min=1e-12)
 
 
-def sla_reference(q, k, v, *, blocks, topk, negligible, learned):
+def sla_reference(q, k, v, router=None, alpha=None, *, blocks, topk, negligible, learned=None, soft=False):
     """`sla`, image by image, head by head, block by block."""
     y, P, counts = torch.zeros_like(q), k.shape[2] - q.shape[2], blocks.key_mask
     members = [index[(index >= 0) & (counts is None or counts[0, index])] for index in blocks.indices(q.device)]
     members = [tokens for tokens in members if len(tokens)]
-    last = len(members) - int(negligible * len(members))
+    own = torch.cat([torch.full((len(tokens),), i) for i, tokens in enumerate(members)])  # each token's block
+    tokens_of_blocks, last = torch.cat(members), len(members) - int(negligible * len(members))
+    maps = torch.eye(q.shape[-1], dtype=q.dtype).expand(2, -1, -1) if router is None else router
     for b, j, tokens in product(range(len(q)), range(q.shape[1]), members):
-        queries, keys, values = q[b, j, tokens], k[b, j], v[b, j]
-        order = torch.stack([queries.mean(0) @ keys[P + m].mean(0) for m in members]).argsort(descending=True)
-        classes = order[:topk], order[topk:last]
-        critical, marginal = ([P + int(m) for r in ranks for m in members[r]] for ranks in classes)
-        critical = [*range(P), *critical]
-        weights = (queries @ keys[critical].mT / q.shape[-1] ** 0.5).softmax(-1)
-        kernel = queries.softmax(-1) @ keys[marginal].softmax(-1).mT
-        share = kernel / kernel.sum(-1, keepdim=True).clamp(min=1e-12)
-        y[b, j, tokens] = weights @ values[critical] + learned(share @ values[marginal])
+        queries, means = q[b, j, tokens], torch.stack([k[b, j, P + m].mean(0) for m in members])
+        scores = (means @ maps[1].mT) @ (maps[0] @ queries.mean(0))
+        order = scores.argsort(descending=True)
+        m = torch.zeros_like(scores).index_fill(0, order[:topk], 1)
+        m = soft_topk(scores, topk).sigmoid() if soft else m
+        keys, values = (torch.cat([x[b, j, :P], x[b, j, P + tokens_of_blocks]]) for x in (k, v))
+        weights = (queries @ keys.mT / q.shape[-1] ** 0.5).softmax(-1) * F.pad(m[own], (P, 0), value=1)  # Eq. 5 of SLA2
+        exact = weights / weights.sum(-1, keepdim=True) @ values
+        kernel = queries.softmax(-1) @ keys[P:].softmax(-1).mT * (1 - m).index_fill(0, order[last:], 0)[own]
+        other = kernel / kernel.sum(-1, keepdim=True).clamp(min=1e-12) @ values[P:]
+        share = 1 if router is None or last <= topk else alpha[j]
+        y[b, j, tokens] = exact + learned(other) if router is None else share * exact + (1 - share) * other
     return y
 
 
@@ -98,6 +155,9 @@ class Sla(Attention):
         block_size: int = option(7, "side w in tokens of a block", low=1)
         topk: int = option(1, "critical blocks k of each block of queries; all of them on a grid that has fewer", low=1)
         negligible: float = option(0.1, "share of blocks, rounded down, that is skipped if not critical", low=0, high=1)
+        router: bool = option(
+            False, "learned choice of critical blocks, and a learned share alpha in place of the map A, b (SLA2)"
+        )
         local: bool = local_option()
         fit: bool = fit_option(block_size=up_to_side)
 
@@ -106,6 +166,10 @@ class Sla(Attention):
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
+        if config.router:
+            self.router = nn.Parameter(torch.eye(context.head_dim).repeat(2, 1, 1))
+            self.alpha = nn.Parameter(torch.full((context.num_heads,), 2.0))
+            return
         self.learned = nn.Linear(context.head_dim, context.head_dim)
         for parameter in self.learned.parameters():
             nn.init.zeros_(parameter)
@@ -115,9 +179,15 @@ class Sla(Attention):
         g, w = (blocks := config.blocks(context.grid)).num_windows, blocks.num_queries
         C, d, with_one = context.dim, context.head_dim, context.dim + context.num_heads
         exact = (2 * g * w * w * min(config.topk, g) + g * g) * C
-        linear = (2 * g * w + g * g) * d * with_one + context.num_tokens * d * C
-        return Cost(d * (d + 1), exact + linear)
+        linear = (2 * g * w + g * g) * d * with_one
+        if config.router:
+            return Cost(2 * d * d + context.num_heads, exact + linear + 2 * g * d * C)
+        return Cost(d * (d + 1), exact + linear + g * w * d * C)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         blocks, c = self.config.blocks(grid, of_grid(key_mask, q.shape[2])), self.config
-        return sla(q, k, v, blocks=blocks, topk=c.topk, negligible=c.negligible, learned=self.learned)
+        options: dict[str, Any] = {"blocks": blocks, "topk": c.topk, "negligible": c.negligible}
+        if not c.router:
+            return sla(q, k, v, learned=self.learned, **options)
+        soft = self.training and self.router.requires_grad
+        return sla(q, k, v, self.router, self.alpha.sigmoid(), soft=soft, **options)

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from attention import create_attention
-from attention.mechanisms.sla import ranked, sla
+from attention.mechanisms.sla import importance, sla, soft_topk
 from attention.mechanisms.softmax import softmax
 from attention.parts.geometry import Windows
-from tests.support.cases import PREFIX, Case
+from tests.support.cases import PREFIX, Case, perturbed
 from tests.support.comparisons import assert_equal, under_mask
 from tests.support.growth import Growth
 from tests.support.inputs import draw, every_grid, one_head, tokens
@@ -21,8 +21,19 @@ from tests.support.symmetry import BLOCKS
 case = partial(Case, "sla", mixes_values=False)
 FEW = {"block_size": 2, "topk": 2, "negligible": 0.3}
 
-CASES = [case((5, 7), FEW), case((6, 8), {"block_size": 3, "local": True}), case((5, 7), {"block_size": 4, **PREFIX})]
-EFFECTS = {"block_size": (FEW, 3), "topk": (FEW, 3), "negligible": (FEW, 0.6), "local": (FEW, True)}
+CASES = [
+    case((5, 7), FEW),
+    case((6, 8), {"block_size": 3, "local": True}),
+    case((5, 7), {"block_size": 4, **PREFIX}),
+    case((5, 7), {**FEW, "router": True, **PREFIX}, two_modes=True),
+]
+EFFECTS = {
+    "block_size": (FEW, 3),
+    "topk": (FEW, 3),
+    "negligible": (FEW, 0.6),
+    "router": (FEW, True),
+    "local": (FEW, True),
+}
 SYMMETRIES = [(BLOCKS, FEW), (set(), {**FEW, "local": True})]
 GROWTH = [Growth(1.1, 1), Growth(2, 2, lambda side: {"block_size": side // 4, "topk": 8})]
 SYMBOLS = {"k": 1, "w": 7}
@@ -62,7 +73,8 @@ def test_critical_blocks_have_softmax_attention_and_marginal_ones_linear_attenti
         [n // grid[1] // 2 * (grid[1] // 2) + n % grid[1] // 2 for n in range(len(q[0, 0]))],
     )
     g = blocks.num_windows
-    rank = ranked(q, k, blocks).argsort(-1)[:, :, own][..., own]  # of each key's block for each query
+    ranking = importance(q, k, None, blocks=blocks).argsort(-1, descending=True)
+    rank = ranking.argsort(-1)[:, :, own][..., own]  # of each key's block for each query
     y = attend(q, k, v, blocks, 1, share)
     kernel = (q.softmax(-1) @ k.softmax(-1).mT) * ((rank >= 1) & (rank < g - int(share * g)))
     linear = kernel / kernel.sum(-1, keepdim=True).clamp(min=1e-12) @ v
@@ -82,3 +94,56 @@ def test_at_first_it_is_sparse_attention():
     assert_equal(attn(x), other(x))
     nn.init.ones_(attn.learned.weight)
     assert not torch.allclose(attn(x), other(x))
+
+
+@pytest.mark.parametrize("topk", [1, 2, 4])
+def test_soft_choice(topk):
+    scores = draw(3, 5, 6)
+    scores[..., 2] = -torch.inf  # a block without tokens
+    log_odds, others = soft_topk(scores, topk), [0, 1, 3, 4, 5]
+    assert_equal(log_odds.sigmoid().sum(-1), torch.full((3, 5), float(topk)).double())
+    offset = (log_odds - scores / 0.1)[..., others]
+    assert_equal(offset, offset[..., :1].expand_as(offset))
+    assert (log_odds[..., 2] == -torch.inf).all()
+    assert_equal(soft_topk(scores, 9)[..., others].sigmoid(), torch.ones(3, 5, 5).double())
+    assert torch.autograd.gradcheck(lambda x: soft_topk(x, topk), draw(2, 5).div(20).requires_grad_())
+
+
+def routed(**options):
+    torch.manual_seed(0)
+    layer = perturbed(create_attention("sla", dim=16, num_heads=2, grid=(6, 4), router=True, **FEW, **options), 0.3)
+    return layer.double(), draw(2, 24, 16)
+
+
+def test_a_router_is_trained_by_weights_of_blocks_and_chooses_when_frozen_or_evaluated():
+    layer, x = routed()
+    chosen, weighted = layer.eval()(x), layer.train()(x)
+    assert not torch.allclose(chosen, weighted)
+    weighted.square().sum().backward()
+    assert layer.router.grad.flatten(1).any(1).all()
+    assert layer.alpha.grad.all()
+    layer.router.requires_grad_(False)
+    assert_equal(layer(x), chosen)
+    layer.router.requires_grad_(True).data.mul_(1e4)  # weights are 0 or 1
+    assert_equal(layer(x), layer.eval()(x))
+
+
+def test_a_router_with_the_identity_chooses_as_without():
+    layer, x = routed()
+    layer.router.data[:] = torch.eye(8)
+    layer.alpha.data[:] = torch.inf
+    sparse = create_attention("sla", dim=16, num_heads=2, grid=(6, 4), **FEW).double()
+    sparse.load_state_dict({**sparse.state_dict(), **{n: w for n, w in layer.state_dict().items() if "." in n}})
+    assert_equal(layer.eval()(x), sparse(x))
+
+
+@pytest.mark.parametrize("soft", [False, True])
+def test_a_routed_output_is_a_mean_of_values(soft):
+    q, k, _ = tokens((6, 4))
+    options = {"blocks": Windows((6, 4), (3, 3)), "topk": 2, "soft": soft}
+    router, alpha = draw(2, q.shape[-1], q.shape[-1]), torch.rand(q.shape[1], dtype=q.dtype)
+    for negligible in (0.0, 0.5, 1.0):
+        y = sla(q, k, torch.ones_like(q), router, alpha, negligible=negligible, **options)
+        assert_equal(y, torch.ones_like(q))
+    y = sla(q, k, v := draw(*q.shape), router, alpha, negligible=0.0, **{**options, "topk": 4})
+    assert_equal(y, softmax(q, k, v))

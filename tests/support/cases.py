@@ -33,6 +33,7 @@ class Case:
     Attributes:
         op: the pure function that the mechanism calls, if it is not named after the mechanism.
         stochastic: True if training draws noise.
+        two_modes: True if training computes something else than evaluation, with or without noise.
         mixes_values: True if the output is a weighted mean of values (weights sum to one).
         well_conditioned: True if rounding of queries and keys changes little; False if a key is drawn or chosen, which
             may flip, if a normaliser can vanish, or if a matrix is inverted.
@@ -49,6 +50,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     op: str | None = None
     stochastic: bool = False
+    two_modes: bool = False
     mixes_values: bool = True
     well_conditioned: bool = True
     gradients_are_slopes: bool = True
@@ -56,6 +58,9 @@ class Case:
     positive_weights: bool = True
     bounded: bool = True
     far_keys_vanish: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "two_modes", self.two_modes or self.stochastic)
 
     def __str__(self) -> str:
         return "-".join([self.name, *(f"{k}={v}" for k, v in self.options.items()), "x".join(map(str, self.grid))])

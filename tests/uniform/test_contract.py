@@ -63,7 +63,7 @@ def test_batch_independence(case):
 
 
 def compiled() -> Iterator[Any]:
-    """Cases in training, and in evaluation too if they have noise; otherwise both modes are one computation, see
+    """Cases in training, and in evaluation too if that differs; otherwise both modes are one computation, see
     test_determinism.py. Most cases of causal attention by features, which shares Performer's code, run in the stress
     suite only.
     """
@@ -71,7 +71,7 @@ def compiled() -> Iterator[Any]:
     for case in CASES:
         alike = case.options.get("causal") and case.name in by_features
         for training in (True, False):
-            if training or case.stochastic:
+            if training or case.two_modes:
                 yield pytest.param(case, training, id=f"{case}-{training}", marks=[pytest.mark.stress] * bool(alike))
 
 

@@ -33,7 +33,7 @@ def test_training_draws_anew(case):
     assert all(torch.equal(y, same) for y, same in zip(*runs, strict=True))
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if not case.stochastic], ids=str)
+@pytest.mark.parametrize("case", [case for case in CASES if not case.two_modes], ids=str)
 def test_training_equals_evaluation_without_noise(case):
     attn, x = case.build(), case.tokens()
     assert torch.equal(attn.train()(x, case.grid), attn.eval()(x, case.grid))

@@ -25,7 +25,7 @@ MODES = [
 
 
 @pytest.mark.parametrize(
-    ("case", "training"), chosen(MODES, lambda case, training: training or case.stochastic or case in ORDINARY)
+    ("case", "training"), chosen(MODES, lambda case, training: training or case.two_modes or case in ORDINARY)
 )
 def test_op_equals_its_literal_twin_in_value_and_all_gradients(case, training):
     op, args, options = capture_op(case, case.build().train(training), case.tokens())
