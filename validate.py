@@ -48,7 +48,7 @@ from engine.runtime.errors import UserError, refuse_bad_input
 from engine.runtime.memory import refuse_too_large
 from engine.training.device import check_kernels
 from engine.training.differences import list_data_differences
-from models.budgets import Budget, with_budget
+from models.assignment import Budget, with_budget
 from models.costs import count_costs
 
 

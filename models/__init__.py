@@ -20,7 +20,17 @@ from torch import nn
 
 from attention import Attention, AttentionFactory, LayerContext, OptionError
 from attention.options import nearest, parse_options, refuse
-from models.assignment import Entry, Mechanism, assign, factories_of, layer_factories, single_layers
+from models.assignment import (
+    Budget,
+    Entry,
+    Mechanism,
+    assign,
+    factories_of,
+    layer_factories,
+    parse_entries,
+    single_layers,
+    with_budget,
+)
 from models.base import Backbone
 from models.convert import resample_weights
 from models.deit import Deit
@@ -70,7 +80,13 @@ def create_model(name: DeitName, attention: Mechanism | Sequence[Mechanism] = ..
 def create_model(name: PvtName, attention: Mechanism | Sequence[Mechanism] = ..., **options: Any) -> Pvt: ...
 @overload
 def create_model(name: str, attention: Mechanism | Sequence[Mechanism] | None = ..., **options: Any) -> nn.Module: ...
-def create_model(name: str, attention: Mechanism | Sequence[Mechanism] | None = "softmax", **options: Any) -> nn.Module:
+def create_model(
+    name: str,
+    attention: Mechanism | Sequence[Mechanism] | None = "softmax",
+    *,
+    budget: Budget | None = None,
+    **options: Any,
+) -> nn.Module:
     """Builds a model; type checkers know the class, `Deit` or `Pvt`, by its name.
 
     Args:
@@ -78,11 +94,16 @@ def create_model(name: str, attention: Mechanism | Sequence[Mechanism] | None = 
         attention: a mechanism, by its name or as a mapping with its options, or a list of mechanisms that name their
             blocks, see `models.assignment`. For PVT-v2 one mechanism serves all stages except the last, which keeps
             softmax; a list of four has one for each stage. None leaves another model's own attention.
+        budget: size of the mechanisms, such as the number of landmarks, or one for each of them: an element of the
+            option `train.budgets` of a run. None: the sizes of `attention`.
         options: fields of the family's `Config`, which override the size's; also options of `timm.create_model` and of
             timm's models: device, dtype, and attn_drop_rate for the option `attn_drop` of every mechanism.
     Raises:
         OptionError: unknown model, mechanism or option, wrong type or value, or a geometry that cannot be honoured.
     """
+    if budget is not None:
+        parse_entries(attention)  # refuses wrong ones
+        attention = with_budget(attention, budget, "budget")
     if is_host(name):
         return create_host(name, attention, **options)
     family_of(name)

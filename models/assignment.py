@@ -16,10 +16,14 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from attention import Attention, AttentionFactory, OptionError
-from attention.options import Options, collecting, option, parse_options, refuse
+from attention.options import Options, collecting, option, parse_options, refuse, to_yaml
 
 Mechanism = str | Mapping[str, Any]
 """A mechanism's name, or a mapping with its name and options; in a list also with its `Place`."""
+
+Budget = int | Mapping[str, int] | Sequence[int | Mapping[str, int]]
+"""Size of all mechanisms that have one, or a size for each of them, in the order of the entries of `attention`: a value
+of its `size_option`, or several options with their values."""
 
 LayerFactory = Callable[..., Attention]
 """Function that builds a block's attention layer from the fields of a `LayerContext`."""
@@ -97,6 +101,37 @@ def as_option(entries: Sequence[dict[str, Any]], attention: Any) -> Any:
     if attention is None:
         return None
     return entries[0] if len(entries) == 1 and isinstance(attention, str | Mapping) else entries
+
+
+def with_budget(attention: Any, budget: Budget, key: str = "train.budgets") -> Any:
+    """The option `attention` with the size `budget`.
+
+    Raises:
+        OptionError: no mechanism has a size, or `budget`, for which `key` stands, has sizes for another number of them.
+    """
+    return as_option([{**entry, **sizes} for entry, sizes in entry_sizes(attention, budget, key)], attention)
+
+
+def entry_sizes(
+    attention: Any, budget: Budget, key: str = "train.budgets"
+) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    """The entries of `attention`, each with the options of its size; see `with_budget`."""
+    given = [attention] if isinstance(attention, str | Mapping) else attention or []
+    entries: list[Mapping[str, Any]] = [{"name": entry} if isinstance(entry, str) else entry for entry in given]
+    options = [factory.size_option for factory in factories_of([{"name": x["name"]} for x in entries])]
+    count = len(options) - options.count(None)
+    sizes = [*budget] if isinstance(budget, Sequence) else [budget] * count
+    if not count or len(sizes) != count or not all(isinstance(size, int | Mapping) for size in sizes):
+        problem = f"mechanisms of attention that have a size: {count}; give a size, or one for each of them"
+        raise OptionError(key, f" = {to_yaml(budget)}: {problem}")
+    found = list[tuple[Mapping[str, Any], Mapping[str, Any]]]()
+    for entry, name in zip(entries, options, strict=True):
+        size: Any = sizes.pop(0) if name else {}
+        size = {str(name): size} if isinstance(size, int) else size
+        if wrong := next((x for x in size if isinstance(entry.get(x), float)), ""):
+            raise OptionError(key, f" = {to_yaml(budget)}: {wrong} is no size of attention; leave it out")
+        found.append((entry, size))
+    return found
 
 
 def single_layers(depths: Sequence[int]) -> range:

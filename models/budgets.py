@@ -15,41 +15,9 @@ from torch import nn
 from attention import OptionError
 from attention.options import to_yaml
 from models import create_model
-from models.assignment import as_option, factories_of
+from models.assignment import Budget, entry_sizes, with_budget
 from models.base import attention_layers
 from models.costs import count_costs
-
-Budget = int | Mapping[str, int] | Sequence[int | Mapping[str, int]]
-"""Size of all mechanisms that have one, or a size for each of them, in the order of the entries of `attention`: a value
-of its `size_option`, or several options with their values."""
-
-
-def with_budget(attention: Any, budget: Budget) -> Any:
-    """The option `attention` of a checked run, written out, with the size `budget`.
-
-    Raises:
-        OptionError: no mechanism has a size, or `budget` has sizes for another number of them.
-    """
-    return as_option([{**entry, **sizes} for entry, sizes in _sizes(attention, budget)], attention)
-
-
-def _sizes(attention: Any, budget: Budget) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-    """The entries of `attention`, each with the options of its size."""
-    entries = [attention] if isinstance(attention, Mapping) else attention or []
-    options = [factory.size_option for factory in factories_of([{"name": x["name"]} for x in entries])]
-    count = len(options) - options.count(None)
-    sizes = [*budget] if isinstance(budget, Sequence) else [budget] * count
-    if not count or len(sizes) != count:
-        problem = f"mechanisms of attention that have a size: {count}; give a size, or one for each of them"
-        raise OptionError("train.budgets", f" = {to_yaml(budget)}: {problem}")
-    found = list[tuple[Mapping[str, Any], Mapping[str, Any]]]()
-    for entry, name in zip(entries, options, strict=True):
-        size: Any = sizes.pop(0) if name else {}
-        size = {str(name): size} if isinstance(size, int) else size
-        if wrong := next((key for key in size if isinstance(entry.get(key), float)), ""):
-            raise OptionError("train.budgets", f" = {to_yaml(budget)}: {wrong} is no size of attention; leave it out")
-        found.append((entry, size))
-    return found
 
 
 def check_order(options: Mapping[str, Any], attention: Any, sizes: Sequence[Budget]) -> None:
@@ -84,7 +52,7 @@ class Budgets:
     def __init__(self, model: nn.Module, options: Mapping[str, Any], attention: Any, sizes: Sequence[Budget] | None):
         self.number, self.choices = 0, [list[tuple[nn.Module, dict[str, Any]]]() for _ in sizes or [0]]
         if sizes and with_budget(attention, sizes[-1]) != attention:
-            own = [{name: entry.get(name) for name in x} for entry, x in _sizes(attention, sizes[-1]) if x]
+            own = [{name: entry.get(name) for name in x} for entry, x in entry_sizes(attention, sizes[-1]) if x]
             text = to_yaml(own if own[1:] else own[0])
             problem = f" = {to_yaml(sizes[-1])}, the last, is not the model's own size; write {text} last"
             raise OptionError("train.budgets", problem)

@@ -16,7 +16,7 @@ its main branch critical blocks are in o_n too.
 
 `router` is that of SLA2 (Zhang et al. 2026, arXiv:2602.12675). Learned maps, the identity at first, are applied to mean
 queries and mean keys, and y_n = alpha s_n + (1 - alpha) o_n, or s_n if no block is marginal, with s_n the softmax
-attention above and a learned alpha for each head, 0.88 at first. The router is trained by weights in place of a choice,
+attention above and a learned alpha for each head, 0.5 at first. The router is trained by weights in place of a choice,
 m = sigmoid(10 product + lambda), whose sum over blocks is k (Eq. 17): entries of a block count m times in s_n and 1 - m
 times in o_n, at the cost of softmax attention and linear attention. Evaluation, and training whose `train.freeze` names
 "*.router", the paper's second stage, have the choice. Cost: 2 (N / w^2) d C in place of N d C. The paper has an alpha
@@ -168,7 +168,7 @@ class Sla(Attention):
         super().__init__(context, config)
         if config.router:
             self.router = nn.Parameter(torch.eye(context.head_dim).repeat(2, 1, 1))
-            self.alpha = nn.Parameter(torch.full((context.num_heads,), 2.0))
+            self.alpha = nn.Parameter(torch.zeros(context.num_heads))
             return
         self.learned = nn.Linear(context.head_dim, context.head_dim)
         for parameter in self.learned.parameters():

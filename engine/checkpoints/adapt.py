@@ -23,8 +23,8 @@ from engine.run.load import MISSING, flatten
 from engine.runtime.errors import UserError
 from engine.runtime.text import describe_error, numbers_of, one_line
 from models import convert, create_model, parse_model, split_name
-from models.assignment import factories_of, text_of
-from models.budgets import Budget, cut_weights, with_budget
+from models.assignment import Budget, factories_of, text_of, with_budget
+from models.budgets import cut_weights
 from models.freeze import head_names
 from models.hosted import Hosted
 

@@ -52,7 +52,7 @@ from engine.runtime.files import write_file
 from engine.runtime.ownership import check_claim, check_file, write_together
 from engine.runtime.text import one_line
 from models import is_host
-from models.budgets import with_budget
+from models.assignment import with_budget
 
 PACKAGES = {"/": (), ".safetensors": (), ".onnx": ("onnx", "onnxscript", "onnxruntime")}
 """A directory, or a suffix of files -> the packages that its export needs besides the project's own."""

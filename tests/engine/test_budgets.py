@@ -27,7 +27,9 @@ from engine.runtime.distributed import World
 from engine.runtime.errors import UserError
 from engine.training.objective import create_objective
 from models import create_model
-from models.budgets import Budgets, with_budget
+from models.assignment import with_budget
+from models.base import attention_layers
+from models.budgets import Budgets
 from tests.support.launcher import ROOT
 from tests.support.refusals import refusal
 
@@ -47,6 +49,26 @@ def trained(directory: Path, *overrides: str) -> dict[str, torch.Tensor]:
     """The weights after five updates."""
     train.main([str(CONFIG), *FAST, *overrides, "--output", str(directory)])
     return newest_checkpoint(directory)[1]["model"]
+
+
+def test_a_model_of_a_size():
+    options = {"img_size": 56, "num_classes": 2, "embed_dim": 12, "num_heads": 2, "depth": 2}
+    several = [{"blocks": 0, "name": "eva"}, {"blocks": 1, "name": "softmax"}]
+    for attention, budget in (("eva", 4), ({"name": "eva"}, {"num_landmarks": 4}), (several, 4), (several, [4])):
+        model = create_model("deit_tiny_p8", attention, budget=budget, **options)
+        assert model.blocks[0].attn.config.num_landmarks == 4
+    host = create_model("timm:vit_tiny_patch16_224", "performer", budget=4)
+    assert {layer.core.config.num_samples for layer in attention_layers(host)} == {4}
+    for attention, budget, problem in (
+        ("softmax", 4, "budget = 4: mechanisms of attention that have a size: 0"),
+        ("eva", "16", "budget = 16: mechanisms of attention that have a size: 1"),
+        ("eva", 2.5, "budget = 2.5: mechanisms of attention that have a size: 1"),
+        ({"window_size": 2}, 4, "expected a mechanism's name"),
+        ("evaa", 4, "did you mean 'eva'"),
+        ("eva", {"window_size": 7, "samples": 2}, r"attention\(eva\).samples: unknown option"),
+    ):
+        with pytest.raises(OptionError, match=problem):
+            create_model("deit_tiny_p8", attention, budget=budget, **options)
 
 
 def initial(source: Path, *overrides: str) -> dict[str, torch.Tensor]:
