@@ -104,10 +104,10 @@ def as_option(entries: Sequence[dict[str, Any]], attention: Any) -> Any:
 
 
 def with_budget(attention: Any, budget: Budget, key: str = "train.budgets") -> Any:
-    """The option `attention` with the size `budget`.
+    """The option `attention` with the size `budget`, which messages call `key`.
 
     Raises:
-        OptionError: no mechanism has a size, or `budget`, for which `key` stands, has sizes for another number of them.
+        OptionError: no mechanism has a size, or `budget` is no size, or has sizes for another number of them.
     """
     return as_option([{**entry, **sizes} for entry, sizes in entry_sizes(attention, budget, key)], attention)
 
@@ -116,19 +116,27 @@ def entry_sizes(
     attention: Any, budget: Budget, key: str = "train.budgets"
 ) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
     """The entries of `attention`, each with the options of its size; see `with_budget`."""
-    given = [attention] if isinstance(attention, str | Mapping) else attention or []
+    given = (
+        [attention]
+        if isinstance(attention, str | Mapping)
+        else attention
+        if isinstance(attention, list | tuple)
+        else []
+    )
     entries: list[Mapping[str, Any]] = [{"name": entry} if isinstance(entry, str) else entry for entry in given]
     options = [factory.size_option for factory in factories_of([{"name": x["name"]} for x in entries])]
     count = len(options) - options.count(None)
-    sizes = [*budget] if isinstance(budget, Sequence) else [budget] * count
-    if not count or len(sizes) != count or not all(isinstance(size, int | Mapping) for size in sizes):
+    sizes = [*budget] if isinstance(budget, list | tuple) else [budget] * count
+    if not count or len(sizes) != count:
         problem = f"mechanisms of attention that have a size: {count}; give a size, or one for each of them"
         raise OptionError(key, f" = {to_yaml(budget)}: {problem}")
+    if any(type(x) is not int for size in sizes for x in (size.values() if isinstance(size, Mapping) else [size])):
+        raise OptionError(key, f" = {to_yaml(budget)}: sizes are whole numbers, or mappings of options to them")
     found = list[tuple[Mapping[str, Any], Mapping[str, Any]]]()
     for entry, name in zip(entries, options, strict=True):
         size: Any = sizes.pop(0) if name else {}
         size = {str(name): size} if isinstance(size, int) else size
-        if wrong := next((x for x in size if isinstance(entry.get(x), float)), ""):
+        if wrong := next((x for x in size if x in Place.__dataclass_fields__ or isinstance(entry.get(x), float)), ""):
             raise OptionError(key, f" = {to_yaml(budget)}: {wrong} is no size of attention; leave it out")
         found.append((entry, size))
     return found

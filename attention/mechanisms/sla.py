@@ -16,11 +16,12 @@ its main branch critical blocks are in o_n too.
 
 `router` is that of SLA2 (Zhang et al. 2026, arXiv:2602.12675). Learned maps, the identity at first, are applied to mean
 queries and mean keys, and y_n = alpha s_n + (1 - alpha) o_n, or s_n if no block is marginal, with s_n the softmax
-attention above and a learned alpha for each head, 0.5 at first. The router is trained by weights in place of a choice,
-m = sigmoid(10 product + lambda), whose sum over blocks is k (Eq. 17): entries of a block count m times in s_n and 1 - m
-times in o_n, at the cost of softmax attention and linear attention. Evaluation, and training whose `train.freeze` names
-"*.router", the paper's second stage, have the choice. Cost: 2 (N / w^2) d C in place of N d C. The paper has an alpha
-for each block of a fixed grid and no negligible blocks, and quantises; its code is not released.
+attention above and a learned alpha for each head, 0.5 at first. Training, while the maps need gradients, weights blocks
+in place of choosing them: m = sigmoid(10 product + lambda), whose sum over the blocks is k (Eq. 16, 17), multiplies the
+weights of a block in s_n, and 1 - m those in o_n, at the cost of softmax attention and linear attention. With
+`train.freeze` of "*.router", the paper's second stage, and in evaluation, blocks are chosen. Cost: 2 (N / w^2) d C in
+place of N d C. The paper has an alpha for each block of a fixed grid, no negligible blocks, quantised weights, and in
+algorithm 2 the softmax of products over sqrt(d) in place of products. It has released no code.
 """
 
 from itertools import product
@@ -31,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..base import Attention, Cost, LayerContext, up_to_side
-from ..ops.joint_softmax.op import gathered_logits, mix, prefix_term
+from ..ops.joint_softmax.op import gathered_logits, mix, prefix_term, summary_logits
 from ..options import Options, fit_option, local_option, option
 from ..parts.features import full_precision
 from ..parts.geometry import Grid, Windows, split_prefix
@@ -55,7 +56,8 @@ def sla(
     """Attention to `topk` critical blocks, at most all, and linear attention to marginal ones.
 
     Args:
-        router: maps of mean queries and mean keys, (2, d, d). alpha: share of softmax attention in each head, (h,).
+        router: differences of the maps of mean queries and mean keys from the identity, (2, d, d).
+        alpha: share of softmax attention in each head, (h,), with a router.
         negligible: share of the blocks, rounded down, that are skipped.
         learned: the map A, b, if there is no router. soft: True if blocks are weighted, not chosen.
     """
@@ -63,19 +65,25 @@ def sla(
     queries, keys, values = (blocks.partition(x) for x in (q, k, v))
     scores, mask, g = importance(q, k, router, blocks=blocks), blocks.mask(q.device), blocks.num_windows
     ranking = scores.argsort(dim=-1, descending=True, stable=True)
-    attended, place = ranking[..., : g if soft else topk], ranking.argsort(-1)
+    place, attended = ranking.argsort(-1), ranking[..., :topk]
     count: Any = g  # of blocks with tokens that count; others stand last
-    if mask is not None:
-        count = g if blocks.key_mask is None else mask.any(-1).sum(-1)[..., None, None].double()  # as Python's floats
-        mask = follow(mask.expand(*q.shape[:2], g, -1)[..., None], attended).mT  # (B, h, g, 1, e)
+    if blocks.key_mask is not None:
+        count = (scores > -torch.inf).sum(-1, keepdim=True).double()  # as Python's floats
     kept = place < count - negligible * count // 1
-    marginal, logits = (place >= topk) & kept, gathered_logits(queries, follow(keys, attended), mask)
+    marginal = (place >= topk) & kept
     weights = marginal.to(v.dtype)
+    if soft or topk >= g:
+        keys, values = (x.flatten(2, 3)[:, :, None] for x in (keys, values))
+        logits, mask = summary_logits(queries, keys), None if mask is None else mask.flatten(-2)[..., None, None, :]
+    else:
+        logits, values = gathered_logits(queries, follow(keys, attended)), follow(values, attended)
+        mask = None if mask is None else follow(mask.expand(*q.shape[:2], g, -1)[..., None], attended).mT
+    logits = logits if mask is None else logits.masked_fill(~mask, -torch.inf)
     if soft:
-        log_odds = soft_topk(scores, topk)
-        weights, chosen = torch.sigmoid(-log_odds) * kept, F.logsigmoid(log_odds).gather(-1, ranking)
-        logits = logits + chosen.repeat_interleave(keys.shape[3], -1)[..., None, :]
-    exact = mix([(logits, follow(values, attended)), *prefix_term(queries, k_prefix, v_prefix)])
+        log_odds = soft_topk(scores, place < topk)
+        weights = torch.sigmoid(-log_odds) * kept
+        logits = logits + F.logsigmoid(log_odds).repeat_interleave(blocks.num_queries, -1)[..., None, :]
+    exact = mix([(logits, values), *prefix_term(queries, k_prefix, v_prefix)])
     other = linear(q, k, v, weights, blocks).to(v.dtype)
     if learned is not None:
         return blocks.reverse(exact + learned(other))
@@ -89,28 +97,33 @@ def importance(q: Tensor, k: Tensor, router: Tensor | None, *, blocks: Windows) 
     """Products of each block's mean query with mean keys, (B, h, g, g); -inf for blocks without a token that counts."""
     (q_bar, k_bar), mask = (blocks.mean(x) for x in (q, k)), blocks.mask(q.device)
     if router is not None:
-        q_bar, k_bar = q_bar @ router[0].mT, k_bar @ router[1].mT
+        q_bar, k_bar = q_bar + q_bar @ router[0].mT, k_bar + k_bar @ router[1].mT
     scores = q_bar @ k_bar.mT
     return scores if mask is None else scores.masked_fill(~mask.any(-1)[..., None, :], -torch.inf)
 
 
 @full_precision
-def soft_topk(scores: Tensor, topk: int) -> Tensor:
-    """Log-odds of weights sigmoid(scores / 0.1 + lambda), whose sum over the g scores (..., g) is `topk`, at most all
-    but those of -inf (SLA2, Eq. 17).
+def soft_topk(scores: Tensor, top: Tensor) -> Tensor:
+    """Log-odds of weights sigmoid(scores / 0.1 + lambda), whose sum over g scores (..., g) is the number of finite ones in
+    `top`, the largest (SLA2, Eq. 17).
     """
-    x = scores / 0.1
-    total = (x > -torch.inf).sum(-1, keepdim=True).clamp(max=topk)
+    x, top = (scores - scores.amax(-1, keepdim=True)) / 0.1, top & (scores > -torch.inf)
+
+    def excess(z: Tensor) -> Tensor:  # of the sum; 1 - m, not m, of those in `top`, so that small terms count
+        return torch.where(top, -torch.sigmoid(-z), torch.sigmoid(z)).sum(-1, keepdim=True)
+
     with torch.no_grad():
-        low = -40 - x.amax(-1, keepdim=True)  # sigmoid(40) is 1
-        high = 40 - x.masked_fill(x == -torch.inf, torch.inf).amin(-1, keepdim=True)
+        high = 40 - x.where(x > -torch.inf, 0).amin(-1, keepdim=True)
+        low = torch.full_like(high, -40)
         for _ in range(30):
             middle = (low + high) / 2
-            above = torch.sigmoid(x + middle).sum(-1, keepdim=True) > total
+            above = excess(x + middle) > 0
             low, high = torch.where(above, low, middle), torch.where(above, middle, high)
-    weights = torch.sigmoid(x + high)
-    slope = (weights * (1 - weights)).sum(-1, keepdim=True).detach().clamp(min=1e-12)
-    return x + high - (weights.sum(-1, keepdim=True) - total) / slope  # a step of Newton's, for the gradient of lambda
+    z = x + high
+    for _ in range(2):  # Newton's steps, through which lambda has its first and second derivatives
+        slope = (torch.sigmoid(z) * torch.sigmoid(-z)).sum(-1, keepdim=True)
+        z = z - excess(z) / slope.clamp(min=torch.finfo(z.dtype).tiny)
+    return z
 
 
 @full_precision
@@ -130,13 +143,13 @@ def sla_reference(q, k, v, router=None, alpha=None, *, blocks, topk, negligible,
     members = [tokens for tokens in members if len(tokens)]
     own = torch.cat([torch.full((len(tokens),), i) for i, tokens in enumerate(members)])  # each token's block
     tokens_of_blocks, last = torch.cat(members), len(members) - int(negligible * len(members))
-    maps = torch.eye(q.shape[-1], dtype=q.dtype).expand(2, -1, -1) if router is None else router
+    maps = torch.eye(q.shape[-1], dtype=q.dtype) + (torch.zeros(2, 1, 1) if router is None else router)
     for b, j, tokens in product(range(len(q)), range(q.shape[1]), members):
         queries, means = q[b, j, tokens], torch.stack([k[b, j, P + m].mean(0) for m in members])
         scores = (means @ maps[1].mT) @ (maps[0] @ queries.mean(0))
         order = scores.argsort(descending=True)
         m = torch.zeros_like(scores).index_fill(0, order[:topk], 1)
-        m = soft_topk(scores, topk).sigmoid() if soft else m
+        m = soft_topk(scores, m > 0).sigmoid() if soft else m
         keys, values = (torch.cat([x[b, j, :P], x[b, j, P + tokens_of_blocks]]) for x in (k, v))
         weights = (queries @ keys.mT / q.shape[-1] ** 0.5).softmax(-1) * F.pad(m[own], (P, 0), value=1)  # Eq. 5 of SLA2
         exact = weights / weights.sum(-1, keepdim=True) @ values
@@ -167,7 +180,7 @@ class Sla(Attention):
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
         if config.router:
-            self.router = nn.Parameter(torch.eye(context.head_dim).repeat(2, 1, 1))
+            self.router = nn.ParameterList(torch.zeros(context.head_dim, context.head_dim) for _ in range(2))
             self.alpha = nn.Parameter(torch.zeros(context.num_heads))
             return
         self.learned = nn.Linear(context.head_dim, context.head_dim)
@@ -189,5 +202,5 @@ class Sla(Attention):
         options: dict[str, Any] = {"blocks": blocks, "topk": c.topk, "negligible": c.negligible}
         if not c.router:
             return sla(q, k, v, learned=self.learned, **options)
-        soft = self.training and self.router.requires_grad
-        return sla(q, k, v, self.router, self.alpha.sigmoid(), soft=soft, **options)
+        soft = self.training and any(x.requires_grad for x in self.router)
+        return sla(q, k, v, torch.stack([*self.router]), self.alpha.sigmoid(), soft=soft, **options)

@@ -61,8 +61,11 @@ def test_a_model_of_a_size():
     assert {layer.core.config.num_samples for layer in attention_layers(host)} == {4}
     for attention, budget, problem in (
         ("softmax", 4, "budget = 4: mechanisms of attention that have a size: 0"),
-        ("eva", "16", "budget = 16: mechanisms of attention that have a size: 1"),
-        ("eva", 2.5, "budget = 2.5: mechanisms of attention that have a size: 1"),
+        ("eva", "16", "budget = 16: sizes are whole numbers"),
+        ("eva", {"name": "softmax"}, "budget = {name: softmax}: sizes are whole numbers"),
+        ("eva", {"blocks": 1}, "budget = {blocks: 1}: blocks is no size"),
+        ("eva", [4, 9], "mechanisms of attention that have a size: 1"),
+        (5, 4, "mechanisms of attention that have a size: 0"),
         ({"window_size": 2}, 4, "expected a mechanism's name"),
         ("evaa", 4, "did you mean 'eva'"),
         ("eva", {"window_size": 7, "samples": 2}, r"attention\(eva\).samples: unknown option"),

@@ -4,6 +4,7 @@ Prefix tokens belong to every window: keys and values may begin with the keys an
 """
 
 import functools
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -148,8 +149,9 @@ def mix(terms: list[tuple[Tensor, Tensor]], attn_drop: float = 0.0) -> Tensor:
     terms = [term for term in terms if term[0].shape[-1]]
     logits = [logits for logits, _ in terms]
     weights = F.dropout(torch.cat(logits, -1).softmax(-1), attn_drop).to(terms[0][1].dtype)
-    weights_of_terms = weights.split([x.shape[-1] for x in logits], -1)
-    return functools.reduce(torch.add, map(mixed, weights_of_terms, [values for _, values in terms]))
+    lengths = [x.shape[-1] for x in logits]  # slices, as compiled gradients of gathered values are wrong after `split`
+    of_terms = (weights[..., end - n : end] for n, end in zip(lengths, accumulate(lengths), strict=True))
+    return functools.reduce(torch.add, map(mixed, of_terms, [values for _, values in terms]))
 
 
 def mixed(weights: Tensor, values: Tensor) -> Tensor:
