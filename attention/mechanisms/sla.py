@@ -104,8 +104,8 @@ def importance(q: Tensor, k: Tensor, router: Tensor | None, *, blocks: Windows) 
 
 @full_precision
 def soft_topk(scores: Tensor, top: Tensor) -> Tensor:
-    """Log-odds of weights sigmoid(scores / 0.1 + lambda), whose sum over g scores (..., g) is the number of finite ones in
-    `top`, the largest (SLA2, Eq. 17).
+    """Log-odds of weights sigmoid(scores / 0.1 + lambda), whose sum over (..., g) is the number of finite scores in
+    `top`, the largest of g (SLA2, Eq. 17).
     """
     x, top = (scores - scores.amax(-1, keepdim=True)) / 0.1, top & (scores > -torch.inf)
 

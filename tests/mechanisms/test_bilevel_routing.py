@@ -1,8 +1,10 @@
 """Bi-level routing attention."""
 
 import math
+import shutil
 from functools import partial
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -110,3 +112,18 @@ def test_heads_share_routes_and_the_released_temperature_is_that_of_all_channels
     regions = Windows(grid, (2, 2))
     assert torch.equal(route(q, k, regions, 2), route(*merged, regions, 2))
     assert regions.indices(CPU).shape == (6, 4)
+
+
+@pytest.mark.complete
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a compiler of C++")
+@pytest.mark.filterwarnings("ignore::UserWarning:torch._inductor.*")  # advice on speed
+def test_compiled_gradients_of_gathered_values():
+    """`torch.compile` for a CPU has wrong ones, without a warning, if weights of a matrix product come from `split`."""
+    torch.compiler.reset()
+    leaves, gradients = [draw(2, 2, 42, 8, seed=i).requires_grad_() for i in range(3)], []
+    regions = Windows((6, 7), (2, 2))
+    for function in (bilevel_routing, torch.compile(bilevel_routing)):
+        y = function(*leaves, regions=regions, topk=6)
+        gradients.append(torch.autograd.grad((y * draw(*y.shape, seed=3)).sum(), leaves))
+    for gradient, expected in zip(*gradients, strict=True):
+        assert_equal(gradient, expected)
