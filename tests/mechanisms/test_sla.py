@@ -25,8 +25,7 @@ CASES = [
     case((5, 7), FEW),
     case((6, 8), {"block_size": 3, "local": True}),
     case((5, 7), {"block_size": 4, **PREFIX}),
-    # In training, rounding of the products of means counts ten times.
-    case((5, 7), {**FEW, "router": True, **PREFIX}, two_modes=True, well_conditioned=False),
+    case((5, 7), {**FEW, "block_size": 4, "router": True, **PREFIX}, two_modes=True),
 ]
 EFFECTS = {
     "block_size": (FEW, 3),

@@ -31,7 +31,8 @@ def test_every_precision_is_finite_on_large_inputs(case, dtype, training):
     assert y.dtype == dtype
     assert y.isfinite().all()
     y.float().mean().backward()  # weight gradients of a sum would overflow fp16 without a loss scaler
-    assert all(parameter.grad.isfinite().all() for parameter in attn.parameters())
+    weights = [weight for name, weight in attn.named_parameters() if training or not name.startswith("router")]
+    assert all(weight.grad.isfinite().all() for weight in weights)  # a router that chooses gets none
     y = attn.to(dtype)(x.to(dtype), case.grid)
     assert y.dtype == dtype
     assert y.isfinite().all()
