@@ -102,8 +102,7 @@ def create_model(
         OptionError: unknown model, mechanism or option, wrong type or value, or a geometry that cannot be honoured.
     """
     if budget is not None:
-        parse_entries(attention)  # refuses wrong ones
-        attention = with_budget(attention, budget, "budget")
+        attention = with_budget(attention if parse_entries(attention) else None, budget, "budget")
     if is_host(name):
         return create_host(name, attention, **options)
     family_of(name)

@@ -116,13 +116,7 @@ def entry_sizes(
     attention: Any, budget: Budget, key: str = "train.budgets"
 ) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
     """The entries of `attention`, each with the options of its size; see `with_budget`."""
-    given = (
-        [attention]
-        if isinstance(attention, str | Mapping)
-        else attention
-        if isinstance(attention, list | tuple)
-        else []
-    )
+    given = [attention] if isinstance(attention, str | Mapping) else attention or []
     entries: list[Mapping[str, Any]] = [{"name": entry} if isinstance(entry, str) else entry for entry in given]
     options = [factory.size_option for factory in factories_of([{"name": x["name"]} for x in entries])]
     count = len(options) - options.count(None)

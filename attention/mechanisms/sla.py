@@ -20,8 +20,8 @@ attention above and a learned alpha for each head, 0.5 at first. Training, while
 in place of choosing them: m = sigmoid(10 product + lambda), whose sum over the blocks is k (Eq. 16, 17), multiplies the
 weights of a block in s_n, and 1 - m those in o_n, at the cost of softmax attention and linear attention. With
 `train.freeze` of "*.router", the paper's second stage, and in evaluation, blocks are chosen. Cost: 2 (N / w^2) d C in
-place of N d C. The paper has an alpha for each block of a fixed grid, no negligible blocks, quantised weights, and in
-algorithm 2 the softmax of products over sqrt(d) in place of products. It has released no code.
+place of N d C. The paper has an alpha for each block of a fixed grid, no negligible blocks, products of few bits, and
+in algorithm 2 a softmax of the products over sqrt(d). It has released no code.
 """
 
 from itertools import product
