@@ -202,5 +202,6 @@ class Sla(Attention):
         options: dict[str, Any] = {"blocks": blocks, "topk": c.topk, "negligible": c.negligible}
         if not c.router:
             return sla(q, k, v, learned=self.learned, **options)
-        soft = self.training and any(x.requires_grad for x in self.router)
-        return sla(q, k, v, torch.stack([*self.router]), self.alpha.sigmoid(), soft=soft, **options)
+        of_queries, of_keys = self.router[0], self.router[1]
+        soft = self.training and (of_queries.requires_grad or of_keys.requires_grad)
+        return sla(q, k, v, torch.stack([of_queries, of_keys]), self.alpha.sigmoid(), soft=soft, **options)
