@@ -19,7 +19,7 @@ queries and mean keys, and y_n = alpha s_n + (1 - alpha) o_n, or s_n if no block
 attention above and a learned alpha for each head, 0.5 at first. Training, while the maps need gradients, weights blocks
 in place of choosing them: m = sigmoid(10 product + lambda), whose sum over the blocks is k (Eq. 16, 17), multiplies the
 weights of a block in s_n, and 1 - m those in o_n, at the cost of softmax attention and linear attention. With
-`train.freeze` of "*.router", the paper's second stage, and in evaluation, blocks are chosen. Cost: 2 (N / w^2) d C in
+`train.freeze=blocks.*.router`, the paper's second stage, and in evaluation, blocks are chosen. Cost: 2 (N / w^2) d C in
 place of N d C. The paper has an alpha for each block of a fixed grid, no negligible blocks, products of few bits, and
 in algorithm 2 a softmax of the products over sqrt(d). It has released no code.
 """
