@@ -224,6 +224,20 @@ def searched() -> str:
     return markdown_table(["budget", "layers 0, 1, 2", "top-1 (%)"], lines)
 
 
+def routed() -> str:
+    """Forms of sparse-linear attention: top-1 after two alignments and fine-tuning, and with small blocks."""
+    of = partial(series, "sla_router.csv", seed="seed", name="form")
+    large, small = {"block_size": "7"}, {"block_size": "2", "topk": "2"}
+    columns = {
+        "first alignment": of("aligned_top1", alignments="1", **large),
+        "second": of("aligned_top1", alignments="2", **large),
+        "fine-tuned": of("tuned_top1", alignments="2", **large),
+        "2 of 49 blocks: first": of("aligned_top1", alignments="1", **small),
+        "2 of 49 blocks: second": of("aligned_top1", alignments="2", **small),
+    }
+    return table({title: means(column) for title, column in columns.items()})
+
+
 def converted() -> str:
     """The original model, and those of two budgets."""
     rows = read("convert.csv", budget="ms=35") + read("convert.csv", budget="macs=0.7")[1:]
@@ -250,6 +264,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/results_trained.md": {
         "replaced": replaced,
         "aligned": aligned,
+        "router": routed,
         "certificates": certificates,
         "from scratch for the same time": scratch,
         "searched": searched,
